@@ -18,8 +18,9 @@ from zerokern.building.construction import Construction
 from zerokern.comm import Group, dividing_on, during
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import Reduce, Stage, Tier
-from zerokern.io import Nvme
+from zerokern.memory import TierConfig
 from zerokern.memory.heap import give_back, map_large
+from zerokern.memory.tier import config_of
 from zerokern.parallel.experts import groups_of
 from zerokern.parallel.halves import refuse_half_backwards
 from zerokern.zero import shard_of
@@ -49,8 +50,8 @@ def shard(
     stage: Stage = 2,
     mesh: Meshes = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    tier: Tier | Nvme = "device",
-    keep: Tier | Nvme | None = None,
+    tier: Tier | TierConfig = "device",
+    keep: Tier | TierConfig | None = None,
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
     units: Units = None,
@@ -213,7 +214,7 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
     repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
         group = dividing_on(mesh, torch.get_default_device() if device is None else device)
-    if isinstance(settings["tier"], Nvme) and group.device.type == "cpu":
+    if config_of(settings["tier"]) is not None and group.device.type == "cpu":
         map_large()
     construction = Construction(group.device)
     module = construction.run(fn)

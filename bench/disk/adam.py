@@ -66,17 +66,17 @@ class TieredStep:
         records = list(disk.records.values())
 
         def fetch(i: int, slot: Slot, after: Any) -> Any:
-            return disk.swap.get(records[i].key, disk.view(slot, records[i]), after=after)
+            return disk.fetch(records[i], disk.view(slot, records[i]), after)
 
         def store(i: int, slot: Slot) -> Any:
-            return disk.swap.put(records[i].key, disk.view(slot, records[i]))
+            return disk.store(records[i], disk.view(slot, records[i]))
 
         flow(disk.ring, len(records), fetch, lambda i, slot: None, store)
 
     def movers(self) -> list[Mover]:
         """The step, and its two halves."""
         name, disk = self.layout.name, self._disk
-        stats = disk.swap.stats()
+        stats = disk.tier.swap.stats()
         wiring = f"{stats['engine']}, block {stats['block']}, depth {stats['depth']}, {len(disk.ring.slots)} slots"
         turns: list[tuple[str, Callable[[], object], str]] = [
             (name, self.on_disk.step, wiring),
@@ -90,7 +90,7 @@ class TieredStep:
 
     def close(self) -> None:
         if self._disk.is_open:
-            self._disk.swap.close()
+            self._disk.tier.swap.close()
 
 
 def _optimizer(

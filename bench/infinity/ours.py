@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
-from zerokern.io.place import below
+from zerokern.io.tier import below
 
 from ..contest import Missing
 from ..zero.job import HYPER, MAX_NORM

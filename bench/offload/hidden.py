@@ -27,7 +27,7 @@ from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.optim.device import put_in_place
 from zerokern.optim.parts import parts_of
-from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
+from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shards_of
 
@@ -149,7 +149,7 @@ def foretell(case: Case, rates: Rates) -> Told:
     return Told(timeline.step_seconds, flow_bound(program, machine), timeline.hidden)
 
 
-def program_for(case: Case, rates: Rates) -> Program:
+def program_for(case: Case, rates: Rates) -> StepProgram:
     """The program that the optimizer makes of a case. What the update moves is said in bytes at the norm's rate."""
     forward, backward = case.seconds(case.forward_ms), case.seconds(case.backward_ms)
     pieces = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in case.units]

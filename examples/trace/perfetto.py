@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokern.schedule.program import LANES, Program
+from zerokern.schedule.program import LANES, StepProgram
 
 from .timeline import Happened, in_order, step_begins
 
@@ -21,7 +21,7 @@ STEPS = "step"
 
 
 def trace_events(
-    events: Iterable[Happened], rank: int = 0, program: Program | None = None, name: str = ""
+    events: Iterable[Happened], rank: int = 0, program: StepProgram | None = None, name: str = ""
 ) -> list[dict[str, Any]]:
     """Trace events of one rank. With the ``program`` that ran, arrows show where one lane waited for another.
 
@@ -76,7 +76,7 @@ def _steps(happened: Sequence[Happened], rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(
-    happened: Sequence[Happened], program: Program | None, rank: int, places: dict[str, int]
+    happened: Sequence[Happened], program: StepProgram | None, rank: int, places: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
     """From the end of what was waited for to the begin of what waited, where that is another lane."""
     if program is None:

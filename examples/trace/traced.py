@@ -18,7 +18,7 @@ from zerokern.memory.staging import CudaDriver
 from zerokern.planner import plan
 from zerokern.planner.amounts import parse_numel
 from zerokern.planner.forecast import step_program
-from zerokern.schedule import Delayed, Program, machine_of, simulate
+from zerokern.schedule import Delayed, StepProgram, machine_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 
 from ..model import GPT, Shape
@@ -48,7 +48,7 @@ class Traced:
 
     title: str
     events: Sequence[Event]
-    program: Program | None = None
+    program: StepProgram | None = None
     notes: Sequence[str] = ()
 
 

@@ -244,6 +244,6 @@ def test_room_on_disk_is_given_back_where_a_load_is_refused(
         monkeypatch.setattr(Ranks, "each", refused_elsewhere)
     with pytest.raises(error):
         zk.load(tmp_path / "kept", other, opts)
-    assert [opt.holdings.disk.swap.stats()["taken_nbytes"] for opt in opts] == [0, 0]
+    assert [opt.holdings.disk.tier.swap.stats()["taken_nbytes"] for opt in opts] == [0, 0]
     for layer, opt in zip(other, opts[: 1 if failure == "another optimizer" else 2], strict=False):
         stepped(layer, opt)

@@ -18,7 +18,7 @@ from weight_cases import BF16, MIB, SINGLE, large_things_apart, load_pretrained,
 from worlds import World, built, on_ranks, ranked
 
 import zerokern as zk
-from zerokern.io.place import NvmePlace
+from zerokern.io.tier import NvmeTier
 
 WIDTH, DEPTH = 1536, 6
 UNIT = WIDTH * WIDTH * 2
@@ -136,14 +136,14 @@ def test_what_rests_on_disk_is_not_read_for_each_parameter_anew(
 ) -> None:
     """Several parameters rest together: bytes of theirs that are read to build, save, load and export."""
     read = 0
-    fetch = NvmePlace.fetch
+    fetch = NvmeTier.fetch
 
-    def counted(place: NvmePlace, kept: Any, out: torch.Tensor, after: Any = None) -> Any:
+    def counted(place: NvmeTier, kept: Any, out: torch.Tensor, after: Any = None) -> Any:
         nonlocal read
-        read += kept.nbytes * (kept.wanted.role == "parameters")
+        read += kept.wanted.nbytes * (kept.wanted.role == "parameters")
         return fetch(place, kept, out, after)
 
-    monkeypatch.setattr(NvmePlace, "fetch", counted)
+    monkeypatch.setattr(NvmeTier, "fetch", counted)
     found, folder = {}, tmp_path / "saved"
 
     def counting(name: str, work: Callable[[], Any]) -> Any:

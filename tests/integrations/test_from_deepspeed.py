@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zerokern as zk
 from zerokern.integrations.deepspeed import SECTIONS, Settings, from_deepspeed
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
-from zerokern.io.place import below
+from zerokern.io.tier import below
 
 HERE = Path(__file__).parent
 SAID = json.loads((HERE / "deepspeed_keys.json").read_text())

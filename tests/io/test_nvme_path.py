@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import zerokern as zk
-from zerokern.io.place import below
+from zerokern.io.tier import below
 
 
 @pytest.mark.parametrize("path, number, says", [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.with_name("zero")))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from copy_cases import ThreadDriver

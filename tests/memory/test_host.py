@@ -18,17 +18,17 @@ from memory_cases import in_child
 from tables import each
 
 from zerokern.core.errors import BudgetError
-from zerokern.memory import Copies, DevicePlace, HostPlace, Wanted, layout
+from zerokern.memory import Copies, DeviceTier, HostTier, Wanted, layout
 from zerokern.memory.arena import HUGE_PAGE
 from zerokern.memory.layout import LINE, SKEW, nbytes_of, offsets_of
-from zerokern.memory.place import DevicePool
+from zerokern.memory.tier import DevicePool
 
 MIB = 1 << 20
 
 HOST = """
-from zerokern.memory import HostPlace, Wanted
+from zerokern.memory import HostTier, Wanted
 def host(wanted, owner="AdamW"):
-    place = HostPlace(owner)
+    place = HostTier(owner)
     return place, place.lay_out([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
 """
 COUNTED = """
@@ -69,8 +69,8 @@ judge(3, 40)
 """
 
 
-def host(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[HostPlace, list[torch.Tensor]]:
-    place = HostPlace("AdamW")
+def host(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[HostTier, list[torch.Tensor]]:
+    place = HostTier("AdamW")
     return place, place.lay_out([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
 
 
@@ -191,8 +191,8 @@ def test_cuda_is_told_of_it_once_and_until_the_memory_goes(monkeypatch: pytest.M
     assert calls[1:] == [(base,)]
 
 
-@each("place", [DevicePlace(torch.device("cpu"), "state"), HostPlace("state")])
-def test_a_refusal_without_advice_ends_with_its_table(place: DevicePlace | HostPlace) -> None:
+@each("place", [DeviceTier(torch.device("cpu"), "state"), HostTier("state")])
+def test_a_refusal_without_advice_ends_with_its_table(place: DeviceTier | HostTier) -> None:
     with pytest.raises(BudgetError, match=r"in all +[\d,]+\Z"):
         place.lay_out([Wanted("state", torch.Size([1 << 50]), torch.int8)])
 
@@ -200,7 +200,7 @@ def test_a_refusal_without_advice_ends_with_its_table(place: DevicePlace | HostP
 def test_with_copies_transfers_run_on_the_streams_of_the_device() -> None:
     """Streams that take their time: what has been asked for is there when its ticket has ended, and not before."""
     driver = ThreadDriver("in", delay=0.05)
-    place = HostPlace("twins", copies=Copies(driver))
+    place = HostTier("twins", copies=Copies(driver))
     (kept,) = place.lay_out([Wanted("values", torch.Size([1000]), torch.float32)])
     there, back = torch.arange(1000.0), torch.zeros(1000)
     stored = place.store(kept, there)
@@ -208,7 +208,7 @@ def test_with_copies_transfers_run_on_the_streams_of_the_device() -> None:
     assert not fetched.done()
     fetched.wait()
     assert torch.equal(back, there) and torch.equal(kept, there)
-    other = DevicePlace(torch.device("cpu"), "values", copies=place.copies)
+    other = DeviceTier(torch.device("cpu"), "values", copies=place.copies)
     (near,) = other.lay_out([Wanted("values", torch.Size([1000]), torch.float32)])
     stored = other.store(near, kept)
     back.zero_()

@@ -18,7 +18,7 @@ from tables import each
 
 from zerokern.core import env, native
 from zerokern.core.errors import say_once
-from zerokern.memory import Arena, HostPlace, Wanted, placement
+from zerokern.memory import Arena, HostTier, Wanted, placement
 from zerokern.memory.placement import Node, cores, cpus_near, cpus_to_leave, keep_to, nodes, nodes_for, settle_beside
 
 MIB = 1 << 20
@@ -111,7 +111,7 @@ def test_an_arena_lies_where_the_pool_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_host_memory_is_bound_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int | None] = []
     monkeypatch.setattr(placement, "bind", lambda base, nbytes: touched.append(resident(base, nbytes)) or ())
-    HostPlace("AdamW").lay_out([Wanted("state", torch.Size([MIB]), torch.float32)])
+    HostTier("AdamW").lay_out([Wanted("state", torch.Size([MIB]), torch.float32)])
     assert touched == [0]
 
 

@@ -13,13 +13,13 @@ from forked import run_forked
 from tables import each
 
 from zerokern.core.errors import IoError
-from zerokern.io.place import Nvme, NvmePlace
-from zerokern.memory import HostPlace, Rest, Rests
+from zerokern.io.tier import Nvme, NvmeTier
+from zerokern.memory import HostTier, Rest, Rests
 
 
 @pytest.fixture(params=["host", "nvme"])
 def rests(request: pytest.FixtureRequest, tmp_path: Path) -> Rests:
-    place: Any = HostPlace("a test") if request.param == "host" else NvmePlace(Nvme(tmp_path), "a test", staged=False)
+    place: Any = HostTier("a test") if request.param == "host" else NvmeTier(Nvme(tmp_path), "a test")
     return Rests(place, leaving_nbytes=8192)
 
 
@@ -94,7 +94,7 @@ def test_at_most_so_much_is_on_its_way(rests: Rests) -> None:
 
 
 def test_a_change_is_stored_and_nothing_else(tmp_path: Path) -> None:
-    place = NvmePlace(Nvme(tmp_path), "a test", staged=False)
+    place = NvmeTier(Nvme(tmp_path), "a test")
     one = filled(Rests(place), 1.0)
     one.rests.drain()
     before = place.swap.stats()
@@ -107,7 +107,7 @@ def test_a_change_is_stored_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_fetch_that_fails_tells_every_user_and_the_next_one_reads_again(tmp_path: Path) -> None:
-    place = NvmePlace(Nvme(tmp_path, checksum=True), "a test", staged=False)
+    place = NvmeTier(Nvme(tmp_path, checksum=True), "a test")
     one = filled(Rests(place), 1.0)
     one.rests.drain()
     entry = next(iter(place.swap._entries.values()))
@@ -127,8 +127,8 @@ def test_a_fetch_that_fails_tells_every_user_and_the_next_one_reads_again(tmp_pa
 
 TOUCHES = """
 import torch
-from zerokern.memory import HostPlace, Rests
-one = Rests(HostPlace("a test")).make("parameters", 1024, torch.float32)
+from zerokern.memory import HostTier, Rests
+one = Rests(HostTier("a test")).make("parameters", 1024, torch.float32)
 print("made", flush=True)
 one.memory.sum()
 """
@@ -216,8 +216,8 @@ def test_without_a_system_that_moves_pages_nothing_else_changes(rests: Rests, mo
 
 MAPPINGS = """
 import torch
-from zerokern.memory import HostPlace, Rests
-rests = Rests(HostPlace("a test"))
+from zerokern.memory import HostTier, Rests
+rests = Rests(HostTier("a test"))
 ones = [rests.make("parameters", (5 << 19) + 512 * i, torch.float32) for i in range(20)]
 def count():
     with open("/proc/self/maps") as maps:

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "copy_lets_go_of_its_tensors",
         "zerokern/memory/copies.py",
-        "copy = Copy(self, stream, pairs)",
-        "copy = Copy(self, stream, ())",
+        "copy = Copy(self.driver, stream, pairs)",
+        "copy = Copy(self.driver, stream, ())",
         "Memory may be freed, and given to others, while a copy still moves it.",
         (
             "tests/mutants/test_found.py::test_a_copy_keeps_its_tensors_whatever_the_device_keeps",
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "pending_copy_replaces_what_was_changed_meanwhile",
-        "zerokern/memory/next_rest.py",
+        "zerokern/memory/rest.py",
         "if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:",
         "if base.is_here or self.is_here or not self._has_contents:",
         "An update that waits on a disk takes the place of parameters that were written since it was made.",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "state_that_begins_anew_is_not_zero",
-        "zerokern/memory/place.py",
+        "zerokern/memory/tier.py",
         "if zeroed and key not in self._untouched:",
         "if zeroed and key in self._untouched:",
         "Host memory that is taken again for new state holds the old values.",

@@ -26,7 +26,7 @@ from zerokern.comm import Group, group_on
 from zerokern.core.errors import IoError
 from zerokern.debug.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
-from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory.here import Here
 from zerokern.optim.exchange import Inflow
 from zerokern.optim.formats import Slot
@@ -112,7 +112,7 @@ def test_what_a_thread_publishes_is_not_what_another_gathers() -> None:
 
 
 def test_what_is_written_into_memory_that_was_lent_is_stored() -> None:
-    rests = Rests(HostPlace("a test"))
+    rests = Rests(HostTier("a test"))
     one = rests.make("parameters", 4, torch.float32)
     span = one.memory[:]
     with one.used():
@@ -132,7 +132,7 @@ def test_what_is_written_into_memory_that_was_lent_is_stored() -> None:
 
 
 def test_state_that_begins_anew_in_memory_that_was_used_is_zero() -> None:
-    place, owner = HostPlace("a test"), torch.ones(3)
+    place, owner = HostTier("a test"), torch.ones(3)
     wanted = [(owner, Wanted("exp_avg", owner.shape, owner.dtype))]
     (state,) = place.rest(wanted)
     state.fill_(2.0)

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from device_double import Double
 
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.io import Faults, Nvme, Store, place
+from zerokern.io import Faults, Nvme, Store
+from zerokern.io import tier as tiers
 from zerokern.kernels.cpu import UpdateTable
 
 RING_NBYTES = 1 << 20  # 8 slots of 128 KiB: 16,000 parameters of fp32 Adam each
@@ -53,8 +54,8 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvme]
         def open_store(*arguments: object, **keywords: object) -> Store:
             return Store(*arguments, depth=8, block=1 << 16, faults=faults, **keywords)
 
-        monkeypatch.setattr(place, "Store", open_store)
-        monkeypatch.setattr(place, "LEAST_RING", 1)
+        monkeypatch.setattr(tiers, "Store", open_store)
+        monkeypatch.setattr(tiers, "LEAST_RING", 1)
         return Nvme(tmp_path / f"tier{next(numbers)}", **{"ring_nbytes": RING_NBYTES, **settings})
 
     return make

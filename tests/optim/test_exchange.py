@@ -74,7 +74,7 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
     _, opt = begun(tier())
     columns = [c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column)]
     reads: list[str] = []
-    store = opt.holdings.disk.swap
+    store = opt.holdings.disk.tier.swap
     get = store.get
     monkeypatch.setattr(store, "get", lambda key, *rest, **more: reads.append(key) or get(key, *rest, **more))
     parts = sorted(((c.order(p), c, p) for c in columns for p in c.places), key=lambda part: part[0])
@@ -86,7 +86,7 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
     last[0][1].stream.expect([part[2].record for part in last])
     for _, column, place in last:
         column.read(place)
-    assert len(reads) == len({part[2].record.key for part in last})
+    assert len(reads) == len({part[2].record.part.key for part in last})
 
 
 def test_a_step_between_is_refused_and_reads_nothing_wrong(tier: Callable[..., Nvme]) -> None:

@@ -58,9 +58,9 @@ def test_thousands_of_small_parameters_share_records(tier: Tier) -> None:
 def test_records_of_idle_parameters_do_not_move(tier: Tier) -> None:
     twins = Twins("adamw", tier(), sizes=(100_000, 100_000))
     twins.train(1)
-    before = twins.ours.holdings.disk.swap.stats()
+    before = twins.ours.holdings.disk.tier.swap.stats()
     twins.train(1, 1, idle=(1,))
-    after = twins.ours.holdings.disk.swap.stats()
+    after = twins.ours.holdings.disk.tier.swap.stats()
     touched = {place.record for place in twins.ours.state[twins.params[0]]["on_disk"].places}
     assert len(touched) < len(twins.ours.holdings.disk.records)
     for direction in ("read_nbytes", "written_nbytes"):
@@ -76,7 +76,7 @@ def test_a_step_reads_and_writes_each_byte_of_state_once_and_no_gradient(
     optimizer = AdamW(params, tier=tier(), state_format=state_format)
     train(optimizer, params, 1)
     set_grads(params)
-    store, per_step = optimizer.holdings.disk.swap, per_parameter * (1 << 20)
+    store, per_step = optimizer.holdings.disk.tier.swap, per_parameter * (1 << 20)
 
     def too_much() -> float:
         """What the system has seen besides: pages of code that it had taken away are read again, and count."""

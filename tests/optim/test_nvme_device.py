@@ -71,12 +71,12 @@ def test_bytes_of_a_step_are_those_of_the_plan(schedule: str, wrap: str, devices
     assert plan.moved("down") == plan.moved("up") == 2 * plan.numel
     train(World(0, 1), row, model, optimizer, range(2))
     optimizer.flush()
-    before = optimizer.holdings.disk.swap.stats()
+    before = optimizer.holdings.disk.tier.swap.stats()
     with one_thread():
         backward(World(0, 1), row, model, 2)
         optimizer.step()
         optimizer.flush()
-    after, ends = optimizer.holdings.disk.swap.stats(), 4096 * len(optimizer.holdings.disk.records)
+    after, ends = optimizer.holdings.disk.tier.swap.stats(), 4096 * len(optimizer.holdings.disk.records)
     for way in ("read_nbytes", "written_nbytes"):
         assert 12 * plan.numel <= after[way] - before[way] <= 12 * plan.numel + ends
     measured = zk.measure(model, optimizer)
@@ -94,7 +94,7 @@ def test_a_disk_that_fails_on_one_rank_fails_a_sync_step_on_all(
 
     def broken(self: DiskBinding, i: int, slot: Any) -> None:
         steps = float(next(iter(self._state.values()))["step"])
-        if steps >= 2 and (i == moment if self._disk.tier is tiers[1] else moment == 0):
+        if steps >= 2 and (i == moment if self._disk.tier.config is tiers[1] else moment == 0):
             raise zk.IoError("the disk failed", path="swap", errno=5)
         compute(self, i, slot)
 

@@ -164,7 +164,7 @@ def test_a_file_limit_in_the_middle_of_a_step(tier: Tier, engine: str) -> None:
 def test_a_file_changed_behind_its_back(tier: Tier, how: str) -> None:
     twins = Twins("adamw", tier(checksum=True), SIZES)
     twins.train(1)
-    file = f"/proc/self/fd/{twins.ours.holdings.disk.swap._files.all[0].fd}"  # it has no name
+    file = f"/proc/self/fd/{twins.ours.holdings.disk.tier.swap._files.all[0].fd}"  # it has no name
     if how == "truncated":
         os.truncate(file, 5 * RECORD)
     else:
@@ -223,8 +223,8 @@ SCRIPT = """
 import os, signal, sys, torch
 import zerokern as zk
 from zerokern.io import Store
-from zerokern.io import place
-place.Store = lambda *a, **k: Store(*a, depth=8, block=1 << 16, **k)
+from zerokern.io import tier
+tier.Store = lambda *a, **k: Store(*a, depth=8, block=1 << 16, **k)
 weight = torch.nn.Parameter(torch.ones(300_001))
 optimizer = zk.AdamW([weight], tier=zk.Nvme({folder!r}, ring_nbytes=1 << 20))
 put, puts = Store.put, []

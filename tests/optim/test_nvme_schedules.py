@@ -66,9 +66,9 @@ def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:
         turns = [{turn_of[number] for number, _ in item.visits} for item in binding._items]
         assert any(len(some) > 1 for some in turns) and len(binding.turns) > 3
         assert [min(some) for some in turns] == sorted(min(some) for some in turns)
-        before = disk.swap.stats()
+        before = disk.tier.swap.stats()
         train(World(0, 1), row, model, optimizer, range(2, 3))
-        after, nbytes = disk.swap.stats(), sum(record.nbytes for record in disk.records.values())
+        after, nbytes = disk.tier.swap.stats(), sum(record.nbytes for record in disk.records.values())
         assert after["written_nbytes"] - before["written_nbytes"] == nbytes
         assert after["read_nbytes"] - before["read_nbytes"] == 2 * nbytes  # the step, and the trace's state_dict
 

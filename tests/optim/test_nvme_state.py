@@ -23,7 +23,7 @@ from tables import each
 from zerokern import StateError
 from zerokern.core.errors import BudgetError
 from zerokern.io import Nvme
-from zerokern.memory import place
+from zerokern.memory import tier as tiers
 from zerokern.optim import SGD, AdamW
 
 Tier = Callable[..., Nvme]
@@ -88,8 +88,8 @@ def test_state_that_memory_cannot_hold_is_refused_with_what_takes_less(
 
     twins = Twins("adamw", tier())
     twins.train(1)
-    monkeypatch.setattr(place, "HUGE_PAGE", 4096)
-    monkeypatch.setattr(place, "refuse_beyond", refused)
+    monkeypatch.setattr(tiers, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(tiers, "refuse_beyond", refused)
     with pytest.raises(BudgetError, match=r"in all +[\d,]+\nstate_format=.*tier=zk.Nvme"):
         twins.ours.state_dict()
     monkeypatch.undo()

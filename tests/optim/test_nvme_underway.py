@@ -214,7 +214,7 @@ def test_a_disk_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(
     row, tiers, store, failed = row_of(wrap, "bf16"), small(tier, 2), DiskBinding._store, []
 
     def broken(self: DiskBinding, i: int, slot: Any) -> Any:
-        if self._disk.tier is tiers[1] and float(next(iter(self._state.values()))["step"]) >= 2 and not failed:
+        if self._disk.tier.config is tiers[1] and float(next(iter(self._state.values()))["step"]) >= 2 and not failed:
             failed.append(i)
             raise zk.IoError("the disk failed", path="swap", errno=5)
         return store(self, i, slot)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from offload_cases import BUCKET_NBYTES, SCHEDULES, Row, on_device, optimizer_of, train
 from optim_cases import MAKERS
 from tables import each
-from worlds import World, alone, on_threads
+from worlds import World, alone, built, on_threads
 
 import zerokern as zk
 from zerokern.examples.played import PlayedTraining
@@ -20,7 +21,7 @@ from zerokern.optim import parts
 from zerokern.optim.hosted import Host
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
-from zerokern.schedule import Machine, Op, Program, simulate
+from zerokern.schedule import Machine, Op, StepProgram, simulate
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import Event, Recorder
 
@@ -34,7 +35,7 @@ SLOW = {where: {"stretch": {where: SLOW_S}} for where in ("compute", "down", "up
 
 @dataclass
 class Submitted:
-    program: Program
+    program: StepProgram
     actions: frozenset[tuple[str, str]]
     ahead: frozenset[str]
 
@@ -45,7 +46,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recorder], list[Subm
     found: list[tuple[Recorder | None, Submitted]] = []
     submit = Executor.submit
 
-    def told(self: Executor, program: Program, actions: Any, *, ahead: Sequence[str] = ()) -> Any:
+    def told(self: Executor, program: StepProgram, actions: Any, *, ahead: Sequence[str] = ()) -> Any:
         found.append((self.recorder, Submitted(program, frozenset(actions), frozenset(ahead))))
         return submit(self, program, actions, ahead=ahead)
 
@@ -212,3 +213,62 @@ def test_every_op_of_two_ranks(schedule: str, stage: int, submitted: Callable) -
     link = ("Fetch", "Store")
     mine, theirs = ([op[:3] for op in ops if op.verb not in link] for ops in (runs[-2].program.ops, planned))
     assert mine == theirs
+
+
+@each("size, stage", [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_every_op_of_an_update_that_is_made_at_once(size: int, stage: int, submitted: Callable) -> None:
+    """Run inline, without a worker; it is the program of "no offload"."""
+    row = Row(f"stage {stage}", "bf16", "often", steps=STEPS)
+    runs = on_threads(size, ran, row, "sync", submitted, None)[0]
+    plan = zk.plan(row.model(World(0, 1)), stage=stage, bucket_bytes=BUCKET_NBYTES, world=size)
+    planned = step_program(plan, "no offload", 100).ops
+    named = [(op.verb, op.what if op.what == "all" else f"bucket {op.what}", op.turn) for op in planned]
+    assert [(op.verb, op.what, op.turn) for op in runs[-2].program.ops] == named  # bytes: buckets are padded
+    assert ("Step", "all") in runs[-2].actions
+
+
+class Blocks(torch.nn.Module):
+    """A root with parameters of its own around units of one bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(8, 16)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def fetched_and_gathered(world: World, schedule: str, folders: Sequence[Any], passes: int) -> None:
+    """What a step fetches of parameters at rest, gathers and reduces: as a plan of this model has it, use by use."""
+    model, recorder = built(Blocks), Recorder()
+    world.shard(model, stage=3, tier=folders[world.rank], units=list(model.blocks))
+    optimizer = zk.AdamW(model.parameters(), tier="cpu", schedule=SCHEDULES[schedule])
+    optimizer.holdings.recorder = recorder
+    for _ in range(STEPS):
+        for _ in range(passes):
+            model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    settings = {"schedule": SCHEDULES[schedule], "world": world.size, "device": "cpu", "accumulate": passes}
+    subject = built(Blocks)
+    settings |= {"units": lambda module: module in list(subject.blocks)}
+    plan = zk.plan(subject, stage=3, tier="cpu", param_tier="nvme", **settings)
+    ops = [op for op in step_program(plan, schedule, 100, 10**6).ops if not op.what.endswith("record")]
+    planned = [(op.verb, f"bucket {op.what}", op.turn) for op in ops]
+    ran = [(event.verb, event.what, event.turn) for event in all_of(recorder) if event.step == STEPS - 1]
+    # beside an update a span comes for both, so that its program has one op for them
+    for verb in ("Fetch", "Gather", "Reduce") if schedule == "sync" else ("Gather", "Reduce"):
+        assert [op for op in ran if op[0] == verb] == [op for op in planned if op[0] == verb], verb
+
+
+@each(
+    "size, schedule, passes",
+    [(1, "sync", 1), (2, "sync", 1), (2, "sync", 2), (2, "overlap", 1), (2, "overlap", 2), (2, "delayed", 1)],
+)
+def test_parameters_at_rest_are_fetched_use_by_use(size: int, schedule: str, passes: int, tier: Callable) -> None:
+    on_threads(size, fetched_and_gathered, schedule, [tier() for _ in range(size)], passes)

@@ -183,7 +183,7 @@ def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, wr
     model = zk.shard(built(Stack, 1).to(torch.bfloat16), stage=3, tier=zk.Nvme(tmp_path / "model"))
     tier = zk.Nvme(tmp_path / "state", ring_nbytes="8M")
     opt = zk.AdamW(model.parameters(), tier=tier, schedule=SCHEDULES[schedule], **formats)
-    places = [sharding_of(model).rests.place, opt.holdings.disk]
+    places = [sharding_of(model).rests.tier, opt.holdings.disk.tier]
     numel = sum(param.numel() for param in model.parameters())
     x = torch.randn(4, 256, dtype=torch.bfloat16)
 

@@ -211,7 +211,7 @@ def fail_once(world: World, stage: int, folder: str) -> list[str]:
     world.shard(model, stage=stage)
     optimizer = MAKERS["adamw"](model.parameters(), tier=Nvme(f"{folder}/rank{world.rank}", ring_nbytes=1 << 20))
     said = [learn(model, optimizer, 0)]
-    store, put = optimizer.holdings.disk.swap, optimizer.holdings.disk.swap.put
+    store, put = optimizer.holdings.disk.tier.swap, optimizer.holdings.disk.tier.swap.put
     if world.rank == 1:
         store.put = lambda *_: (_ for _ in ()).throw(zk.IoError("the disk failed"))
     said.append(learn(model, optimizer, 1))

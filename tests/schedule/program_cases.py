@@ -12,7 +12,7 @@ from zerokern.examples.played_device import PlayedDevice
 from zerokern.memory import Copies
 from zerokern.schedule.executor import Executor, Run
 from zerokern.schedule.policies import Delayed, program_of
-from zerokern.schedule.program import Program, Ref, Span
+from zerokern.schedule.program import Ref, Span, StepProgram
 from zerokern.schedule.recorder import Recorder
 
 LR, MOMENTUM, MAX_NORM = 0.05, 0.9, 5.0
@@ -26,24 +26,24 @@ def spans_of(training: PlayedTraining) -> list[Span]:
     return spans
 
 
-def without(program: Program, verb: str, before: str) -> Program:
+def without(program: StepProgram, verb: str, before: str) -> StepProgram:
     """The program where ops of this verb no longer come after those of the other."""
     ops = []
     for op in program.ops:
         after = tuple(ref for ref in op.after if op.verb != verb or program.ops[ref.index].verb != before)
         ops.append(op._replace(after=after))
-    changed = Program(program.name, tuple(ops))
+    changed = StepProgram(program.name, tuple(ops))
     assert changed != program, f"{program.name} has no {verb} after {before}"
     return changed
 
 
-def values_kept(program: Program) -> Program:
+def values_kept(program: StepProgram) -> StepProgram:
     """An update may not write what is still on its way up from the step before."""
     ops = []
     for op in program.ops:
         store = Ref(program.index("Store", op.what), back=1) if op.verb == "Step" else None
         ops.append(op if store is None or store in op.after else op._replace(after=(*op.after, store)))
-    return Program(program.name, tuple(ops))
+    return StepProgram(program.name, tuple(ops))
 
 
 class Host:
@@ -71,7 +71,7 @@ class Offload:
         self,
         training: PlayedTraining,
         schedule: str | Delayed,
-        change: Callable[[Program], Program] = lambda program: program,
+        change: Callable[[StepProgram], StepProgram] = lambda program: program,
         slow_cpu: float = 0.0,
         slow_user: float = 0.0,
         recorder: Recorder | None = None,
@@ -188,7 +188,7 @@ def trained(
     schedule: str | Delayed,
     steps: int,
     device: PlayedDevice,
-    change: Callable[[Program], Program] = lambda program: program,
+    change: Callable[[StepProgram], StepProgram] = lambda program: program,
     slow_cpu: float = 0.0,
     slow_user: float = 0.0,
     **options: object,

@@ -19,7 +19,7 @@ from ticket_cases import GatedTicket, HeldTicket, acting, program, threads, unti
 from zerokern.core.errors import StateError
 from zerokern.schedule.executor import Executor, Run
 from zerokern.schedule.policies import Delayed, program_of
-from zerokern.schedule.program import Op, Program, Ref, Span
+from zerokern.schedule.program import Op, Ref, Span, StepProgram
 from zerokern.schedule.recorder import Recorder
 
 WORKER = "zerokern executor"
@@ -194,7 +194,7 @@ def test_random_programs_run_in_an_order_that_they_allow(executor: Executor, see
         after = {Ref(draw.randrange(index)) for _ in range(draw.randrange(3)) if index}
         after |= {Ref(draw.randrange(count), draw.randrange(1, 3)) for _ in range(draw.randrange(2))}
         ops.append(Op("Step", str(index), draw.choice(("net", "down", "cpu", "up")), tuple(after)))
-    steps, left_out = Program("random", tuple(ops)), {str(draw.randrange(count)) for _ in range(4)}
+    steps, left_out = StepProgram("random", tuple(ops)), {str(draw.randrange(count)) for _ in range(4)}
     ended: set[tuple[int, int]] = set()
     wrong: list[str] = []
     runs = []
@@ -359,7 +359,7 @@ def test_events_are_recorded() -> None:
 class TestAhead:
     """What shows an update is handed over with the update, and performed with the next step."""
 
-    SHOWN = Program(
+    SHOWN = StepProgram(
         "late",
         (
             Op("Publish", "a", "device", (Ref(2, back=1),)),

@@ -201,9 +201,9 @@ from zerokern.core.errors import StateError
 from zerokern.memory import Copies
 from zerokern.schedule.executor import Executor
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.schedule.program import Op, Program, Ref
+from zerokern.schedule.program import Op, StepProgram, Ref
 
-STEPS = Program("example", (
+STEPS = StepProgram("example", (
     Op("Fetch", "a", "down"), Op("Step", "a", "cpu"), Op("Publish", "a", "device"), Op("Step", "b", "cpu", (Ref(2),))
 ))
 
@@ -225,7 +225,7 @@ def copying():
     device = PlayedDevice(down_gb_s=0.00001)  # it would take 400 s
     copies, executor = Copies(device), Executor()
     here, there = torch.ones(1 << 20), torch.ones(1 << 20)
-    steps = Program("example", (Op("Fetch", "a", "down"), Op("Step", "a", "cpu", (Ref(0),))))
+    steps = StepProgram("example", (Op("Fetch", "a", "down"), Op("Step", "a", "cpu", (Ref(0),))))
     actions = {("Fetch", "a"): lambda: copies.to_host(here, there), ("Step", "a"): lambda: None}
     return copies, executor, executor.submit(steps, actions)
 

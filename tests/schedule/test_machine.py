@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerokern.schedule import Op, Program, machine_of, shipped, simulate
+from zerokern.schedule import Op, StepProgram, machine_of, shipped, simulate
 
 # seconds of a step of CPU-Adam on a DGX-2 by billions of parameters: ZeRO-Offload, table 4
 CPU_ADAM = {1: 0.22, 2: 0.51, 4: 1.03, 8: 2.41, 10: 2.57}
@@ -74,9 +74,9 @@ class TestDisk:
         read, write = (Op(verb, "a", lane, nbytes=6 * 10**9) for verb, lane in (("Fetch", "read"), ("Store", "write")))
         machine = machine_of("h100-pcie")
         assert [machine.seconds(read), machine.seconds(read, {"write"})] == pytest.approx([1, 2], rel=1e-4)
-        assert simulate(Program("both", (read, write)), machine).step_seconds == pytest.approx(2, rel=1e-4)
+        assert simulate(StepProgram("both", (read, write)), machine).step_seconds == pytest.approx(2, rel=1e-4)
         full = replace(machine, read_both_gb_s=None, write_both_gb_s=None)
-        assert simulate(Program("both", (read, write)), full).step_seconds == pytest.approx(1, rel=1e-4)
+        assert simulate(StepProgram("both", (read, write)), full).step_seconds == pytest.approx(1, rel=1e-4)
 
     def test_what_the_disk_moves_passes_through_host_memory(self) -> None:
         machine = replace(machine_of("h100-pcie"), update_numel_s=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerokern.schedule import Delayed, Op, Program, Ref, Span, check_schedule, program_of, resident
+from zerokern.schedule import Delayed, Op, Ref, Span, StepProgram, check_schedule, program_of, resident
 
 # two spans, of which the second is also shared by ranks
 SPANS = (
@@ -129,26 +129,26 @@ class TestText:
             (resident(SPANS), RESIDENT),
             (program_of("overlap", UNITS), BY_UNITS),
         ],
-        ids=lambda value: value.name if isinstance(value, Program) else "",
+        ids=lambda value: value.name if isinstance(value, StepProgram) else "",
     )
-    def test_golden(self, program: Program, text: str) -> None:
+    def test_golden(self, program: StepProgram, text: str) -> None:
         assert str(program) == text
 
     def test_runs_are_joined_within_one_step_only(self) -> None:
         after = (Ref(0), Ref(1), Ref(2), Ref(3, 1), Ref(4, 1), Ref(4, 2))
         ops = tuple(Op("Step", str(number), "cpu") for number in range(5))
-        program = Program("runs", (*ops, Op("Norm", "all", "cpu", after)))
+        program = StepProgram("runs", (*ops, Op("Norm", "all", "cpu", after)))
         assert str(program).splitlines()[-1].endswith("after 0..2, -1:3, -1:4, -2:4")
 
 
-def waits(program: Program, verb: str, what: str) -> set[str]:
+def waits(program: StepProgram, verb: str, what: str) -> set[str]:
     """What an op waits for: "Fetch a", or "Fetch a-1" of the step before."""
     op = program.ops[program.index(verb, what)]
     named = [(program.ops[ref.index], ref.back) for ref in op.after]
     return {f"{other.verb} {other.what}" + (f"-{back}" if back else "") for other, back in named}
 
 
-def reaches(program: Program, later: tuple[str, str], earlier: tuple[str, str], back: int) -> bool:
+def reaches(program: StepProgram, later: tuple[str, str], earlier: tuple[str, str], back: int) -> bool:
     """Whether `later` of a step can only run when `earlier`, of `back` steps before, is over."""
     goal, seen, todo = (program.index(*earlier), back), set(), [(program.index(*later), 0)]
     while todo:
@@ -170,14 +170,16 @@ LATE = [program_of(Delayed(), MANY), program_of(Delayed(), MANY, shadow=False)]
 
 class TestOrder:
     @pytest.mark.parametrize("program", ALL, ids=["sync", "overlap", "at_once"])
-    def test_a_forward_follows_the_update_made_of_the_step_before(self, program: Program) -> None:
+    def test_a_forward_follows_the_update_made_of_the_step_before(self, program: StepProgram) -> None:
         for span in MANY:
             for verb in ("Fetch", "Norm", "Step", "Store", "Publish"):
                 what = "all" if verb == "Norm" else span.name
                 assert reaches(program, ("Forward", span.name), (verb, what), back=1), (verb, span)
 
     @pytest.mark.parametrize("program", LATE, ids=["shadow", "host"])
-    def test_a_delayed_forward_follows_the_update_of_two_steps_before_and_not_of_one(self, program: Program) -> None:
+    def test_a_delayed_forward_follows_the_update_of_two_steps_before_and_not_of_one(
+        self, program: StepProgram
+    ) -> None:
         for span in MANY:
             for other in MANY:
                 assert reaches(program, ("Forward", span.name), ("Store", other.name), back=2), "never torn"
@@ -185,7 +187,7 @@ class TestOrder:
             assert not reaches(program, ("Forward", span.name), ("Norm", "all"), back=1)
 
     @pytest.mark.parametrize("program", ALL + LATE, ids=["sync", "overlap", "at_once", "shadow", "host"])
-    def test_what_is_overwritten_has_been_read(self, program: Program) -> None:
+    def test_what_is_overwritten_has_been_read(self, program: StepProgram) -> None:
         for span in MANY:
             name = span.name
             assert reaches(program, ("Fetch", name), ("Step", name), back=1), "one buffer for gradients"
@@ -243,7 +245,7 @@ class TestRefused:
             (Op("Step", "a", "cpu"), r"ops='Step a': must be.*unique"),
         ]:
             with pytest.raises(ValueError, match=says):
-                Program("bad", (Op("Step", "a", "cpu"), op))
+                StepProgram("bad", (Op("Step", "a", "cpu"), op))
 
     def test_spans(self) -> None:
         with pytest.raises(ValueError, match=r"spans=\[\]: must be at least one span"):

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from zerokern.schedule import Delayed, Machine, Program, Ref, Span, program_of, simulate
+from zerokern.schedule import Delayed, Machine, Ref, Span, StepProgram, program_of, simulate
 
 GB = 10**9
 SCHEDULES = ("sync", "overlap", Delayed())
@@ -24,7 +24,7 @@ def spans(count: int = 8, compute: float = 0.0, **sizes: object) -> list[Span]:
     return [Span(f"{i}", 8, **flops, **each) for i in range(count)]  # type: ignore[arg-type]
 
 
-def moved(program: Program, lane: str) -> int:
+def moved(program: StepProgram, lane: str) -> int:
     return sum(op.nbytes for op in program.ops if op.lane == lane)
 
 
@@ -34,7 +34,7 @@ def exact(**others: object) -> list[Span]:
     return spans(**(given | others))
 
 
-def rows_of_bytes(schedule: object) -> Iterator[tuple[str, Program, tuple[float, ...]]]:
+def rows_of_bytes(schedule: object) -> Iterator[tuple[str, StepProgram, tuple[float, ...]]]:
     """What is read, written, sent up and sent down in a step, in GB."""
     # The update's read of parameters is one of the two fetches, but where it comes after both.
     read = 16 if schedule == "sync" else 14

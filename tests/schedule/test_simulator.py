@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from zerokern.schedule import Delayed, Machine, Op, Program, Ref, Span, flow_bound, program_of, resident, simulate
+from zerokern.schedule import Delayed, Machine, Op, Ref, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.simulator import Timeline
 
 SECOND = 10**9  # the bytes that take a second
@@ -92,10 +92,10 @@ class TestByHand:
         assert timeline.busy == {"device": 1.0}
 
 
-def at_once(*ops: Op) -> Program:
+def at_once(*ops: Op) -> StepProgram:
     """Ops that begin together when all of the step before are over."""
     before = tuple(Ref(index, back=1) for index in range(len(ops)))
-    return Program("at once", tuple(op._replace(after=before) for op in ops))
+    return StepProgram("at once", tuple(op._replace(after=before) for op in ops))
 
 
 class TestRates:
@@ -181,7 +181,7 @@ def orders(count: int) -> list[tuple[int, ...]]:
     return list(itertools.permutations(range(count)))
 
 
-def reordered(program: Program, order: tuple[int, ...]) -> Program:
+def reordered(program: StepProgram, order: tuple[int, ...]) -> StepProgram:
     """The same ops, updated and stored in another order of spans."""
     late = ("Step", "Store") if program.name == "delayed" else ("Step", "Store", "Publish")
     head = [index for index, op in enumerate(program.ops) if op.verb not in late]
@@ -191,7 +191,7 @@ def reordered(program: Program, order: tuple[int, ...]) -> Program:
     def moved(op: Op) -> Op:
         return op._replace(after=tuple(Ref(places[ref.index], ref.back) for ref in op.after))
 
-    return Program(program.name, tuple(moved(program.ops[old]) for old in head + tail))
+    return StepProgram(program.name, tuple(moved(program.ops[old]) for old in head + tail))
 
 
 class TestRefused:
@@ -200,6 +200,6 @@ class TestRefused:
             with pytest.raises(ValueError, match="must be a whole number from 1 on"):
                 simulate(resident([span("a")]), EVEN, steps=steps)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="'none' has no ops"):
-            simulate(Program("none", ()), EVEN)
+            simulate(StepProgram("none", ()), EVEN)
         with pytest.raises(ValueError, match=r"net_gb_s=None: must be.*several ranks"):
             simulate(program_of("sync", [span("a", 1, 1)]), replace(EVEN, net_gb_s=None))

@@ -13,7 +13,7 @@ import pytest
 
 from zerokern.examples.trace.perfetto import trace_events, write_trace
 from zerokern.examples.trace.timeline import hidden, picture
-from zerokern.schedule import Delayed, Program, Span, program_of
+from zerokern.schedule import Delayed, Span, StepProgram, program_of
 from zerokern.schedule.recorder import Event
 
 MS = 1_000_000
@@ -31,7 +31,7 @@ def spans(count: int = 3, ranks: int = 1) -> list[Span]:
     ]
 
 
-def played(program: Program, steps: int, shrink: float = 1.0) -> list[Event]:
+def played(program: StepProgram, steps: int, shrink: float = 1.0) -> list[Event]:
     """Each lane in the order of the program, each op as soon as what it comes after has ended."""
     free: dict[str, int] = {}
     ended: dict[tuple[int, int], int] = {}

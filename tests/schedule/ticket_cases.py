@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from zerokern.schedule.program import Op, Program, Ref
+from zerokern.schedule.program import Op, Ref, StepProgram
 
 PATIENCE = 120.0
 
@@ -37,17 +37,17 @@ class GatedTicket(HeldTicket):
         self.gates += 1
 
 
-def program(*lines: str) -> Program:
+def program(*lines: str) -> StepProgram:
     """Of lines such as "Step a cpu 0 -1:2": verb, what, lane, and what it comes after."""
     ops = []
     for line in lines:
         verb, what, lane, *after = line.split()
         refs = [tuple(map(int, one.removeprefix("-").split(":"))) for one in after]
         ops.append(Op(verb, what, lane, tuple(Ref(ref[-1], ref[0] if len(ref) == 2 else 0) for ref in refs)))
-    return Program("example", tuple(ops))
+    return StepProgram("example", tuple(ops))
 
 
-def acting(steps: Program, seen: list[str], tickets: dict[str, object] | None = None) -> dict:
+def acting(steps: StepProgram, seen: list[str], tickets: dict[str, object] | None = None) -> dict:
     """Each op notes itself, as "Step a", and returns its ticket."""
 
     def act(name: str) -> object:

@@ -39,7 +39,8 @@ from worlds import World, built, full
 from zero_cases import Block
 
 import zerokern as zk
-from zerokern.io import Store, place
+from zerokern.io import Store
+from zerokern.io import tier as tiers
 from zerokern.zero.sharded import Sharded
 
 WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 5, 2, 3
@@ -202,8 +203,8 @@ def small_rings(patch: pytest.MonkeyPatch) -> None:
     def open_store(*arguments: Any, **settings: Any) -> Store:
         return Store(*arguments, depth=8, block=1 << 16, **settings)
 
-    patch.setattr(place, "Store", open_store)
-    patch.setattr(place, "LEAST_RING", 1)
+    patch.setattr(tiers, "Store", open_store)
+    patch.setattr(tiers, "LEAST_RING", 1)
 
 
 def tier_of(name: str, folder: Path) -> Any:

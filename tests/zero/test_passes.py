@@ -15,7 +15,7 @@ from worlds import World, alone, built, full, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.comm.group import Group
-from zerokern.schedule import Program
+from zerokern.schedule import StepProgram
 from zerokern.schedule.passes import Ahead, step_of
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.params import BucketMemory
@@ -114,7 +114,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped(BucketMemory, "release", releases)
 
 
-def planned(program: Program) -> list[Said]:
+def planned(program: StepProgram) -> list[Said]:
     gathered = {op.what: op.nbytes for op in program.ops if op.verb == "Gather"}
     return [(op.verb, op.what, gathered[op.what] if op.verb == "Release" else op.nbytes) for op in program.ops]
 

@@ -231,7 +231,7 @@ def test_each_pass_writes_a_gradient_once_and_the_step_reads_it_once(step: str, 
         for x in batches(3):
             LOOPS[step](model, opt, x, no_drain)
             sharding.rests.drain()
-            found.append([sharding.rests.place.swap.stats()[key] for key in ("read_nbytes", "written_nbytes")])
+            found.append([sharding.rests.tier.swap.stats()[key] for key in ("read_nbytes", "written_nbytes")])
         moved.append([after - before for before, after in zip(found[1], found[2], strict=True)])
     gradients = sum(bucket.rest.nbytes for bucket in sharding.gradient_buckets)
     (read, written), (read_more, written_more) = moved
@@ -245,7 +245,7 @@ def test_a_gradient_that_cannot_be_read_leaves_everything_as_it_was(settings: di
     train(expected, accumulation, no_drain, **on(tmp_path, settings, "resident"))
     model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path / "model", checksum=True))
     opt = zk.AdamW(model.parameters(), lr=1e-2, **on(tmp_path, settings, "state"))
-    entries = sharding_of(model).rests.place.swap._entries
+    entries = sharding_of(model).rests.tier.swap._entries
     for x in batches(2):
         for number, part in enumerate(x.chunk(4)):
             loss_of(model, part).backward()
@@ -269,7 +269,7 @@ def test_a_pass_that_cannot_read_what_it_adds_to_names_it(tmp_path: Path) -> Non
     x = next(batches(1))
     loss_of(model, x).backward()
     drained(model)
-    for key, entry in sharding_of(model).rests.place.swap._entries.items():
+    for key, entry in sharding_of(model).rests.tier.swap._entries.items():
         entry.crc += key.startswith("gradients/")
     with pytest.raises(zk.IoError, match=r"gradients from 'blocks.4.0.weight' on cannot be fetched: .*CRC32C"):
         loss_of(model, x).backward()
@@ -277,7 +277,7 @@ def test_a_pass_that_cannot_read_what_it_adds_to_names_it(tmp_path: Path) -> Non
 
 def test_gradients_that_a_program_keeps_give_their_room_back(tmp_path: Path) -> None:
     model = spilled(tmp_path)
-    place = sharding_of(model).rests.place
+    place = sharding_of(model).rests.tier
     x = next(batches(1))
     loss_of(model, x).backward()
     held = place.held()["gradients"]

@@ -215,7 +215,7 @@ def corrupt(model: torch.nn.Module, number: int) -> None:
     rests = sharding_of(model).rests
     rests.drain()
     rests.sweep()
-    entry = list(rests.place.swap._entries.values())[number]
+    entry = list(rests.tier.swap._entries.values())[number]
     entry.crc ^= 1
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.comm import Group, Handle
 from zerokern.core.errors import StateError
-from zerokern.memory import HostPlace, Wanted
+from zerokern.memory import HostTier, Wanted
 from zerokern.memory.copies import Copies, Copy
 
 __all__ = ["Compared", "Comparing", "aside", "combined", "fingerprint", "refuse_unlike"]
@@ -41,7 +41,7 @@ class Comparing:
 
     def __init__(self, group: Group, copies_of: Callable[[Tensor], Copies | None]) -> None:
         self.group, self.copies_of = group, copies_of
-        self._host = HostPlace("numbers compared")
+        self._host = HostTier("numbers compared")
         self._rows: list[Tensor] = []
         self._latest: Compared | None = None
 

@@ -23,8 +23,7 @@ from zerokern.activations.stretch import has_gaps, stretch
 from zerokern.activations.version import Version
 from zerokern.comm import Group, Handle, group_on
 from zerokern.core.errors import got
-from zerokern.io import Nvme
-from zerokern.memory.place import DevicePool
+from zerokern.memory.tier import AnyTier, DevicePool
 from zerokern.zero.kinds import is_replicated, local_of, shown_as
 
 __all__ = ["Dividing", "keeper_for"]
@@ -32,7 +31,7 @@ __all__ = ["Dividing", "keeper_for"]
 ALIGN = 512  # bytes: a part begins where any dtype may, and a disk likes to
 
 
-def keeper_for(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
+def keeper_for(keep: AnyTier, replicated: DeviceMesh | Group | None) -> Keeper | None:
     """What keeps inputs there, in parts where several ranks have them alike; None where they stay as they are.
 
     >>> keeper_for("device", None) is None
@@ -65,7 +64,7 @@ class Dividing(Keeper):
     {'kept inputs': 2097152}
     """
 
-    def __init__(self, keep: str | Nvme, group: Group, ranks: Sequence[int]) -> None:
+    def __init__(self, keep: AnyTier, group: Group, ranks: Sequence[int]) -> None:
         super().__init__("cpu" if keep == "device" else keep)
         self.group, self.ranks = group, list(ranks)
         self._stays = keep == "device"
@@ -175,10 +174,9 @@ class Whole:
         if not part.moves:
             self._handle = self._keeper.gather(self, part.piece)
             return
-        copies = self._keeper.copies_of(self.out) if self._keeper.disk is None else None
         self._coming = part.come(self.out[group.rank * part.each :][: part.each])
-        if self._keeper.disk is None:
-            with aside(copies):
+        if self._keeper.in_stream_order:
+            with aside(self._keeper.copies_of(self.out)):
                 self.launch()
 
     def launch(self) -> None:
@@ -236,7 +234,7 @@ class TurnMark:
         if turn is not None:
             turn.fetch()
             turn.gather()
-        elif self._keeper.disk is None:  # alive elsewhere perhaps
+        elif self._keeper.in_stream_order:  # alive elsewhere perhaps
             for nbytes, device in self.nbytes:
                 self._keeper.group.all_gather(torch.zeros(nbytes, dtype=torch.uint8, device=device)).wait()
 

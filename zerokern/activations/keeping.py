@@ -1,7 +1,7 @@
-"""Inputs that are kept for a recomputation: they leave while the next one computes, and are back one ahead in backward.
+"""Inputs that are kept for a recomputation: stored while the next one computes, and fetched one ahead in backward.
 
 What is kept latest stays where it is: a backward would need it at once. One memory is stored once, whoever saves views
-of it. Host memory is taken once, in blocks that are used again; a few copies are under way at a time, not more.
+of it. A few stores are under way at a time, not more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +21,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerokern.activations.stretch import has_gaps, span_of, stretch
 from zerokern.activations.version import CHANGED, Version
 from zerokern.core.errors import ZerokernError
-from zerokern.io import Nvme
-from zerokern.io.place import NvmePlace, Record
-from zerokern.memory import Copies, HostPlace, Wanted
-from zerokern.memory.copies import Copy
+from zerokern.memory import Copies, Tier, Wanted
+from zerokern.memory.blocks import Blocks, BlockTier
 from zerokern.memory.staging import Ticket, driver_of
+from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero import hooks
-from zerokern.zero.resting import folder_below
+from zerokern.zero.resting import own_name
 
 __all__ = ["ROLE", "Keeper", "Kept", "Turn", "View"]
 
 LEAST = 1 << 20
 """Bytes: what is smaller stays where it is"""
 UNDER_WAY = 2  # tensors on their way out
-SLACK = 2  # a block serves what is smaller, down to this part of it
 ROLE = "kept inputs"
 _NUMBERS = itertools.count()
 
@@ -42,16 +40,8 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
-class Block:
-    """Host memory, and what last moved to or from it."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.last: Copy | None = None
-
-
 class Keeper:
-    """What is kept in one place: `"cpu"`, for tensors that lie on a device, or a disk.
+    """What is kept in one tier: `"cpu"`, for tensors that lie on a device, or one that is opened.
 
     >>> import tempfile
     >>> x = torch.ones(1 << 19)
@@ -64,15 +54,14 @@ class Keeper:
     ({'kept inputs': 2097152}, tensor(524288.))
     """
 
-    def __init__(self, keep: str | Nvme) -> None:
+    def __init__(self, keep: AnyTier) -> None:
         self.lock = threading.RLock()
         self.moved_nbytes = 0  # out, so far
-        self.disk: NvmePlace | None = None
-        if isinstance(keep, Nvme):  # other keepers of this process, and other ranks, have the same path
-            self.disk = NvmePlace(folder_below(keep, f"inputs-{next(_NUMBERS)}"), ROLE, staged=False)
-        self._host = HostPlace(ROLE)
-        self._free: list[Block] = []
-        self._copies: dict[Any, Copies] = {}
+        config = config_of(keep)
+        # other keepers of this process, and other ranks, are given the same one
+        self.opened = None if config is None else config.open(own_name(f"inputs-{next(_NUMBERS)}"), ROLE)
+        self.blocks = Blocks(ROLE)
+        self._behind: dict[Any, BlockTier] = {}  # by device
         self._turns: list[weakref.ref[Turn]] = []
         self._leaving: deque[weakref.ref[Kept]] = deque()
         self._known: dict[int, tuple[StorageWeakRef, list[weakref.ref[Kept]]]] = {}
@@ -100,23 +89,39 @@ class Keeper:
 
     def held(self) -> dict[str, int]:
         """Bytes at rest, by role."""
-        return self._host.held() if self.disk is None else self.disk.held()
+        held = Counter({} if self.opened is None else self.opened.held())
+        for one in self._behind.values():
+            held.update(one.held_in_blocks())
+        return dict(held)
+
+    @property
+    def in_stream_order(self) -> bool:
+        """Whether what is fetched is there for whatever the device is given next; else the host waits for it."""
+        return self.opened is None
 
     def copies_of(self, tensor: Tensor) -> Copies | None:
         """What goes between the tensor's device and host memory; None where it lies in host memory."""
-        if tensor.is_cuda and tensor.device in self._copies:
-            return self._copies[tensor.device]
+        tier = self._blocks_of(tensor)
+        return None if tier is None else tier.copies
+
+    def tier_of(self, tensor: Tensor) -> Tier[Any] | None:
+        """Where such a tensor rests; None where it stays."""
+        return self._blocks_of(tensor) or self.opened
+
+    def _blocks_of(self, tensor: Tensor) -> BlockTier | None:
+        if tensor.is_cuda and tensor.device in self._behind:
+            return self._behind[tensor.device]
         driver = driver_of(tensor)
         if driver is None:
             return None
         key = tensor.device if tensor.is_cuda else id(driver)
-        if key not in self._copies:
-            self._copies[key] = Copies(driver)
-        return self._copies[key]
+        if key not in self._behind:
+            self._behind[key] = BlockTier(self.blocks, Copies(driver), self.opened)
+        return self._behind[key]
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether what it keeps leaves where such a tensor lies."""
-        return self.disk is not None or self.copies_of(tensor) is not None
+        return self.tier_of(tensor) is not None
 
     def of(self, tensor: Tensor) -> Kept | None:
         """What stands for the memory of a tensor; None where it is to stay."""
@@ -155,35 +160,18 @@ class Keeper:
             if oldest is not None:
                 oldest.has_left()
 
-    def take(self, nbytes: int) -> Block:
-        """Host memory for so many bytes."""
-        fitting = [one for one in self._free if nbytes <= one.memory.numel() <= SLACK * nbytes]
-        if fitting:
-            found = min(fitting, key=lambda one: one.memory.numel())
-            self._free.remove(found)
-            return found
-        self._free.clear()  # sizes have changed
-        (memory,) = self._host.lay_out([Wanted(ROLE, torch.Size([nbytes]), torch.uint8)])
-        return Block(memory)
-
-    def give(self, block: Block) -> None:
-        """It is of no more use to whoever took it."""
-        self._free.append(block)
-
 
 class Kept:
-    """A stretch of memory that is kept: on its device (`_here`), in a block of host memory, or in a record."""
+    """A stretch of memory that is kept: on its device (`_here`), or as a part of a tier."""
 
     def __init__(self, keeper: Keeper, tensor: Tensor, begin: int, nbytes: int) -> None:
         self.begin, self.nbytes, self.device = begin, nbytes, tensor.device
         self.views: weakref.WeakSet[View] = weakref.WeakSet()
         self._keeper = keeper
-        self._copies = keeper.copies_of(tensor)
+        self._tier = keeper.tier_of(tensor)
         self._here: Tensor | None = stretch(tensor.untyped_storage(), begin, nbytes, tensor.device)
-        self._sent_nbytes = 0
         self._unread = 0  # views that are to be read of what has been fetched
-        self._block: Block | None = None
-        self._record: Record | None = None
+        self._part: Any = None
         self._going: Ticket | None = None
         self._coming: Callable[[], None] | None = None
         self.version = Version(tensor)
@@ -201,33 +189,17 @@ class Kept:
 
     def send(self, span: Tensor) -> None:
         """These bytes are what rests."""
-        keeper = self._keeper
-        keeper.make_way(self)
-        if self._copies is not None:
-            self._block = keeper.take(span.numel())
-            to = self._block.memory[: span.numel()]
-            self._going = self._block.last = self._copies.to_host(span, to, after=self._block.last)
-        else:
-            self._going = self._store(span)
-        keeper.moved_nbytes += span.numel()
-        self._sent_nbytes = span.numel()
-
-    def _store(self, span: Tensor) -> Ticket:
-        disk = self._keeper.disk
-        assert disk is not None
-        (self._record,) = disk.lay_out([Wanted(ROLE, span.shape, torch.uint8)])
-        return disk.store(self._record, span)
+        tier = self._tier
+        assert tier is not None
+        self._keeper.make_way(self)
+        (self._part,) = tier.lay_out([Wanted(ROLE, span.shape, torch.uint8)])
+        self._going = tier.store(self._part, span)
+        self._keeper.moved_nbytes += span.numel()
 
     def has_left(self) -> None:
-        """Returns once it lies in host memory, or on the disk. What a device gave goes on to the disk from there."""
-        if self._going is None:
-            return
-        self._going.wait()
-        if self._keeper.disk is not None and self._record is None:
-            assert self._block is not None
-            self._going = self._store(self._block.memory[: self._sent_nbytes])
+        """Returns once it is stored."""
+        if self._going is not None:
             self._going.wait()
-            self._release_block()
 
     def fetch(self) -> None:
         """It is needed soon."""
@@ -240,26 +212,9 @@ class Kept:
 
     def come(self, out: Tensor) -> Callable[[], None]:
         """What rests is on its way into `out`. The result is called before it is read, on the stream that reads it."""
-        keeper, copies, going = self._keeper, self._copies, self._going
-        if keeper.disk is None:
-            assert copies is not None and self._block is not None
-            copy = self._block.last = copies.to_device(self._block.memory[: out.numel()], out, after=going)
-            return copy.gate
-        self.has_left()
-        assert self._record is not None
-        block = None if copies is None else keeper.take(out.numel())
-        target = out if block is None else block.memory[: out.numel()]
-        ticket = keeper.disk.fetch(self._record, target, after=self._going)
-
-        def arrive() -> None:
-            ticket.wait()
-            if block is not None:
-                assert copies is not None
-                block.last = copies.to_device(target, out)
-                block.last.gate()
-                keeper.give(block)
-
-        return arrive
+        assert self._tier is not None
+        ticket = self._tier.fetch(self._part, out)
+        return getattr(ticket, "gate", ticket.wait)
 
     def read(self) -> Tensor:
         """Its bytes, on its device; for as long as the caller has them, once all views have been read."""
@@ -278,18 +233,11 @@ class Kept:
             self._here = None
         return here
 
-    def _release_block(self) -> None:
-        if self._block is not None:
-            self._keeper.give(self._block)
-            self._block = None
-
     def __del__(self) -> None:
         # in a fork, or at the interpreter's end, there may be nothing to give back to
         with contextlib.suppress(ZerokernError, AttributeError, TypeError), self._keeper.lock:
-            if self._record is not None:
-                assert self._keeper.disk is not None
-                self._keeper.disk.evict([self._record])
-            self._release_block()
+            if self._part is not None and self._tier is not None:
+                self._tier.evict([self._part])
 
 
 class View:

@@ -1,4 +1,4 @@
-"""Restores for a recomputation what the forward found in its module: buffers that it writes, exchanged parameters."""
+"""Restores for a recomputation what its forward found in the module: buffers, parameters, and what was frozen."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class ModuleState:
-    """Buffers and exchanged parameters of a module at the beginning of a forward.
+    """Buffers and exchanged parameters of a module at the beginning of a forward, and which of its parameters train.
 
     Running statistics and the vectors of spectral_norm change with each forward: a recomputation begins with the old
     values, and its own writes are dropped. torch.func.functional_call gives a module other parameters while its
-    forward lasts: a recomputation gets them too. Copies are made of buffers that forwards have written to before, and
+    forward lasts: a recomputation gets them too. What was frozen or thawed since is, for a recomputation, as it was, or
+    autograd would save other tensors. Copies are made of buffers that forwards have written to before, and
     of all buffers of a module that is met for the first time.
 
     >>> norm, x = nn.BatchNorm1d(2), torch.randn(3, 2)
@@ -37,10 +38,12 @@ class ModuleState:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._params: list[tuple[nn.Module, str, Any]] = []
+        self._trained: list[tuple[nn.Parameter, bool]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
         for owner in () if module is None else module.modules():
             values: dict[str, Any] = owner._parameters
             self._params += [(owner, name, value) for name, value in values.items() if _is_exchanged(value)]
+            self._trained += [(one, one.requires_grad) for one in values.values() if isinstance(one, nn.Parameter)]
             written = _written_to(owner) if owner._buffers else None
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
@@ -66,13 +69,18 @@ class ModuleState:
         now: list[tuple[dict[str, Any], str, Any]] = []
         now += [(owner._parameters, name, owner._parameters[name]) for owner, name, _ in self._params]
         now += [(owner._buffers, name, owner._buffers[name]) for owner, name, *_ in self._buffers]
+        changed = [(param, trained) for param, trained in self._trained if param.requires_grad != trained]
         for owner, name, param in self._params:
             owner._parameters[name] = param
         for owner, name, buffer, _, copy in self._buffers:
             owner._buffers[name] = (buffer if copy is None else copy).clone()
+        for param, trained in changed:
+            param.requires_grad_(trained)
         try:
             yield
         finally:
+            for param, trained in changed:
+                param.requires_grad_(not trained)
             for values, name, value in now:
                 values[name] = value
 

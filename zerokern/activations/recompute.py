@@ -23,7 +23,7 @@ from zerokern.activations.slices import KEPT_OUTSIDE, in_slices, refuse_statisti
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
-from zerokern.io import Nvme
+from zerokern.memory.tier import AnyTier, check_tier, name_of
 from zerokern.zero import hooks
 from zerokern.zero.containers import fill_slots, take_tensors
 from zerokern.zero.kinds import is_placed
@@ -39,7 +39,7 @@ _here = threading.local()
 def recompute(
     fn: Callable[..., Any],
     *args: Any,
-    keep: str | Nvme = "device",
+    keep: AnyTier = "device",
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
     **kwargs: Any,
@@ -79,24 +79,13 @@ def recompute(
     """
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
-    check_keep(keep)
+    check_tier("keep", keep)
     module = module_of(fn)
     plain = check_micro(micro) == 1 and keep == "device" and replicated is None
     if plain and (torch.compiler.is_compiling() or module is None or not ModuleState(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
     return recompute_with(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
-
-
-def check_keep(keep: object) -> Any:
-    """Returns `keep`, or raises if it names no place.
-
-    >>> check_keep("cpu")
-    'cpu'
-    """
-    if not isinstance(keep, Nvme) and keep not in ("device", "cpu"):
-        raise ValueError(got("keep", keep, "'device', 'cpu' or zk.Nvme(path)"))
-    return keep
 
 
 def check_micro(micro: object) -> int:
@@ -121,11 +110,11 @@ class Repeated:
     True
     """
 
-    def __init__(self, keep: str | Nvme | None, micro: int, replicated: DeviceMesh | Group | None = None) -> None:
+    def __init__(self, keep: AnyTier | None, micro: int, replicated: DeviceMesh | Group | None = None) -> None:
         self.micro, self.replicated = check_micro(micro), replicated
         if keep is None and (micro > 1 or replicated is not None):
             keep = "device"
-        self.keep = None if keep is None else check_keep(keep)
+        self.keep = None if keep is None else check_tier("keep", keep)
 
     def check(self, units: Sequence[Unit]) -> str:
         """Describes the settings, for a comparison with other ranks; raises where units cannot be recomputed."""
@@ -142,7 +131,7 @@ class Repeated:
                 "by units="
             )
         parts = "" if self.replicated is None else ", in parts"
-        return f"{'a disk' if isinstance(self.keep, Nvme) else self.keep}, {self.micro}{parts}"
+        return f"{name_of(self.keep)}, {self.micro}{parts}"
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Wraps the forwards of the units, which recompute from now on whenever gradients are wanted."""
@@ -174,8 +163,8 @@ def _forward(
     return recompute_with(keeper, micro, forward, args, kwargs, {}, module())
 
 
-def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
-    """Returns what keeps inputs in a place, one for all calls of this thread; None: they stay where they are."""
+def _keeper(keep: AnyTier, replicated: DeviceMesh | Group | None) -> Keeper | None:
+    """Returns what keeps inputs in a tier, one for all calls of this thread; None: they stay where they are."""
     if keep == "device" and replicated is None:
         return None
     keepers: dict[Any, Keeper | None] = _here.__dict__.setdefault("keepers", {})

@@ -21,7 +21,6 @@ from zerokern.checkpoint.training_state import (
     finish_updates,
     refuse_meta,
 )
-from zerokern.io import Nvme
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
@@ -139,9 +138,7 @@ class Restore:
         planned = list(zip(target.optimizers, plan.states, plan.groups, strict=True))
         entries: dict[int, list[dict[str, Any] | None]] = {}
         # Room on disk may be refused: first, while the others still have what they had.
-        for optimizer, plans, groups in sorted(
-            planned, key=lambda one: not isinstance(getattr(one[0].opt, "tier", 0), Nvme)
-        ):
+        for optimizer, plans, groups in sorted(planned, key=lambda one: one[0].disk is None):
             numbers = range(len(optimizer.params))
             optimizer.lay_out(groups, [plans[i].wanted if i in plans else None for i in numbers])
             entries[id(optimizer)] = optimizer.entries()

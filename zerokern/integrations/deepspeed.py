@@ -23,7 +23,7 @@ from zerokern.api import BUCKET_BYTES
 from zerokern.core.errors import got
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
 from zerokern.io import Nvme
-from zerokern.io.place import below
+from zerokern.io.tier import below
 
 __all__ = ["Settings", "from_deepspeed"]
 

@@ -355,6 +355,9 @@ class TorchFile(Foreign):
     def likeness(self) -> str:
         return f"a file with the digest {likeness([self.path])}"
 
+    def close(self) -> None:
+        self._archive.close()
+
     def fetch(self, key: str, box: Box) -> Tensor:
         self._archive.check(self._stored.get(self._first.get(key, key)), key)
         return super().fetch(key, box)
@@ -445,6 +448,7 @@ class Universal(Foreign):
             there = isinstance(one, Stored) and (name in buffers or name not in names)
             if there and ours not in self.held and torch.Size(one.size).numel():
                 self.hold(ours, archive.tensor(one, ours))
+        archive.close()
 
     def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
         self._archives[key] = archive = Archive(file)
@@ -466,8 +470,10 @@ class Universal(Foreign):
         return found
 
     def _load(self, key: str, box: Box) -> Tensor:
-        content = self._archives[key].content
-        self._archives[key].check(content.get("param") if isinstance(content, Mapping) else content, key)
+        archive = self._archives[key]
+        found = archive.content.get("param") if isinstance(archive.content, Mapping) else archive.content
+        archive.check(found, key)
+        archive.close()  # there may be more of them than files may be open
         return self._tensor(key).reshape(box.sizes)
 
 

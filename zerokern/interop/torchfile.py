@@ -275,11 +275,19 @@ class Archive:
         self.mapped = self.summed = False
         self._root = ""  # the folder of all records within a zip
         self._checked: set[str] = set()
+        self._zip: zipfile.ZipFile | None = None  # open from the first check on: its directory is read once
         try:
             zipped = zipfile.is_zipfile(path)
         except zipfile.BadZipFile as error:
             raise damaged(path, str(error)) from error
         self.content: Any = self._look_at_zip() if zipped else self._look_at_legacy()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file until the next check."""
+        zipped, self._zip = self._zip, None
+        if zipped is not None:
+            zipped.close()
 
     def values(self, key: str = "") -> Any:
         """Returns what torch.load reads from it."""
@@ -350,11 +358,12 @@ class Archive:
     @contextmanager
     def _open(self, key: str = "") -> Iterator[Any]:
         try:
-            with zipfile.ZipFile(self.path) as archive:
-                for one in archive.infolist():
+            if self._zip is None:
+                self._zip = zipfile.ZipFile(self.path)
+                for one in self._zip.infolist():
                     if not one.CRC:  # its writer was told to leave it out: nothing is compared with what is not there
                         del one.CRC
-                yield archive
+            yield self._zip
         except (IoError, BudgetError):
             raise
         except BROKEN as error:

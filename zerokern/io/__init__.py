@@ -7,9 +7,9 @@
 """
 
 from zerokern.io.engine import Engine, Faults, why_no_uring
-from zerokern.io.place import Nvme
 from zerokern.io.probing import Probe, probe, probes
 from zerokern.io.store import Store
 from zerokern.io.ticket import Ticket
+from zerokern.io.tier import Nvme
 
 __all__ = ["Engine", "Faults", "Nvme", "Probe", "Store", "Ticket", "probe", "probes", "why_no_uring"]

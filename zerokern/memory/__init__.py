@@ -10,26 +10,26 @@ a GPU.
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import FreeSpans
-from zerokern.memory.next_rest import NextRest
-from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
-from zerokern.memory.rest import Rest, Rests
+from zerokern.memory.rest import NextRest, Rest, Rests
 from zerokern.memory.ring import Ring, Slot, flow, flowing
 from zerokern.memory.staging import CudaDriver
+from zerokern.memory.tier import DeviceTier, HostTier, Tier, TierConfig, Wanted
 
 __all__ = [
     "Arena",
     "Copies",
     "CudaDriver",
-    "DevicePlace",
+    "DeviceTier",
     "FreeSpans",
-    "HostPlace",
+    "HostTier",
     "Lease",
     "NextRest",
-    "Place",
     "Rest",
     "Rests",
     "Ring",
     "Slot",
+    "Tier",
+    "TierConfig",
     "Wanted",
     "flow",
     "flowing",

@@ -64,8 +64,8 @@ class Copy:
     'Copy'
     """
 
-    def __init__(self, owner: Copies, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._owner, self._stream = owner, stream
+    def __init__(self, driver: Driver, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._driver, self._stream = driver, stream
         self._pairs: Sequence[tuple[Tensor, Tensor]] = pairs
         self._mark: Mark | None = None
         self._failure: Exception | None = None
@@ -95,12 +95,12 @@ class Copy:
     def gate(self) -> None:
         """What the current stream is given from now on begins when they have ended; the host does not wait."""
         if not self._ended:
-            self._owner.driver.follow(None, self._marked())
+            self._driver.follow(None, self._marked())
 
     def _marked(self) -> Mark:
         """The mark behind the copies. Where an interrupt came before it was set, a later one serves as well."""
         if self._mark is None:
-            self._mark = self._owner.driver.mark(self._stream)
+            self._mark = self._driver.mark(self._stream)
         return self._mark
 
     def _settle(self) -> None:
@@ -144,7 +144,7 @@ class Copies:
 
     def here(self) -> Copy:
         """A ticket for the point that the current stream has reached: kernels that were launched before it."""
-        copy = Copy(self, None, ())
+        copy = Copy(self.driver, None, ())
         copy._mark = self.driver.mark(None)
         return copy
 
@@ -221,7 +221,7 @@ class Copies:
             before = [ticket for ticket in (ready, after) if isinstance(ticket, Copy)]
             if ready is None:
                 before.append(self.here())
-            copy = Copy(self, stream, pairs)
+            copy = Copy(self.driver, stream, pairs)
             self._pending.append(copy)  # first: an interrupt from here on finds it there, with its tensors
             try:
                 for ticket in before:

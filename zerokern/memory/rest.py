@@ -25,11 +25,11 @@ from torch import Tensor
 from zerokern.core.errors import ShardError, ZerokernError
 from zerokern.memory.arena import PAGE
 from zerokern.memory.pages import Pages, reserve
-from zerokern.memory.place import Place, Wanted
 from zerokern.memory.room import refuse_beyond
 from zerokern.memory.staging import Ticket
+from zerokern.memory.tier import Tier, Wanted
 
-__all__ = ["GOING", "Rest", "Rests"]
+__all__ = ["GOING", "NextRest", "Rest", "Rests"]
 
 GOING = 32 << 20
 PATIENCE_S = 10.0  # with an update that is under way beside its user's thread
@@ -39,8 +39,8 @@ class Rests:
     """What rests in one place. `leaving_nbytes`: how much may be in memory without a user: one half, but no more than
     `GOING`, on its way there, before a new fetch waits for it; the rest is for who is about to use it.
 
-    >>> from zerokern.memory import HostPlace
-    >>> rests = Rests(HostPlace("example"))
+    >>> from zerokern.memory import HostTier
+    >>> rests = Rests(HostTier("example"))
     >>> one = rests.make("parameters", 8, torch.float32)
     >>> with one.used():
     ...     one.change(); _ = one.memory.fill_(2.0)
@@ -51,8 +51,8 @@ class Rests:
     tensor(16.)
     """
 
-    def __init__(self, place: Place[Any], leaving_nbytes: int = 2 * GOING) -> None:
-        self.place, self.leaving_nbytes = place, leaving_nbytes
+    def __init__(self, tier: Tier[Any], leaving_nbytes: int = 2 * GOING) -> None:
+        self.tier, self.leaving_nbytes = tier, leaving_nbytes
         self.pages = Pages()
         self.lock = threading.RLock()
         # both in order, and weakly: a rest keeps these, and not the other way round
@@ -95,7 +95,7 @@ class Rests:
     def evict(self) -> None:
         """Room that nobody has any more is free again."""
         while self.unused:
-            self.place.evict([self.unused.pop()])
+            self.tier.evict([self.unused.pop()])
 
     def check(self) -> None:
         """Raises in a forked child, where the memory is not, and where it was closed."""
@@ -103,7 +103,7 @@ class Rests:
             raise ShardError(self._closed)
         if os.getpid() != self._pid:
             raise ZerokernError(
-                f"these tensors rest in {self.place!r} of process {self._pid}, and this is {os.getpid()}, forked from "
+                f"these tensors rest in {self.tier!r} of process {self._pid}, and this is {os.getpid()}, forked from "
                 "it: they are not here. Hand a child copies, or start it with the 'spawn' method"
             )
 
@@ -159,7 +159,7 @@ class Rest:
         rests._all.add(self)
         size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         self.nbytes = size
-        (self._kept,) = rests.place.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
+        (self._kept,) = rests.tier.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
         self._mapping, self._skip = reserve(size)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._skip)
         self._address = self._bytes.data_ptr()
@@ -190,7 +190,7 @@ class Rest:
                 rests.sweep(self.nbytes)
                 self._appear()
                 try:
-                    self._coming = rests.place.fetch(self._kept, self._bytes) if self._has_contents else None
+                    self._coming = rests.tier.fetch(self._kept, self._bytes) if self._has_contents else None
                 except BaseException:
                     self._give_back()
                     raise
@@ -296,7 +296,7 @@ class Rest:
             if self._going is not None:
                 self._going.wait()
             self.edition += 1  # who was given a view may have written until now
-            self._going = self.rests.place.store(self._kept, self._bytes)
+            self._going = self.rests.tier.store(self._kept, self._bytes)
             self._has_contents = True
             self._changed = False
         if self.is_stored and not self.is_awaited:
@@ -352,6 +352,92 @@ class Rest:
             raise
         if not self._has_contents:
             ctypes.memset(self._address, 0, given)
+
+
+class NextRest(Rest):
+    """What is to become the contents of another: it begins as a copy of these when it is first fetched, is changed
+    beside them, and takes their place.
+
+    >>> import torch; from zerokern.memory import HostTier, Rests
+    >>> rests = Rests(HostTier("example"))
+    >>> base = rests.make("parameters", 2, torch.float32); following = NextRest(base, "pending")
+    >>> with following.used():
+    ...     following.change(); _ = following.memory.add_(1.0)
+    >>> following.take_place()
+    True
+    >>> with base.used():
+    ...     base.memory
+    tensor([1., 1.])
+    """
+
+    def __init__(self, base: Rest, role: str) -> None:
+        base.rests.evict()
+        super().__init__(base.rests, role, base.memory.numel(), base.memory.dtype)
+        self.base = base
+        self._begun_from: int | None = None  # the edition of the other that it was copied from
+        self._is_copying = False  # the other is being fetched, to be copied
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it has contents of its own."""
+        return self._begun_from is not None
+
+    def fetch(self) -> None:
+        with self.rests.lock:
+            super().fetch()
+            if not self.is_begun and not self._is_copying:
+                try:
+                    self.base.fetch()
+                except BaseException:
+                    super().leave()
+                    raise
+                self._is_copying = True
+
+    def wait(self) -> None:
+        super().wait()
+        if not self._is_copying:
+            return
+        self.base.wait()
+        going, self._going = self._going, None
+        if going is not None:  # of what it held before
+            going.wait()
+        edition = self.base.edition
+        self.memory.copy_(self.base.memory)
+        self._begun_from, self._is_copying = edition, False
+        self.base.leave()
+
+    def leave(self, *, awaited: bool = False) -> None:
+        """As of any; nobody awaits it, for its contents are about to be the other's."""
+        with self.rests.lock:
+            if self._users == 1 and self._is_copying:  # nobody has waited
+                self._is_copying = False
+                self.base.leave()
+            super().leave()
+
+    def take_place(self) -> bool:
+        """Its contents are the other's from here on, and it begins anew. False, and nothing has happened, where that
+        needs a copy: the other has been changed meanwhile, or somebody uses either."""
+        base = self.base
+        with self.rests.lock:
+            for one in (base, self):
+                one.come_to_rest()
+            if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:
+                return False
+            base._kept, self._kept = self._kept, base._kept
+            base._has_contents = True
+            base.edition += 1
+            self.forget()
+            return True
+
+    def forget(self) -> None:
+        """What it holds is of no use: it begins anew. Nobody uses it."""
+        with self.rests.lock:
+            self._has_contents, self._begun_from, self._changed = False, None, False
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        if not self._has_contents:
+            self._begun_from = None
 
 
 def _users_of(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier
-from zerokern.io import Nvme
+from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
@@ -73,7 +73,7 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        tier: Tier | Nvme = "device",
+        tier: Tier | TierConfig = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
@@ -113,7 +113,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: Tier | Nvme = "device",
+        tier: Tier | TierConfig = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,

@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
 from zerokern.core.errors import StateError, got
+from zerokern.memory.tier import check_tier
 from zerokern.optim import checks, device, loading
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
@@ -68,7 +69,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
-        checks.tier(given["tier"])
+        check_tier("tier", given["tier"])
         self._furnish(given["tier"], given["schedule"], Decision(), given["group"])
         self.max_grad_norm = given["max_grad_norm"]
         super().__init__(params, {name: value for name, value in given.items() if name not in _NOT_OF_GROUPS})
@@ -80,7 +81,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         self.runner = StepRunner(self.holdings, decision)
         self._stepping = threading.Lock()
         if self.holdings.disk is not None:
-            self.holdings.disk.gives_way = partial(_give_way, weakref.ref(self))
+            self.holdings.disk.tier.gives_way = partial(_give_way, weakref.ref(self))
 
     @property  # type: ignore[override]
     def state(self) -> WatchedState:
@@ -396,7 +397,7 @@ def _give_way(there: weakref.ref[FusedOptimizer]) -> str:
     if opt is None or not opt._stepping.acquire(blocking=False):
         return ""
     try:
-        path = opt.tier.path
+        path = getattr(opt.tier, "path", opt.tier)
         opt.runner.close(opt.param_groups)
         late = any(group.get(LATE, False) for group in opt.param_groups)
         opt.holdings.close(because := _REPLACED.format(path=path, pending=_PENDING if late else ""))

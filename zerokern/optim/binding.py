@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.kernels.addresses import Whereabouts
-from zerokern.memory import HostPlace
+from zerokern.memory import HostTier
+from zerokern.memory.addresses import Whereabouts
 from zerokern.optim.formats import Algorithm, Slot
 from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.rows import Row, Turns, count_step, row_ranges, set_groups, table_of
@@ -36,7 +36,7 @@ class Binding:
         previous: Binding | None,
         witness: Witness | None,
         exact: Exact | None = None,
-        room: HostPlace | None = None,
+        room: HostTier | None = None,
     ) -> None:
         """Check all state, then make what is missing (moments start at `initial[owner]`, or zero) and point at it.
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.io import Nvme
 from zerokern.optim import device
 from zerokern.zero.computing import stands_for
 
@@ -69,13 +67,6 @@ def pair(name: str, value: Any) -> tuple[float, float]:
     if isinstance(value, Tensor) or not isinstance(value, Sequence) or len(value) != 2:
         raise TypeError(got(name, value, "two numbers in [0, 1)"))
     return number(f"{name}[0]", value[0], below=1.0), number(f"{name}[1]", value[1], below=1.0)
-
-
-def tier(value: Any) -> None:
-    """Refuse what is no place for state."""
-    if not isinstance(value, Nvme) and value not in ("device", "cpu"):
-        do = "a folder becomes a tier with zk.Nvme(path)" if isinstance(value, (str, Path)) else ""
-        raise ValueError(got("tier", value, "'device', 'cpu' or zk.Nvme(path)", do))
 
 
 def flag(name: str, value: Any) -> bool:

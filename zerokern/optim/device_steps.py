@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.kernels.addresses import Whereabouts
 from zerokern.kernels.triton.upload import upload
+from zerokern.memory.addresses import Whereabouts
 from zerokern.optim import device
 
 __all__ = ["DeviceSteps"]

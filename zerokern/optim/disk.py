@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.io import Nvme
 from zerokern.io.pieces import Piece, Width, columns, plan
-from zerokern.io.place import NvmePlace, Record
 from zerokern.kernels.formats import BLOCK
-from zerokern.memory import DevicePlace, Wanted
+from zerokern.memory import DeviceTier, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
+from zerokern.memory.stream import Record, Stream
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
 from zerokern.optim.interrupts import whole
 from zerokern.optim.state import Checked, Entry, begin, exact_of, make
@@ -174,11 +173,11 @@ def begin_with(owner: OnDisk, kept: Tensor | None) -> None:
 Visit = tuple[OnDisk, Stretch, dict[str, Tensor]]
 
 
-class Disk(NvmePlace):
-    """The place on disk, which tells parameters' states apart."""
+class Disk(Stream):
+    """Optimizer state that passes through a ring, by parameter."""
 
-    def __init__(self, tier: Nvme) -> None:
-        super().__init__(tier, "optimizer state")
+    def __init__(self, config: TierConfig, name: str) -> None:
+        super().__init__(config.open(name, "optimizer state"), config.ring_nbytes, "optimizer state")
 
     def hold(self, spans: Sequence[tuple[int, tuple[Width, ...]]]) -> None:
         """Room for state that is made next, by elements and columns: a disk that is too small shows beforehand."""
@@ -205,7 +204,7 @@ class Disk(NvmePlace):
         """All tensors of each, by key, in memory of their own: as much memory as they have on disk."""
         described = [owner.described() for owner in owners]
         wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
-        cut = iter(DevicePlace(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
+        cut = iter(DeviceTier(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
         visits = _by_record(owners, made)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zerokern.io.place import Record
-from zerokern.kernels.addresses import Whereabouts
 from zerokern.memory import Rest, Slot, flow, flowing
+from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.stream import Record
 from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk, Stretch, begin_with, described, moved_in, on_disk_of, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout

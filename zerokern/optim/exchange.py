@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.io.place import Record
 from zerokern.memory import Slot
+from zerokern.memory.stream import Record
 from zerokern.optim import loading
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.device_binding import DeviceBinding

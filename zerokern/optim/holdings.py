@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zerokern.core.errors import StateError, got
-from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
-from zerokern.memory import HostPlace
+from zerokern.memory import HostTier
+from zerokern.memory.tier import AnyTier, config_of
 from zerokern.optim.accord import TORN
 from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
@@ -29,7 +29,7 @@ from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.resting import folder_below
+from zerokern.zero.resting import own_name
 
 __all__ = ["Bound", "Chosen", "Holdings"]
 
@@ -78,14 +78,13 @@ class Holdings:
     """
 
     def __init__(
-        self, algorithm: Algorithm, tier: str | Nvme, schedule: str | Delayed, name: str, group: Any = None
+        self, algorithm: Algorithm, tier: AnyTier, schedule: str | Delayed, name: str, group: Any = None
     ) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
-        self.room = HostPlace(name, TAKES_LESS) if tier != "device" or self.delays else None
-        self.disk = (
-            Disk(tier if not _has_company() else folder_below(tier, "state")) if isinstance(tier, Nvme) else None
-        )
+        self.room = HostTier(name, TAKES_LESS) if tier != "device" or self.delays else None
+        config = config_of(tier)
+        self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host: Host | None = None

@@ -95,7 +95,7 @@ class Twin:
 class Host:
     """The twins of one optimizer. `delays`: parameters change when they are published, not when twins are stored."""
 
-    room: Any  # a HostPlace; None where there are no twins
+    room: Any  # a HostTier; None where there are no twins
     delays: bool
     twins: dict[int, Twin] = field(default_factory=dict)
     late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one

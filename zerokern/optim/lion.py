@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier
-from zerokern.io import Nvme
+from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
@@ -51,7 +51,7 @@ class Lion(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: Tier | Nvme = "device",
+        tier: Tier | TierConfig = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,

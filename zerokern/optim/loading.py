@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.memory import HostPlace
+from zerokern.memory import HostTier
 from zerokern.optim.disk import housed, put_down
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Holdings
@@ -87,7 +87,7 @@ def keep(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
     return put_down(here.disk, owners, entries, here.algorithm)
 
 
-def room_for(here: Holdings, entries: Sequence[Checked]) -> HostPlace | None:
+def room_for(here: Holdings, entries: Sequence[Checked]) -> HostTier | None:
     """Where state lies on the host, for entries that may lie there: it is about to be written."""
     room = here.room if all(param.is_cpu for param, _, _ in entries) else None
     here.torn = here.torn or room is not None  # until the load has ended

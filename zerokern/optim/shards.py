@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerokern.comm import Party, during
 from zerokern.core.errors import StateError, got
-from zerokern.kernels.addresses import Whereabouts
+from zerokern.memory.addresses import Whereabouts
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, Host, Twin

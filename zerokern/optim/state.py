@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
-from zerokern.kernels.addresses import Whereabouts
-from zerokern.memory import DevicePlace, HostPlace
+from zerokern.memory import DeviceTier, HostTier
+from zerokern.memory.addresses import Whereabouts
 from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided
@@ -119,7 +119,7 @@ def _convert_hint(layout: Layout) -> str:
     )
 
 
-def pull(entry: Entry, layout: Layout, param: Tensor, room: HostPlace | None = None) -> None:
+def pull(entry: Entry, layout: Layout, param: Tensor, room: HostTier | None = None) -> None:
     """Bring what was moved to another device, or made non-contiguous, back to where the kernels can reach it."""
     place = param.device
     for slot in layout.slots:
@@ -132,7 +132,7 @@ def pull(entry: Entry, layout: Layout, param: Tensor, room: HostPlace | None = N
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
-def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostPlace | None = None) -> None:
+def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None) -> None:
     """Put a zeroed tensor for each slot into its entry: in host memory slots of one key side by side, and counters."""
     if room is not None:
         wanted = _placed(wanted, room, zeroed=True)
@@ -142,7 +142,7 @@ def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostPlace | None = 
     made = {}
     for device in dict.fromkeys(devices):
         some = [slot.wanted(param) for (param, _, slot), at in zip(order, devices, strict=True) if at == device]
-        made[device] = iter(DevicePlace(device, "optimizer state", TAKES_LESS).lay_out(some))
+        made[device] = iter(DeviceTier(device, "optimizer state", TAKES_LESS).lay_out(some))
     for (_, entry, slot), device in zip(order, devices, strict=True):
         entry[slot.key] = next(made[device])
 
@@ -161,7 +161,7 @@ def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]
 
 
 def _placed(
-    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostPlace, *, zeroed: bool
+    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier, *, zeroed: bool
 ) -> list[tuple[Tensor, Entry, Slot]]:
     """Put what `room` has for these slots into their entries; returns what is left: counters."""
     housed = [one for one in wanted if one[2].column]
@@ -171,7 +171,7 @@ def _placed(
     return [one for one in wanted if not one[2].column]
 
 
-def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | None = None) -> list[Entry]:
+def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
     """Memory of our own for such entries; what is in it, in a room, is what was there."""
     made: list[Entry] = [{} for _ in entries]
     wanted = [
@@ -186,7 +186,7 @@ def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | 
     return made
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | None = None) -> list[Entry]:
+def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
     """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
     sources = [entry for _, entry, _ in entries]
     if room is not None:  # what is there may be what is copied: it is set apart

@@ -27,7 +27,7 @@ from zerokern.optim.parts import Part, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.update import Update, buckets_of
-from zerokern.schedule import Delayed, Program
+from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
 
@@ -54,7 +54,7 @@ class StepRunner:
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
-        self._program: tuple[tuple[Any, ...], Program] | None = None
+        self._program: tuple[tuple[Any, ...], StepProgram] | None = None
         self._unpublished: Update | None = None  # a delayed update that was made
         self._fetched: dict[str, Any] = {}  # tickets of gradients on their way, by part
         self._gates: list[Any] = []

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.kernels.addresses import Cells, reader_of
 from zerokern.kernels.cpu import sumsq_pointers
+from zerokern.memory.addresses import Cells, reader_of
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of

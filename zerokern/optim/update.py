@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.parts import Part
-from zerokern.schedule import Delayed, Program, Span, program_of, resident
+from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.zero.partition import shards_parameters, shards_state
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Update:
 
     def program(
         self, schedule: str | Delayed, local: Shards | None, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
-    ) -> Program:
+    ) -> StepProgram:
         """The step program of this update."""
         survey, rows = self.binding.survey, self._rows
         crosses = local is not None and local.host is not None and local.host.copies is not None

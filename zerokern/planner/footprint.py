@@ -19,7 +19,7 @@ from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
-from zerokern.schedule import Program
+from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
@@ -173,7 +173,7 @@ class Footprint(HeldMemory):
         return _pinned(self)
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> StepProgram:
         """The step in order: what is gathered, computed, released, reduced, updated and published."""
         return between_ranks(self.buckets.sizes, self.subject.units, self.recipe, self.stage, self.settings)
 

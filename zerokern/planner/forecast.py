@@ -12,7 +12,7 @@ from zerokern.core.errors import got
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.steps import SPANS, StepShape
-from zerokern.schedule import Delayed, Machine, Program, flow_bound, program_of, resident, simulate
+from zerokern.schedule import Delayed, Machine, StepProgram, flow_bound, program_of, resident, simulate
 
 __all__ = [
     "NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Hiding", "Prediction", "efficiency", "forecast", "hiding",
@@ -60,7 +60,7 @@ def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
     return ait * bytes_s / (ait * bytes_s + flops_s) if ait * bytes_s + flops_s else 1.0
 
 
-def hiding(program: Program, machine: Machine, tokens: int) -> Iterator[Hiding]:
+def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hiding]:
     """Yields each link, then the disk in both directions at once, then host memory, for a step of so many tokens.
 
     >>> from zerokern.schedule import machine_of
@@ -246,7 +246,7 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
-def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None = None) -> Program:
+def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None = None) -> StepProgram:
     """Returns the step that is simulated, of one rank; with its machine's share (`Machine.shared_by`), in as long.
 
     `spans`: in about so many parts, instead of as many as a prediction has.
@@ -261,7 +261,7 @@ def _spans_of(plan: Footprint) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 
-def _program(shape: StepShape, name: str, tokens: int) -> Program:
+def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
@@ -291,7 +291,7 @@ def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], token
         )
 
 
-def _compute(program: Program, machine: Machine) -> float:
+def _compute(program: StepProgram, machine: Machine) -> float:
     return sum(machine.seconds(op) for op in program.ops if op.verb in ("Forward", "Backward"))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.model import BucketSize
 from zerokern.planner.recipe import Arrangement, Recipe, itemsize
-from zerokern.schedule import Op, Program, Ref
+from zerokern.schedule import Op, Ref, StepProgram
 from zerokern.schedule.passes import ROOT, step_of
 from zerokern.zero.partition import shards_parameters, shards_state
 
@@ -53,11 +53,11 @@ class Volume:
         return self.nbytes // self.world * (self.world - 1)
 
 
-def traffic_of(program: Program, world: int) -> Volume:
+def traffic_of(program: StepProgram, world: int) -> Volume:
     """The sum over a program.
 
     >>> reduce, publish = Op("Reduce", "bucket 0", "net", (), 8, 4), Op("Publish", "bucket 0", "net", (), 8, 4)
-    >>> traffic_of(Program("step", (reduce, publish)), 2)
+    >>> traffic_of(StepProgram("step", (reduce, publish)), 2)
     Volume(world=2, reduced_numel=4, reduced_nbytes=8, gathered_numel=4, gathered_nbytes=8)
     """
     moved = [op for op in program.ops if op.verb in _MOVES]
@@ -74,7 +74,7 @@ def traffic_of(program: Program, world: int) -> Volume:
 
 def between_ranks(
     loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, settings: Arrangement
-) -> Program:
+) -> StepProgram:
     """One optimizer step as ranks share it. Of its micro-batches each is reduced, or, under `zk.no_sync`, the last.
 
     What computes follows what it gathered; what is gathered ahead follows the compute that it was called for beside.
@@ -90,7 +90,7 @@ def between_ranks(
             step.whole(reduces)
     if any(load.trainable for load in loads) and recipe.optimizer != "none":
         step.update("device" if recipe.tier == "device" else "cpu")
-    return Program(f"stage {stage}", tuple(step.in_turn()))
+    return StepProgram(f"stage {stage}", tuple(step.in_turn()))
 
 
 class _Step:

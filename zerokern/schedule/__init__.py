@@ -2,7 +2,7 @@
 
 from .machine import Machine, machine_of, shipped
 from .policies import Delayed, check_schedule, program_of, resident
-from .program import LANES, Op, Program, Ref, Span
+from .program import LANES, Op, Ref, Span, StepProgram
 from .simulator import Timeline, flow_bound, simulate
 
 __all__ = [
@@ -10,9 +10,9 @@ __all__ = [
     "Delayed",
     "Machine",
     "Op",
-    "Program",
     "Ref",
     "Span",
+    "StepProgram",
     "Timeline",
     "check_schedule",
     "flow_bound",

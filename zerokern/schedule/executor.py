@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from zerokern.core.errors import StateError, got
-from zerokern.schedule.program import Key, Op, Program, Reach
+from zerokern.schedule.program import Key, Op, Reach, StepProgram
 from zerokern.schedule.recorder import Recorder
 from zerokern.schedule.worker import (
     ENDED,
@@ -29,7 +29,7 @@ from zerokern.schedule.worker import (
     PENDING,
     STARTED,
     Action,
-    Failure,
+    OpFailure,
     RunState,
     Task,
     Worker,
@@ -48,8 +48,8 @@ class Executor:
     Else there is a worker thread, which starts with the first program. It ends when the executor is closed or dropped,
     or with Python.
 
-    >>> from zerokern.schedule.program import Op, Program, Ref
-    >>> program = Program("example", (Op("Step", "a", "cpu"), Op("Publish", "a", "device", (Ref(0),))))
+    >>> from zerokern.schedule.program import Op, StepProgram, Ref
+    >>> program = StepProgram("example", (Op("Step", "a", "cpu"), Op("Publish", "a", "device", (Ref(0),))))
     >>> with Executor() as executor:
     ...     run = executor.submit(program, {
     ...         ("Step", "a"): lambda: print("on the worker"),
@@ -68,7 +68,7 @@ class Executor:
         self._thread: threading.Thread | None = None
         self._process = 0
         self._steps = 0
-        self._known: tuple[Program, frozenset[Key], frozenset[str], Reach] | None = None
+        self._known: tuple[StepProgram, frozenset[Key], frozenset[str], Reach] | None = None
 
     @property
     def recorder(self) -> Recorder | None:
@@ -84,7 +84,9 @@ class Executor:
         """For how long threads have waited for ops, by lane."""
         return self._worker.waited_ns
 
-    def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run | InlineRun:
+    def submit(
+        self, program: StepProgram, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()
+    ) -> Run | InlineRun:
         """Begins a program and returns at once; raises a failure that nobody has been told of.
 
         `ahead`: verbs of the device lane whose ops belong to the next step. They are handed over with what they wait
@@ -118,7 +120,7 @@ class Executor:
                     for one in self._tasks_of(back, other, run):
                         task.come_after(one)
             self._steps += 1
-            worker.begin(run)
+            worker.begin(run._state, run._tasks)
         return run
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ class Executor:
         atexit.register(ending.at_exit)
         weakref.finalize(self, ending.dropped).atexit = False
 
-    def _reach_of(self, program: Program, actions: Mapping[Key, Action], ahead: frozenset[str]) -> Reach:
+    def _reach_of(self, program: StepProgram, actions: Mapping[Key, Action], ahead: frozenset[str]) -> Reach:
         keys = frozenset(actions)
         if self._known is None or self._known[0] is not program or self._known[1:3] != (keys, ahead):
             self._known = (program, keys, ahead, program.reach(keys, ahead))
@@ -177,7 +179,7 @@ class Run:
     'Whether everything has ended, well or not; `finish` says which.'
     """
 
-    def __init__(self, executor: Executor, program: Program, step: int) -> None:
+    def __init__(self, executor: Executor, program: StepProgram, step: int) -> None:
         self.program = program
         self._state = RunState(step, program.name, self)
         self._tasks: dict[Key, Task] = {}
@@ -239,6 +241,11 @@ class Run:
             task.action = self._to_perform.pop((verb, what))
             self._attempt(task, self._worker.do)
 
+    def perform_rest(self) -> None:
+        """Performs what is left to perform in this step, in order."""
+        for verb, what in [key for key in self._to_perform if not self._tasks[key].is_left]:
+            self.perform(verb, what)
+
     def gate(self, verb: str, what: str) -> None:
         """What this thread gives to the device from now on comes after this op: so is memory that it reads kept."""
         task = self._task(verb, what)
@@ -253,10 +260,9 @@ class Run:
         """
         if not self._over:
             states = [one for one in list(self._worker.live) if one.step < self._state.step]
-            runs = [run for state in states if (run := state.run()) is not None]
-            for run in [*runs, self]:
-                for verb, what in [key for key in run._to_perform if not run._tasks[key].is_left]:
-                    run.perform(verb, what)
+            for run in [*(state.run() for state in states), self]:
+                if run is not None:
+                    run.perform_rest()
             for (verb, what), task in self._tasks.items():
                 if not task.is_left:
                     self.wait(verb, what)
@@ -359,7 +365,7 @@ class InlineRun:
     """
 
     def __init__(
-        self, program: Program, step: int, reach: Reach, actions: Mapping[Key, Action], worker: Worker
+        self, program: StepProgram, step: int, reach: Reach, actions: Mapping[Key, Action], worker: Worker
     ) -> None:
         self.program = program
         self.failure: BaseException | None = None
@@ -367,7 +373,7 @@ class InlineRun:
         self._todo: Sequence[Key] = list(reach)
         self._begun = 0
         self._launched: dict[Key, tuple[Op, Any, Any]] = {}
-        self._failed: Failure | None = None
+        self._failed: OpFailure | None = None
 
     def done(self) -> bool:
         """Whether everything has ended, well or not; `finish` says which."""
@@ -433,7 +439,7 @@ class InlineRun:
             with contextlib.suppress(BaseException):
                 ticket.wait()
         self.failure = error
-        self._failed = Failure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
+        self._failed = OpFailure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
 
 
 class _Ending:

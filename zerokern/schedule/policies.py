@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerokern.core.errors import got
 
-from .program import Program, Span
+from .program import Span, StepProgram
 from .resting import resting
 from .sketch import OpKey, Sketch, fetched, reduced
 
@@ -63,7 +63,7 @@ def program_of(
     at_once: bool = False,
     on_disk: bool = False,
     passes: int = 1,
-) -> Program:
+) -> StepProgram:
     """One optimizer step over spans in forward order.
 
     `shadow`: with Delayed, updated parameters wait on the device until they are published; without, on the host.
@@ -101,7 +101,7 @@ def program_of(
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
-def resident(spans: Sequence[Span], lane: str = "device") -> Program:
+def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
     """The step of an update that is made at once, where parameters and state are: what "sync" is without offload.
 
     `lane`: "cpu" where the device that computes is the host.
@@ -122,7 +122,7 @@ def resident(spans: Sequence[Span], lane: str = "device") -> Program:
     return sketch.program()
 
 
-def _sync(spans: Sequence[Span], on_disk: bool) -> Program:
+def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
     """In order: all gradients down, then all updates, then all parameters up."""
     sketch = Sketch("sync", on_disk)
     sketch.compute(spans, lambda place: [OpKey("Publish", spans[-1].name, 1)] if place == 0 else [])
@@ -136,7 +136,7 @@ def _sync(spans: Sequence[Span], on_disk: bool) -> Program:
     return sketch.program()
 
 
-def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> Program:
+def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> StepProgram:
     """Gradients leave during backward, parameters come back one by one, and each forward waits for its own."""
     published: list[OpKey] = [OpKey("Publish", span.name, 1) for span in spans]
 
@@ -156,7 +156,7 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> Program:
     return sketch.program()
 
 
-def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
+def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> StepProgram:
     """The update made of a step's gradients runs beside the next step's compute, at whose end it is published.
 
     What ranks show each other they gather then, and nothing runs beside it.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
-__all__ = ["LANES", "VERBS", "Key", "Op", "Program", "Reach", "Ref", "Span"]
+__all__ = ["LANES", "VERBS", "Key", "Op", "Reach", "Ref", "Span", "StepProgram"]
 
 Key = tuple[str, str]
 """An op by its verb and what it is about."""
@@ -131,11 +131,11 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Program:
+class StepProgram:
     """The ops of one step, in an order in which one worker may walk them.
 
     >>> fetch = Op("Fetch", "head", "down", nbytes=4096)
-    >>> program = Program("example", (fetch, Op("Step", "head", "cpu", (Ref(0), Ref(1, back=1)), numel=2048)))
+    >>> program = StepProgram("example", (fetch, Op("Step", "head", "cpu", (Ref(0), Ref(1, back=1)), numel=2048)))
     >>> print(program)
     example
      0 down Fetch head  4.1 kB

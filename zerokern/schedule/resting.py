@@ -6,10 +6,11 @@ From the disk it comes in chunks, so that reading and crossing the link are one 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .program import Program, Span
+from .program import Span, StepProgram
 from .sketch import NORM, OpKey, Sketch
 
 __all__ = ["resting"]
@@ -26,7 +27,7 @@ class _Use(NamedTuple):
     turn: int
 
 
-def resting(schedule: str, spans: Sequence[Span], passes: int = 1) -> Program:
+def resting(schedule: str, spans: Sequence[Span], passes: int = 1) -> StepProgram:
     """One step over spans in forward order, of which some are fetched; `passes`: micro-batches, one after the other.
 
     "sync": updates after backward. "overlap": each before its span's next forward, on the fetch that this needs anyway.
@@ -63,9 +64,10 @@ class _Resting:
             for place in places
         ]
         self.sketch = Sketch(schedule)
+        self.fetched: Counter[int] = Counter()  # by place of a span, how often in this step
         self.rides = {} if schedule == "sync" else self._rides()
 
-    def program(self) -> Program:
+    def program(self) -> StepProgram:
         for number, use in enumerate(self.uses):
             span = self.spans[use.place]
             ready = self._update(number, span) if self.rides.get(use.place) == number else []
@@ -108,7 +110,8 @@ class _Resting:
     def _fetch(self, number: int, span: Span, ready: list[OpKey]) -> list[OpKey]:
         """There is room for a span where the one before the last has computed."""
         use, nbytes = self.uses[number], self._read(number)
-        turn = 2 * use.turn + (use.verb == "Backward")
+        turn = self.fetched[use.place]
+        self.fetched[use.place] += nbytes > 0
         room, there = self._computed(number - 2), list(ready)
         room += self._begin() if number < 2 else ()
         rides = self.rides.get(use.place) == number

@@ -14,7 +14,7 @@ from functools import cached_property
 from zerokern.core.errors import got
 from zerokern.schedule.intervals import Interval, common, length, union
 from zerokern.schedule.machine import Machine
-from zerokern.schedule.program import Op, Program
+from zerokern.schedule.program import Op, StepProgram
 from zerokern.schedule.recorder import Event
 
 __all__ = ["Timeline", "flow_bound", "simulate"]
@@ -42,7 +42,7 @@ class Timeline:
         return (max(event.end_ns for event in self.events) - min(event.begin_ns for event in self.events)) / 1e9
 
 
-def simulate(program: Program, machine: Machine, steps: int = 4) -> Timeline:
+def simulate(program: StepProgram, machine: Machine, steps: int = 4) -> Timeline:
     """A program that is run again and again, as a training loop does.
 
     >>> from zerokern.schedule import Span, program_of
@@ -78,7 +78,7 @@ def simulate(program: Program, machine: Machine, steps: int = 4) -> Timeline:
     )
 
 
-def flow_bound(program: Program, machine: Machine) -> float:
+def flow_bound(program: StepProgram, machine: Machine) -> float:
     """Seconds per step that the flow of data allows: the longest cycle, through lanes and through what waits for what.
 
     Every op takes as long as it would alone. What an execution needs beyond it is its own, or that of what is shared.
@@ -122,7 +122,7 @@ def _within(spans: Iterable[Ran], window: Interval, lane: str, verbs: Collection
 class _Simulation:
     """`steps` times a program."""
 
-    def __init__(self, program: Program, machine: Machine, steps: int) -> None:
+    def __init__(self, program: StepProgram, machine: Machine, steps: int) -> None:
         self.ops, self.machine, self.steps = program.ops, machine, steps
         order: dict[tuple[str, bool], list[int]] = {}
         for index, op in enumerate(self.ops):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .passes import ROOT, step_of
-from .program import Op, Program, Ref, Span
+from .program import Op, Ref, Span, StepProgram
 
 __all__ = ["NORM", "OpKey", "Sketch", "fetched", "reduced"]
 
@@ -140,11 +140,11 @@ class Sketch:
         self.ops.append((Op(verb, what, lane, (), nbytes, numel, flops, turn), tuple(after)))
         return [OpKey(verb, what, turn=turn)]
 
-    def program(self) -> Program:
+    def program(self) -> StepProgram:
         """All of it, each op after the places of those that it named."""
         if self.on_disk:
             self.add("Store", "state", "cpu", [OpKey("Step", op.what) for op, _ in self.ops if op.verb == "Step"])
         places = {(op.verb, op.what, op.turn): index for index, (op, _) in enumerate(self.ops)}
         refs = [sorted({Ref(places[key.verb, key.what, key.turn], key.back) for key in after}) for _, after in self.ops]
         ops = zip(self.ops, refs, strict=True)
-        return Program(self.name, tuple(op._replace(after=tuple(after)) for (op, _), after in ops))
+        return StepProgram(self.name, tuple(op._replace(after=tuple(after)) for (op, _), after in ops))

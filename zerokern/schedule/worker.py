@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zerokern.core import native
 from zerokern.core.errors import StateError, got
@@ -17,20 +17,25 @@ from zerokern.memory.staging import Ticket
 from zerokern.schedule.program import LANES, Key, Op
 from zerokern.schedule.recorder import Recorder
 
-if TYPE_CHECKING:
-    from zerokern.schedule.executor import Run
-
-__all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "Failure", "RunState", "Task", "Worker"]
+__all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "OpFailure", "RunState", "Task", "Worker"]
 
 Action = Callable[[], "Ticket | None"]
 PENDING, STARTED, LAUNCHED, ENDED = range(4)
 DOZE_S = 200e-6
 
 
-class Failure:
+class Performer(Protocol):
+    """A run, as the worker knows it: it performs device ops."""
+
+    def perform(self, verb: str, what: str) -> None: ...
+
+    def perform_rest(self) -> None: ...
+
+
+class OpFailure:
     """What went wrong, with the traceback of where it did.
 
-    >>> Failure(ValueError("no")).told
+    >>> OpFailure(ValueError("no")).told
     False
     """
 
@@ -52,13 +57,13 @@ class Failure:
 class RunState:
     """What the worker knows of a run. It does not keep the run: actions lead back to whoever owns the executor."""
 
-    def __init__(self, step: int, name: str, run: Run) -> None:
+    def __init__(self, step: int, name: str, run: Performer) -> None:
         self.step, self.name = step, name
-        self.run: Callable[[], Run | None] = weakref.ref(run)
+        self.run: Callable[[], Performer | None] = weakref.ref(run)
         self.left = 0  # ops that have not ended
         self.to_perform = 0  # of them, those that a user's thread has yet to begin
         self.ahead = 0  # of these, those that it begins with the next step
-        self.failed: Failure | None = None
+        self.failed: OpFailure | None = None
 
     def is_over(self) -> bool:
         """Whether nothing of it will happen any more."""
@@ -133,19 +138,19 @@ class Worker:
         self.errors: deque[tuple[BaseException, Task]] = deque()  # of users' threads
         self.live: list[RunState] = []  # not known to be over
         self.recent: deque[dict[Key, Task]] = deque(maxlen=8)  # how far a Ref may reach back
-        self.failure: Failure | None = None
+        self.failure: OpFailure | None = None
         self.closing = self.over = self.died = False
         self.waited_ns: Counter[str] = Counter()  # by the lane of what was waited for, by all threads
         self._lanes: dict[str, deque[Task]] = {lane: deque() for lane in LANES if lane != "device"}
         self._launched: dict[str, deque[Task]] = {lane: deque() for lane in LANES}
         self._changes, self._parked_at = 0, -1
 
-    def begin(self, run: Run) -> None:
+    def begin(self, state: RunState, tasks: dict[Key, Task]) -> None:
         """Takes the tasks of a new run. Called with the lock held."""
-        self.live = [state for state in self.live if not state.is_over()]
-        self.live.append(run._state)
-        self.recent.appendleft(run._tasks)
-        for task in run._tasks.values():
+        self.live = [one for one in self.live if not one.is_over()]
+        self.live.append(state)
+        self.recent.appendleft(tasks)
+        for task in tasks.values():
             if task.op.lane != "device":
                 self._lanes[task.op.lane].append(task)
         self.tell()
@@ -183,7 +188,7 @@ class Worker:
         try:
             self._serve()
         except BaseException as error:
-            self._die(error)
+            self._end(error)
 
     def _serve(self) -> None:
         """Serves the lanes. It computes with the native pool, so it keeps to the CPUs that the pool was given."""
@@ -207,7 +212,7 @@ class Worker:
                 self._doze(seen)
             else:
                 self._park(seen)
-        self._close()
+        self._end()
 
     def do(self, task: Task) -> None:
         """Runs an action and keeps its ticket."""
@@ -308,7 +313,7 @@ class Worker:
             self.recent.clear()
             for lane in self._lanes.values():
                 lane.clear()
-            self.failure = Failure(error, str(task))
+            self.failure = OpFailure(error, str(task))
             for state in ended:
                 state.failed = self.failure
             self.tell()
@@ -320,25 +325,18 @@ class Worker:
                 with contextlib.suppress(BaseException):  # the first failure is the one that is told
                     self.wait_for(task)
 
-    def _die(self, error: BaseException) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
+        """The thread ends, closed or by an error: what has not ended never will."""
         self._drain()
         with self.lock:
-            self.closing = self.over = self.died = True
-            self.failure = Failure(error)
+            self.closing = self.over = True
+            if error is not None:
+                self.died, self.failure = True, OpFailure(error)
             for state in self.live:
-                state.failed = state.failed or self.failure
+                if error is not None or state.left > state.ahead:
+                    closed = StateError(f"{state} had not ended when its executor closed")
+                    state.failed = state.failed or (OpFailure(closed) if error is None else self.failure)
             self.live = []
-            self.tell()
-
-    def _close(self) -> None:
-        self._drain()
-        with self.lock:
-            for state in self.live:
-                if state.left > state.ahead:
-                    says = f"{state} had not ended when its executor closed"
-                    state.failed = state.failed or Failure(StateError(says))
-            self.live = []
-            self.over = True
             self.tell()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels import Flattener, cpu
-from zerokern.kernels.addresses import GradientReader, reader_of
+from zerokern.memory.addresses import GradientReader, reader_of
 
 __all__ = ["Flattening"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerokern.comm import Group, Handle
 from zerokern.kernels.casts import Squares
-from zerokern.memory import HostPlace, Wanted
+from zerokern.memory import HostTier, Wanted
 from zerokern.memory.copies import Copy
 
 __all__ = ["IntoHost"]
@@ -18,7 +18,7 @@ __all__ = ["IntoHost"]
 class IntoHost:
     """Where one bucket's reduced gradients go: `host`, by one copy for each reduction, beside what computes."""
 
-    def __init__(self, group: Group, host: HostPlace) -> None:
+    def __init__(self, group: Group, host: HostTier) -> None:
         self._group, self._host = group, host
         self._last: Copy | None = None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.memory import Copies, HostPlace, Rest, Wanted
+from zerokern.memory import Copies, HostTier, Rest, Wanted
 from zerokern.memory.arena import PAGE
 from zerokern.memory.copies import Copy
 
@@ -55,7 +55,7 @@ class Lift:
 
     def __init__(self, driver: Any, ring_nbytes: int, owner: str) -> None:
         self.copies = Copies(driver)
-        self.host = HostPlace(owner, copies=self.copies)
+        self.host = HostTier(owner, copies=self.copies)
         self._slot_nbytes = min(LARGEST, max(PAGE, ring_nbytes // 2 // PAGE * PAGE))
         slot = Wanted("ring", torch.Size([self._slot_nbytes]), torch.uint8)
         self._slots = self.host.lay_out([slot] * max(2, ring_nbytes // self._slot_nbytes))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from zerokern.comm import Group, Handle
 from zerokern.core.errors import ShardError
 from zerokern.kernels import split
-from zerokern.memory import HostPlace, Rest
+from zerokern.memory import HostTier, Rest
 from zerokern.memory.copies import Copy
 from zerokern.memory.pages import on_huge_pages
-from zerokern.memory.place import DevicePool
+from zerokern.memory.tier import DevicePool
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
@@ -102,7 +102,7 @@ class BucketMemory:
         sharded: bool,
         pool: DevicePool,
         rest: Rest | None = None,
-        host: HostPlace | None = None,
+        host: HostTier | None = None,
         kept: Tensor | None = None,
         lift: Lift | None = None,
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -15,41 +14,40 @@ from torch import Tensor
 
 from zerokern.comm import Group
 from zerokern.core.errors import got
-from zerokern.io import Nvme
-from zerokern.io.place import NvmePlace, below
-from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory import Copies, HostTier, Rests, Wanted
+from zerokern.memory import tier as tiers
 from zerokern.memory.rest import GOING
 from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.lifting import Lift
 from zerokern.zero.partition import Bucket, shards_parameters
 
-__all__ = ["check_tier", "driver_of", "folder_below", "laid_out", "lies_on", "rests_on"]
+__all__ = ["check_tier", "driver_of", "laid_out", "lies_on", "own_name", "rests_on"]
 
 _REPLACED = (
-    "these parameters are gone: they rested in {path!r}, which a model that was sharded later in this process has "
+    "these parameters are gone: they rested in {where}, which a model that was sharded later in this process has "
     "taken over. Use that model, or give each a folder of its own: tier=zk.Nvme(another path)"
 )
 ADVICE = "More ranks, a narrower dtype, or tier=zk.Nvme(path) would take less of each machine's memory"
 
 
-def check_tier(tier: object, stage: int) -> str | Nvme:
-    """The tier that was asked for, or an error that says what there is."""
-    if not isinstance(tier, Nvme) and tier not in ("device", "cpu"):
-        do = "a folder becomes a tier with zk.Nvme(path)" if isinstance(tier, str | os.PathLike) else ""
-        raise ValueError(got("tier", tier, "'device', 'cpu' or zk.Nvme(path)", do))
-    if tier != "device" and not shards_parameters(stage):
+def check_tier(tier: object, stage: int) -> AnyTier:
+    """Returns the tier that was asked for, or raises an error that says what there is at this stage."""
+    found = tiers.check_tier("tier", tier)
+    if found != "device" and not shards_parameters(stage):
         do = f"at stage {stage} parameters are whole between steps; choose stage=3"
         raise ValueError(got("tier", tier, "'device' below stage 3", do))
-    return tier
+    return found
 
 
-def rests_on(tier: str | Nvme, group: Group) -> Rests | None:
-    """Who takes shards in; None where they stay in memory. Each rank of a machine has a folder of its own."""
-    if not isinstance(tier, Nvme):
+def rests_on(tier: AnyTier, group: Group) -> Rests | None:
+    """What shards rest in; None where they stay in memory. Each rank of a machine has room of its own."""
+    config = config_of(tier)
+    if config is None:
         return None
-    place = NvmePlace(folder_below(tier, "parameters", group.rank), "parameters", staged=False)
-    rests = Rests(place)
-    place.gives_way = partial(_give_way, weakref.ref(rests), _REPLACED.format(path=tier.path))
+    opened = config.open(own_name("parameters", group.rank), "parameters")
+    rests = Rests(opened)
+    opened.gives_way = partial(_give_way, weakref.ref(rests), _REPLACED.format(where=opened))
     return rests
 
 
@@ -58,14 +56,14 @@ def _give_way(there: weakref.ref[Rests], because: str) -> str:
     return because if rests is None or rests.close(because) else ""
 
 
-def folder_below(tier: Nvme, name: str, rank: int = 0) -> Nvme:
-    """A folder of this rank's own; `rank`: its number where there is no process group.
+def own_name(name: str, rank: int = 0) -> str:
+    """The name of this rank's own room in a tier; `rank`: its number where there is no process group.
 
-    >>> folder_below(Nvme("swap"), "parameters", 3).path
-    'swap/parameters-3'
+    >>> own_name("parameters", 3)
+    'parameters-3'
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank
-    return below(tier, f"{name}-{rank}")
+    return f"{name}-{rank}"
 
 
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
@@ -84,7 +82,7 @@ def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
             OTHERS[one] = driver
 
 
-def laid_out(tier: str | Nvme, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
+def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
     """Where this rank's shard of each bucket is, for its `BucketMemory`: room for all, before anything is changed."""
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
     if rests is not None:
@@ -97,10 +95,11 @@ def laid_out(tier: str | Nvme, rests: Rests | None, driver: Any, buckets: Sequen
         rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
         if driver is None:
             return found
-        assert isinstance(tier, Nvme)
-        lift = Lift(driver, tier.ring_nbytes, "zk.shard")
+        config = config_of(tier)
+        assert config is not None
+        lift = Lift(driver, config.ring_nbytes, "zk.shard")
         return [{**one, "lift": lift, "host": lift.host} for one in found]
     if driver is None or tier == "device":
         return [{}] * len(buckets)
-    host = HostPlace("zk.shard", ADVICE, copies=Copies(driver))
+    host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
     return [{"host": host, "kept": kept} for kept in host.lay_out(wanted)]

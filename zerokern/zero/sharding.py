@@ -15,11 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError
-from zerokern.io import Nvme
 from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
-from zerokern.memory.place import DevicePool
 from zerokern.memory.room import takes_half
+from zerokern.memory.tier import AnyTier, DevicePool, name_of
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gather import Gatherer
@@ -58,7 +57,7 @@ class Sharding:
         mp_policy: MixedPrecisionPolicy | None = None,
         units: Units = None,
         bucket_bytes: int = 32 << 20,
-        tier: str | Nvme = "device",
+        tier: AnyTier = "device",
         wrapper: UnitWrapper | None = None,
         materialize: Callable[[Unit], None] | None = None,
         reduce: str = "mean",
@@ -91,7 +90,7 @@ class Sharding:
             "reduce": self.op,
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
-            "tier": tier if isinstance(tier, str) else type(tier).__name__,
+            "tier": name_of(tier),
             "keep, micro": wrapped,
             "units": [unit.name for unit in found],
             PLACE: ranks.place,
@@ -128,7 +127,7 @@ class Sharding:
         device: torch.device,
         bucket_bytes: int,
         materialize: Callable[[Unit], None] | None,
-        tier: str | Nvme,
+        tier: AnyTier,
     ) -> None:
         """Parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
@@ -370,7 +369,7 @@ class Sharding:
         """The pieces of all parameters that are trained, with gradients of their own from now on."""
         if self.rests is not None:
             raise ShardError(
-                f"zk.shards was asked for spans that rest in {self.rests.place!r}, and an optimizer that knows nothing "
+                f"zk.shards was asked for spans that rest in {self.rests.tier!r}, and an optimizer that knows nothing "
                 "of that would read and write memory that is not there; step the model with an optimizer of zerokern"
             )
         for bucket in self.gradient_buckets:

@@ -36,7 +36,7 @@ def kind_of_bucket(rests: Rests | None, group: Group, nbytes: int) -> Callable[.
     say_once(
         "zerokern",
         f"gradients of {amount(nbytes)} take more than half of the memory that is left (on one rank at least), "
-        f"and wait in {rests.place!r} between backward and step(): a step writes them once more, and reads them",
+        f"and wait in {rests.tier!r} between backward and step(): a step writes them once more, and reads them",
     )
     return partial(SpilledBucket, rests=rests)
 

@@ -10,8 +10,8 @@ import torch
 from tables import each
 
 import zerokern as zk
-from zerokern.kernels import addresses
-from zerokern.kernels.addresses import Cells, GradientReader, reader_of
+from zerokern.memory import addresses
+from zerokern.memory.addresses import Cells, GradientReader, reader_of
 
 Params = list[torch.nn.Parameter]
 

@@ -1,5 +1,5 @@
-"""Places: where tensors rest between their uses. Beside what computes, in host memory of exactly the planned bytes, or,
-with `zerokern.io.place`, on a disk; whoever uses a `Place` need not know which.
+"""Tiers: where parts of a training state rest between their uses. "device": beside what computes; "cpu": in host memory
+of exactly the planned bytes; or what a `TierConfig` opens, such as a disk (`zerokern.io.tier`).
 
 Memory is handed out zeroed, laid out as `memory/layout.py` says, so that a plan and what the system counts agree to the
 page. Each tensor has a storage of its own size, because saving a tensor saves its storage. What does not fit into host
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,9 +29,21 @@ from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.room import amount, refuse_beyond
 from zerokern.memory.staging import Ticket, given
 
-__all__ = ["DevicePlace", "DevicePool", "HostPlace", "Place", "Wanted"]
+__all__ = [
+    "AnyTier",
+    "DevicePool",
+    "DeviceTier",
+    "HostTier",
+    "OpenedTier",
+    "Tier",
+    "TierConfig",
+    "Wanted",
+    "check_tier",
+    "config_of",
+    "name_of",
+]
 
-Kept = TypeVar("Kept")
+Part = TypeVar("Part")
 
 
 class Wanted(NamedTuple):
@@ -45,19 +58,19 @@ class Wanted(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-class Place(Protocol[Kept]):
-    """Where tensors rest, whatever they mean. `budget`: the most bytes that may rest there; None: what there is.
+class Tier(Protocol[Part]):
+    """Where parts rest: parameters, gradients, masters and moments, kept activations, all by these calls alone.
 
-    What `lay_out` returns stands for them: in memory the tensors themselves, on a disk records. Transfers have tickets;
-    those of one tensor happen in the order of the calls, and `after` is one more to come after. What has not been
-    stored yet is not to be fetched.
+    A part is what `lay_out` returns: in memory the tensor itself, elsewhere whatever the tier makes of it. Transfers
+    have tickets; those of one part happen in the order of the calls, and `after` is one more to come after. What has
+    not been stored yet is not to be fetched. `budget`: the most bytes that may rest there; None: what there is.
 
-    >>> place: Place[Tensor] = HostPlace("example", budget=1 << 20)
-    >>> (kept,) = place.lay_out([Wanted("weights", torch.Size([3]), torch.float32)])
-    >>> place.store(kept, torch.ones(3)).wait()
-    >>> out = torch.empty(3); place.fetch(kept, out).wait(); out
+    >>> tier: Tier[Tensor] = HostTier("example", budget=1 << 20)
+    >>> (part,) = tier.lay_out([Wanted("weights", torch.Size([3]), torch.float32)])
+    >>> tier.store(part, torch.ones(3)).wait()
+    >>> out = torch.empty(3); tier.fetch(part, out).wait(); out
     tensor([1., 1., 1.])
-    >>> place.held(); place.evict([kept]); place.held()
+    >>> tier.held(); tier.evict([part]); tier.held()
     {'weights': 12}
     {}
     """
@@ -65,25 +78,90 @@ class Place(Protocol[Kept]):
     @property
     def budget(self) -> int | None: ...
 
-    def lay_out(self, wanted: Sequence[Wanted]) -> list[Kept]:
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[Part]:
         """Room for all of these, or BudgetError and nothing taken."""
         ...
 
-    def store(self, kept: Kept, value: Tensor, after: Ticket | None = None) -> Ticket:
-        """A value of that shape and dtype, whose memory must not change until the ticket has ended, on its way in."""
+    def store(self, part: Part, value: Tensor, after: Ticket | None = None) -> Ticket:
+        """Starts to store a value of that shape and dtype, whose memory must not change until the ticket has ended."""
         ...
 
-    def fetch(self, kept: Kept, out: Tensor, after: Ticket | None = None) -> Ticket:
-        """What was stored, on its way into `out`, which is undefined until the ticket has ended."""
+    def fetch(self, part: Part, out: Tensor, after: Ticket | None = None) -> Ticket:
+        """Starts to fetch what was stored into `out`, which is undefined until the ticket has ended."""
         ...
 
-    def evict(self, kept: Iterable[Kept]) -> None:
-        """Their room is free again, and they are not to be used."""
+    def evict(self, parts: Iterable[Part]) -> None:
+        """Frees their room; they are not to be used any more."""
         ...
 
     def held(self) -> Mapping[str, int]:
         """Bytes at rest, by role."""
         ...
+
+
+class OpenedTier(Tier[Part], Protocol[Part]):
+    """A tier outside of memory: its parts have to be fetched before anything is computed with them.
+
+    `gives_way`: called when another tier of this process needs what this one has opened. Returns why this one is
+    closed, for who uses it from then on; nothing if it is at work.
+    """
+
+    gives_way: Callable[[], str] | None
+
+    def open(self, arena: Arena | None = None) -> None:
+        """Takes what it needs, once. `arena`: memory that is fetched into and stored from most of the time."""
+        ...
+
+    def close(self, because: str) -> None:
+        """Gives everything back; parts are gone, and who uses one is told why."""
+        ...
+
+
+class TierConfig(Protocol):
+    """What `tier=` and `keep=` take beside "device" and "cpu", as `zk.Nvme(path)`: a tier that is yet to be opened."""
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Host memory that parts stream through."""
+        ...
+
+    def open(self, name: str, owner: str) -> OpenedTier[Any]:
+        """A tier for parts of this owner. `name`: of the room that is its own; empty: all there is."""
+        ...
+
+
+AnyTier = str | TierConfig
+TIERS = "'device', 'cpu' or zk.Nvme(path)"
+
+
+def check_tier(argument: str, value: object) -> AnyTier:
+    """Returns the tier that was asked for, or raises an error that says what there is.
+
+    >>> check_tier("tier", "cpu")
+    'cpu'
+    """
+    if isinstance(value, str):
+        if value in ("device", "cpu"):
+            return value
+    elif hasattr(value, "open") and hasattr(value, "ring_nbytes"):
+        config: Any = value
+        return config
+    do = "a folder becomes a tier with zk.Nvme(path)" if isinstance(value, str | os.PathLike) else ""
+    raise ValueError(got(argument, value, TIERS, do))
+
+
+def config_of(tier: AnyTier) -> TierConfig | None:
+    """A tier that has to be opened; None for "device" and "cpu", which are memory."""
+    return None if isinstance(tier, str) else tier
+
+
+def name_of(tier: AnyTier | None) -> str:
+    """A word for the kind of tier, to be compared between ranks, whose paths may differ.
+
+    >>> name_of("cpu")
+    'cpu'
+    """
+    return str(tier) if tier is None or isinstance(tier, str) else type(tier).__name__
 
 
 class _Laid:
@@ -164,13 +242,13 @@ def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
     return given(dst.device if src.is_cuda else src.device)
 
 
-class DevicePlace(_InMemory):
+class DeviceTier(_InMemory):
     """Where a parameter is: on its device, in a pool for what stays, or in a private mapping of host memory, on huge
     pages where there are any.
 
     Private, because a forked worker must not share it. A tensor keeps the memory mapped.
 
-    >>> (made,) = DevicePlace(torch.device("cpu"), "state").lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
+    >>> (made,) = DeviceTier(torch.device("cpu"), "state").lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
     >>> made
     tensor([0., 0., 0.])
     """
@@ -228,14 +306,14 @@ class DevicePlace(_InMemory):
         return _moved(kept, out, after) if self.copies is None else self.copies.to_host(kept, out, after=after)
 
 
-class HostPlace(_InMemory):
+class HostTier(_InMemory):
     """Host memory that a device reaches: resident, locked, known to CUDA where that is in use. For what stays.
 
     What is taken together lies in one arena, which goes with the last of its tensors. A forked child has none of it:
     there `check` raises, where touching a tensor would crash. A tensor may belong to an owner, for whom it is found
     again by its role: what is loaded is written where its predecessor lay.
 
-    >>> place = HostPlace("AdamW")
+    >>> place = HostTier("AdamW")
     >>> (kept,) = place.lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
     >>> kept.shape, place.nbytes
     (torch.Size([3]), 4096)

@@ -1,0 +1,211 @@
+"""Host memory in blocks that are used again, and the tier that they are, or lead to, for tensors of a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.memory.copies import Copies, Copy
+from zerokern.memory.staging import Ticket
+from zerokern.memory.tier import HostTier, Tier, Wanted
+
+__all__ = ["Block", "BlockTier", "Blocks"]
+
+SLACK = 2  # a block serves what is smaller, down to this part of it
+
+
+class Block:
+    """Host memory, and the last copy to or from it."""
+
+    __slots__ = ("last", "memory")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.last: Copy | None = None
+
+
+class Blocks:
+    """Pinned memory costs a system call for each page, so blocks are kept for the next who asks.
+
+    There are never more bytes in blocks than were in use at once: where sizes change from step to step, the smallest
+    free blocks make way for a larger one.
+
+    >>> blocks = Blocks("example")
+    >>> one = blocks.take(8192); blocks.give(one)
+    >>> blocks.take(5000) is one, blocks.nbytes
+    (True, 8192)
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._host = HostTier(owner)
+        self._owner = owner
+        self._free: list[Block] = []
+        self.nbytes = 0  # of all blocks
+        self._most_nbytes = 0  # that were in use at once
+
+    def take(self, nbytes: int) -> Block:
+        """A block of at least so many bytes, the smallest of those that are free."""
+        fitting = [one for one in self._free if one.memory.numel() >= nbytes]
+        best = min(fitting, key=lambda one: one.memory.numel(), default=None)
+        # one that is far too large serves where there may be no more memory
+        if best is None or (best.memory.numel() > SLACK * nbytes and self.nbytes + nbytes <= self._most_nbytes):
+            return self._new(nbytes)
+        self._free.remove(best)
+        self._count()
+        return best
+
+    def _new(self, nbytes: int) -> Block:
+        most = max(self._most_nbytes, self._in_use + nbytes)
+        self._free.sort(key=lambda one: one.memory.numel(), reverse=True)
+        while self._free and self.nbytes + nbytes > most:
+            self.nbytes -= self._free.pop().memory.numel()
+        (memory,) = self._host.lay_out([Wanted(self._owner, torch.Size([nbytes]), torch.uint8)])
+        self.nbytes += nbytes
+        self._count()
+        return Block(memory)
+
+    def give(self, block: Block) -> None:
+        """Takes back a block that is of no more use to whoever took it."""
+        self._free.append(block)
+
+    @property
+    def _in_use(self) -> int:
+        return self.nbytes - sum(one.memory.numel() for one in self._free)
+
+    def _count(self) -> None:
+        self._most_nbytes = max(self._most_nbytes, self._in_use)
+
+
+class BlockPart:
+    """A part of a `BlockTier`: in a block, or on its way through one to the tier behind."""
+
+    __slots__ = ("block", "going", "part", "wanted")
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.block: Block | None = None
+        self.part: Any = None  # in the tier behind
+        self.going: Ticket | None = None
+
+
+class BlockTier:
+    """Where bytes of a device's tensors rest: in blocks of host memory, or in a tier `behind` these.
+
+    A device's copies are put in order by its streams, so that nobody waits for host memory. A tier behind is given what
+    has arrived in the block when the ticket of the store is waited for, or the part is fetched.
+    """
+
+    budget = None
+
+    def __init__(self, blocks: Blocks, copies: Copies, behind: Tier[Any] | None = None) -> None:
+        self.blocks, self.copies, self.behind = blocks, copies, behind
+        self._held: Counter[str] = Counter()
+
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[BlockPart]:
+        """Parts whose room is taken when they are stored."""
+        return [BlockPart(one) for one in wanted]
+
+    def store(self, part: BlockPart, value: Tensor, after: Ticket | None = None) -> Ticket:
+        """From the device into a block, once what last used that has ended."""
+        if after is not None:
+            after.wait()
+        if part.block is None:
+            part.block = self.blocks.take(value.numel())
+            self._held[part.wanted.role] += value.numel()
+        block = part.block
+        block.last = self.copies.to_host(value, block.memory[: value.numel()], after=block.last)
+        part.going = block.last
+        return block.last if self.behind is None else _Onward(self, part, value.numel())
+
+    def go_on(self, part: BlockPart, nbytes: int) -> None:
+        """Hands a block that has arrived to the tier behind, and gives it back once it is stored there."""
+        block, going = part.block, part.going
+        if block is None or going is None or self.behind is None:
+            return
+        going.wait()
+        if part.part is None:
+            (part.part,) = self.behind.lay_out([part.wanted])
+        self.behind.store(part.part, block.memory[:nbytes]).wait()
+        self._release(part)
+
+    def fetch(self, part: BlockPart, out: Tensor, after: Ticket | None = None) -> Ticket:
+        """To the device; from a tier behind through a block, which the host waits for at the ticket's `gate`."""
+        if after is not None:
+            after.wait()
+        if self.behind is None:
+            assert part.block is not None
+            part.block.last = self.copies.to_device(part.block.memory[: out.numel()], out, after=part.block.last)
+            return part.block.last
+        self.go_on(part, out.numel())
+        block = self.blocks.take(out.numel())
+        if block.last is not None:
+            block.last.wait()  # of what it served before: the tier behind knows nothing of the device's streams
+        memory = block.memory[: out.numel()]
+        return _Arrival(self, block, self.behind.fetch(part.part, memory), memory, out)
+
+    def evict(self, parts: Iterable[BlockPart]) -> None:
+        """Gives blocks back, and room in the tier behind."""
+        for part in parts:
+            self._release(part)
+            if part.part is not None and self.behind is not None:
+                self.behind.evict([part.part])
+                part.part = None
+
+    def held(self) -> dict[str, int]:
+        """Bytes in blocks, and in the tier behind, by role."""
+        return dict(Counter({} if self.behind is None else self.behind.held()) + self.held_in_blocks())
+
+    def held_in_blocks(self) -> Counter[str]:
+        """Bytes in blocks, by role."""
+        return +self._held
+
+    def _release(self, part: BlockPart) -> None:
+        block, part.block, part.going = part.block, None, None
+        if block is not None:
+            self._held[part.wanted.role] -= part.wanted.nbytes
+            self.blocks.give(block)
+
+
+class _Onward:
+    """The ticket of a store that goes on from a block to the tier behind when it is waited for."""
+
+    def __init__(self, tier: BlockTier, part: BlockPart, nbytes: int) -> None:
+        self._tier, self._part, self._nbytes = tier, part, nbytes
+
+    def wait(self) -> None:
+        self._tier.go_on(self._part, self._nbytes)
+
+    def done(self) -> bool:
+        return self._part.block is None
+
+
+class _Arrival:
+    """The ticket of a fetch from the tier behind: into a block first, from there to the device."""
+
+    def __init__(self, tier: BlockTier, block: Block, coming: Ticket, memory: Tensor, out: Tensor) -> None:
+        self._tier, self._coming, self._memory, self._out = tier, coming, memory, out
+        self._block: Block | None = block
+        self._copy: Copy | None = None
+
+    def gate(self) -> None:
+        """The host waits for the tier behind; what the current stream is given from then on comes after the copy."""
+        block = self._block
+        if block is not None:
+            self._coming.wait()
+            self._copy = block.last = self._tier.copies.to_device(self._memory, self._out)
+            self._block = None
+            self._tier.blocks.give(block)
+        assert self._copy is not None
+        self._copy.gate()
+
+    def wait(self) -> None:
+        self.gate()
+        assert self._copy is not None
+        self._copy.wait()
+
+    def done(self) -> bool:
+        return self._copy is not None and self._copy.done()
