@@ -500,8 +500,8 @@ class StepRunner:
                 self._publish_pending(local)
 
     def drop(self, groups: Groups) -> None:
-        """Ends what is pending, whatever becomes of it: state is about to be replaced."""
-        self._groups = groups
+        """Ends what is pending, whatever becomes of it: state is about to be replaced, and nothing may keep it."""
+        self._groups, self._program = groups, None
         if self.pending is not None:
             with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
                 self.finish(groups)
