@@ -167,8 +167,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         here = self.holdings
         known = here.torn and not here.untold
         try:
-            if here.local is not None:
-                here.local.accord.begin()
+            here.shards.accord.begin()
             with during("opt.step"), self._timed():
                 self._step()
         except BaseException as error:
@@ -183,39 +182,39 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
         self.runner.finish(groups)
-        for publisher in () if here.local is None else here.local.publishers:
+        for publisher in here.shards.publishers:
             publisher.finish()
         here.refuse_if_torn()
         settings = [self._algorithm.checked(group) for group in groups]
-        if here.local is not None or not self._update(groups, settings):
+        if not here.shards.stand_alone or not self._update(groups, settings):
             self._update_pieces(settings)
 
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
-        local = self.runner.localise(self.param_groups)
-        guards.refuse_lent(local.homes)
-        local.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
+        shards = self.runner.find_shards(self.param_groups)
+        guards.refuse_lent(shards.homes)
+        shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
-        with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in
+        with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in
             try:
-                self.runner.read_gradients(local, unscaled=unscaled)
-                done = self._update(local.groups(self.param_groups), settings)
-                local.accord.begin()  # what is raised from here on is no failure of the step
+                self.runner.read_gradients(shards, unscaled=unscaled)
+                done = self._update(shards.groups(self.param_groups), settings)
+                shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:
-                local.leave(undone=not done and not self.holdings.torn)
+                shards.leave(undone=not done and not self.holdings.torn)
 
     def _update(self, groups: Groups, settings: list[dict[str, Any]]) -> bool:
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""
-        here, local = self.holdings, self.holdings.local
+        here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
         binding = here.bound.binding if formats == here.bound.formats else None
         held = binding.survey.hold() if binding is not None else []
         pointers = binding.survey.pointers(groups) if binding is not None else None
         if binding is None or pointers is None:
-            if local is None and (sharded(groups) or here.is_apart(groups) or here.group is not None):
+            if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
-            cuts = () if local is None else (local.shares, local.starts)
+            cuts = () if shards.stand_alone else (shards.shares, shards.starts)
             survey, binding = Survey(groups, self._algorithm.layout, *cuts), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
@@ -224,8 +223,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         else:
             survey = binding.survey
         intact = binding is not None and binding.intact(here.held)
-        if local is not None:
-            local.accord.makes_state = not intact
+        shards.accord.makes_state = not intact
         self._ask(survey, pointers)
         bind = partial(here.bind, binding, survey, groups, formats, self.decision, intact=intact)
         prepare = methodcaller("prepare", settings, pointers)
@@ -235,7 +233,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
     def _ask(self, survey: Survey, pointers: array[int]) -> None:
         """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""
-        local, decision = self.holdings.local, self.decision
+        shards, decision = self.holdings.shards, self.decision
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
         decision.ask(
@@ -243,10 +241,10 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
             max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
-            fold=1.0 if local is None else local.take_fold(),
-            total=local.accord.total if local is not None and (local.shardings or local.accord.party) else None,
-            add_up=None if local is None else local.total_there,
-            reading=None if local is None or local.host is None else local.host.reading,
+            fold=shards.take_fold(),
+            total=shards.accord.total if shards.shardings or shards.accord.party else None,
+            add_up=None if shards.stand_alone else shards.total_there,
+            reading=shards.host.reading if shards.is_hosted else None,
         )
 
     @torch._disable_dynamo

@@ -113,7 +113,7 @@ class Holdings:
     @property
     def is_scheduled(self) -> bool:
         """Whether the update goes through the schedule's worker."""
-        return self.shards.host is not None or (self.schedule == "overlap" and self.shards.defers)
+        return self.shards.is_hosted or (self.schedule == "overlap" and self.shards.defers)
 
     @property
     def moves_on_disk(self) -> bool:
@@ -126,11 +126,6 @@ class Holdings:
         if self.closed:
             return WatchedState()
         return self.state if self.shards.in_place else self.shards.state
-
-    @property
-    def local(self) -> Shards | None:
-        """The shards, where a step is about more than the parameters themselves."""
-        return None if self.shards.stand_alone else self.shards
 
     def let_go(self) -> None:
         """In a forked child, where memory of the room is not, whoever reads the state is told so by name."""
@@ -194,7 +189,7 @@ class Holdings:
         `hosted`: with copies in host memory, if the tier asks for such.
         """
         last, host = self.shards, self.hosting(groups) if hosted else None
-        known = last.knows(groups) and (host is None) == (last.host is None)
+        known = last.knows(groups) and (host is not None) == last.is_hosted
         return last if known else Shards(groups, host, last, self.group)
 
     def catch_up(self) -> None:

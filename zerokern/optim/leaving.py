@@ -53,18 +53,18 @@ class Departure:
 class Leaving:
     """Listens to the buckets of one optimizer's parameters."""
 
-    def __init__(self, local: Shards, parts: Sequence[Part], early: bool) -> None:
-        self.local = local
+    def __init__(self, shards: Shards, parts: Sequence[Part], early: bool) -> None:
+        self.shards = shards
         self._expected: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
         self._left: dict[str, Departure] = {}
         self._held_back: list[Departure] = []
         self._lock = threading.Lock()
         self._removers: list[Callable[[], Any]] = []
-        if not early or local.host is None or local.host.copies is None:
+        if not early or shards.host.copies is None:
             return
         there = weakref.ref(self)
-        local.host.freed = partial(_freed, there)
+        shards.host.freed = partial(_freed, there)
         for part in parts:
             if part.sharding is not None:
                 bucket, listener = part.sharding.gradient_buckets[part.bucket], partial(_reduced, there, part)
@@ -72,11 +72,11 @@ class Leaving:
                 self._removers.append(partial(bucket.listeners.remove, listener))
 
     @classmethod
-    def of(cls, last: Leaving | None, local: Shards, parts: Sequence[Part], early: bool) -> Leaving:
+    def of(cls, last: Leaving | None, shards: Shards, parts: Sequence[Part], early: bool) -> Leaving:
         """Those of other parameters are gone."""
         if last is not None:
             last.remove()
-        return cls(local, parts, early)
+        return cls(shards, parts, early)
 
     def remove(self) -> None:
         for remove in self._removers:
@@ -95,10 +95,10 @@ class Leaving:
         if self._arrived[key] != self._expected.get(key):
             self._recall(part)
             return
-        places = [place for place in part.members if self.local.near[place].requires_grad]
-        homes: list[Any] = [self.local.homes[place] for place in places]
+        places = [place for place in part.members if self.shards.near[place].requires_grad]
+        homes: list[Any] = [self.shards.homes[place] for place in places]
         grads = [ready.pieces[home.place] for home in homes]
-        self._leave(part, [self.local.near[place] for place in places], grads, ready.handed_out)
+        self._leave(part, [self.shards.near[place] for place in places], grads, ready.handed_out)
 
     def _recall(self, part: Part) -> None:
         """Another pass adds to what has left: it is fetched in `step()`."""
@@ -111,8 +111,7 @@ class Leaving:
     def _leave(
         self, part: Part, near: Sequence[Tensor], grads: Sequence[Tensor], handed_out: Callable[[], bool]
     ) -> None:
-        host = self.local.host
-        assert host is not None
+        host = self.shards.host
         twins = host.of(near)
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
         whole = plain and len(twins) == len(grads) == len(near)

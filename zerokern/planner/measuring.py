@@ -155,7 +155,7 @@ def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> 
 
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     here = opt.holdings if isinstance(opt, FusedOptimizer) else None
-    host = None if here is None or here.local is None else here.local.host
+    host = None if here is None else here.shards.host
     for twin in [] if host is None else host.twins.values():
         tally.add("host parameters", twin.values.detach())
         tally.add("host gradients", twin.grad)
