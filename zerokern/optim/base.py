@@ -18,9 +18,10 @@ from torch.optim.optimizer import ParamsT
 from zerokern.comm import during
 from zerokern.core.errors import StateError, got
 from zerokern.memory.tier import check_tier
-from zerokern.optim import checks, device, loading
+from zerokern.optim import checks, device
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
+from zerokern.optim.exchange import keep, take_over
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
@@ -190,7 +191,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
             self._update_pieces(settings)
 
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
-        """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
+        """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
         guards.refuse_lent(shards.homes)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
@@ -355,7 +356,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        loading.take_over(self.holdings, self.runner, self.param_groups, state_dict, loading.keep)
+        take_over(self.holdings, self.runner, self.param_groups, state_dict, keep)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

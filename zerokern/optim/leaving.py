@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerokern.optim.hosted import Host, Twin
+from zerokern.optim.hosted import HostCopies, HostCopy
 from zerokern.optim.parts import Part
 from zerokern.optim.shards import Shards
 from zerokern.zero.squares import GradReady
@@ -26,7 +26,7 @@ __all__ = ["Departure", "Leaving"]
 class Departure:
     """Gradients of one part that leave before `step()`: at once, or as soon as those before them have been read."""
 
-    def __init__(self, host: Host, pairs: list[tuple[Twin, Tensor]], handed_out: Callable[[], bool]) -> None:
+    def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
         self._host, self._pairs, self._handed_out = host, pairs, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
         self._mark = host.here()
@@ -34,7 +34,7 @@ class Departure:
 
     @property
     def may_leave(self) -> bool:
-        return all(twin.free for twin, _ in self._pairs)
+        return all(copy.free for copy, _ in self._pairs)
 
     def launch(self) -> None:
         self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
@@ -46,8 +46,8 @@ class Departure:
 
     def forget(self) -> None:
         """From here on nobody asks whether a gradient has left."""
-        for twin, _ in self._pairs:
-            twin.fetched = None
+        for copy, _ in self._pairs:
+            copy.fetched = None
 
 
 class Leaving:
@@ -61,7 +61,7 @@ class Leaving:
         self._held_back: list[Departure] = []
         self._lock = threading.Lock()
         self._removers: list[Callable[[], Any]] = []
-        if not early or shards.host.copies is None:
+        if not early or shards.host.link is None:
             return
         there = weakref.ref(self)
         shards.host.freed = partial(_freed, there)
@@ -112,12 +112,12 @@ class Leaving:
         self, part: Part, near: Sequence[Tensor], grads: Sequence[Tensor], handed_out: Callable[[], bool]
     ) -> None:
         host = self.shards.host
-        twins = host.of(near)
+        copies = host.of(near)
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
-        whole = plain and len(twins) == len(grads) == len(near)
+        whole = plain and len(copies) == len(grads) == len(near)
         if not whole or not near or handed_out():
             return
-        departure = Departure(host, list(zip(twins, grads, strict=True)), handed_out)
+        departure = Departure(host, list(zip(copies, grads, strict=True)), handed_out)
         with self._lock:  # between a look at what is free and the word that something has become so
             self._left[part.name] = departure
             if departure.may_leave:

@@ -1,8 +1,8 @@
 """The parameters of one optimizer as shards: where their gradients and values are, and where users see their state.
 
-Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where a `Host` is
-given, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their parameters
-and has the logical shape.
+Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where there are
+`HostCopies`, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their
+parameters and has the logical shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import Whereabouts
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
-from zerokern.optim.hosted import ColumnsOf, Host, Twin
+from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
@@ -65,14 +65,14 @@ class Shards:
     def __init__(
         self,
         groups: Groups,
-        host: tuple[Host, ColumnsOf] | None = None,
+        host: tuple[HostCopies, ColumnsOf] | None = None,
         last: Shards | None = None,
         group: Any = None,
     ) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
         self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
         self.near: list[Tensor] = [shard.piece for shard in self.homes]
-        self.host = Host(None, delays=False) if host is None else host[0]  # else of nothing
+        self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
         self.pieces = self.near
         if host is not None:
             self.pieces = self.host.take_in(self.near, self._grad_dtypes(), host[1])
@@ -176,11 +176,11 @@ class Shards:
         """Let the host copies of these have the gradients that are fetched for them, until `leave`."""
         self._lent = list(places)
         for place in self._lent:
-            twin = self.twin(place)
-            self._borrowed.append((twin.values, None))
-            twin.values.grad = twin.grad
+            copy = self.copy(place)
+            self._borrowed.append((copy.values, None))
+            copy.values.grad = copy.grad
 
-    def twin(self, place: int) -> Twin:
+    def copy(self, place: int) -> HostCopy:
         """The host copy of a parameter that is trained."""
         found = self.host.of([self.near[place]])
         if not found:
@@ -312,9 +312,9 @@ class Shards:
         """Let the entry have the host copy's values, pending or not: who flattens a state_dict of a fresh optimizer
         asks it for its keys."""
         piece = self.pieces[place]
-        for twin in self.host.of([self.near[place]]):
-            if twin.values is piece:  # what is frozen has nothing pending, and may be exchanged
-                entry.setdefault(PENDING, piece.detach() if twin.shown is None else twin.shown)
+        for copy in self.host.of([self.near[place]]):
+            if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
+                entry.setdefault(PENDING, piece.detach() if copy.shown is None else copy.shown)
 
     def loading(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
@@ -338,7 +338,7 @@ class Shards:
 
     def refetch(self) -> None:
         """Parameters may have been written in ways that nobody counts: what they hold is what counts."""
-        self.host.follow(list(self.host.twins.values()))
+        self.host.follow(list(self.host.copies.values()))
 
     def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
         """Take loaded state of pieces over; returns it as it is shown."""
@@ -346,7 +346,7 @@ class Shards:
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
         outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
         # replaced, not lost: nobody need be warned of it
-        self.host.refetch([one for one in self.host.twins.values() if one.pending or one.rest is not None])
+        self.host.refetch([one for one in self.host.copies.values() if one.pending or one.rest is not None])
         self.look()
         for place, values in pending.items():
             self.host.pend(self.near[place], values)
@@ -355,10 +355,10 @@ class Shards:
 
     def pend(self, places: Iterable[int], outer: WatchedState) -> None:
         """The host copies of these have been filled with values that an update made and nobody has published."""
-        twins = self.host.of(self.near[place] for place in places)
-        self.host.wait_for(twins)
-        if twins:
-            self.bound([twin.values for twin in twins], outer)
+        copies = self.host.of(self.near[place] for place in places)
+        self.host.wait_for(copies)
+        if copies:
+            self.bound([copy.values for copy in copies], outer)
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
         """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""

@@ -141,7 +141,7 @@ class StepRunner:
         for departure in early.values():
             departure.compare()
         for part in reversed(parts):  # as the program has it, and as gradients came
-            pairs = [(shards.twin(place), grads[place]) for place in part.members if place in grads]
+            pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
             again = host.fetch(pairs)
             ticket = again if again is not None or left is None else left.ticket  # of one stream: the last ends last
@@ -152,7 +152,7 @@ class StepRunner:
                 part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
                 continue
             shown = [shards.everyone[place].grad for place in part.members if place in grads]
-            kept = [twin.keeps(grad) for (twin, _), grad in zip(pairs, shown, strict=True) if grad is not None]
+            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(ticket)
 
@@ -185,7 +185,7 @@ class StepRunner:
             for ticket in self._fetched.values():
                 ticket.wait()
             if self._decision.take() is None:
-                shards.host.consumed(list(shards.host.twins.values()), updated=False)
+                shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
                 return
         with shards.accord.prepared():
@@ -258,7 +258,7 @@ class StepRunner:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
         here, inline, tickets = self._holdings, self._runs_inline, self._fetched
         actions = dict(update.actions(shards, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
-        crosses = shards.host.copies is not None
+        crosses = shards.host.link is not None
         key = (update.binding, here.schedule, lazily, crosses, frozenset(tickets))
         if self._program is None or self._program[0] != key:
             self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))

@@ -16,7 +16,7 @@ from zerokern.zero.partition import shards_parameters, shards_state
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
     from zerokern.optim.decide import Decision
-    from zerokern.optim.hosted import Host, Twin
+    from zerokern.optim.hosted import HostCopies, HostCopy
     from zerokern.optim.shards import Shards
 
 __all__ = ["Update", "buckets_of"]
@@ -80,13 +80,13 @@ class Update:
             self.binding.begun = True
             raise StateError(_EDITED)
 
-    def make_part_of_twins(self, turn: int, host: Host, twins: Sequence[Twin]) -> None:
+    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy]) -> None:
         """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
-        host.consumed(twins, updated=self.make_part(turn))
+        host.consumed(copies, updated=self.make_part(turn))
 
-    def store(self, host: Host, twins: Sequence[Twin], ready: Any) -> Any:
+    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any) -> Any:
         """Copies updated values to the device."""
-        return None if self.decision.scale is None else host.store(twins, ready)
+        return None if self.decision.scale is None else host.store(copies, ready)
 
     def put_away(self) -> None:
         """Returns once state that rests elsewhere is there again."""
@@ -149,13 +149,13 @@ class Update:
             yield ("Step", name), partial(self.make_part_in_place, turn, shards.readings(part.members))
             yield ("Publish", name), _nothing
         else:
-            twins = host.of(shards.near[member] for member in members)
-            for twin in twins:
-                twin.free = False
-            yield ("Step", name), partial(self.make_part_of_twins, turn, host, twins)
-            if host.copies is not None and crosses:
-                yield ("Store", name), partial(self.store, host, twins, ready)
-            yield ("Publish", name), partial(host.put, twins) if host.delays else _nothing
+            copies = host.of(shards.near[member] for member in members)
+            for copy in copies:
+                copy.free = False
+            yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
+            if host.link is not None and crosses:
+                yield ("Store", name), partial(self.store, host, copies, ready)
+            yield ("Publish", name), partial(host.put, copies) if host.delays else _nothing
         if lazily and part.sharding is not None and part.sharding.publisher.gathers:
             yield ("Gather", name), partial(self.gather, part, host.driver)
 
@@ -168,7 +168,7 @@ class Update:
     ) -> StepProgram:
         """The step program of this update."""
         survey, rows = self.binding.survey, self._rows
-        crosses = shards.host.copies is not None
+        crosses = shards.host.link is not None
         parts = parts or [Part("all", tuple(survey.numbers))]
         spans = [_span_of(part, rows, self.binding, part.name in tickets, crosses) for part in parts]
         spans = _with_others(spans, buckets_of(shards, parts))
