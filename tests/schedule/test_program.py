@@ -258,3 +258,10 @@ class TestRefused:
     def test_an_op_that_is_not_there(self) -> None:
         with pytest.raises(KeyError, match="Gather a is not in program 'sync'; Gather: b"):
             program_of("sync", SPANS).index("Gather", "a")
+
+
+def test_a_sync_step_has_put_its_state_away_before_other_ranks_are_told() -> None:
+    program = program_of("sync", SPANS, on_disk=True)
+    order = [(op.verb, op.what) for op in program.ops]
+    assert order.index(("Store", "b")) < order.index(("Store", "state")) < order.index(("Gather", "b"))
+    assert reaches(program, ("Gather", "b"), ("Store", "state"), back=0)

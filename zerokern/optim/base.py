@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable
@@ -169,8 +170,12 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         known = here.torn and not here.untold
         try:
             here.shards.accord.begin()
-            with during("opt.step"), self._timed():
-                self._step()
+            began = time.perf_counter()
+            try:
+                with during("opt.step"):
+                    self._step()
+            finally:
+                self._measure(began)
         except BaseException as error:
             if not known:
                 self.runner.tell(error)

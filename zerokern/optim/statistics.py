@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,18 +66,13 @@ class Reporting:
             **_bytes_of(self.holdings),
         }
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Measures the step within; what was waited for since the one before is its."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._step_s = time.perf_counter() - began
-            self._steps += 1
-            disk = self.holdings.disk
-            ring_ns = disk.ring.waited_ns if disk is not None and disk.is_open else 0
-            self._waited_ns = self._waited_ns[1], {**self.runner.waited_ns, "ring": ring_ns}
+    def _measure(self, began: float) -> None:
+        """Notes a step that began then, and has ended; what was waited for since the one before is its."""
+        self._step_s = time.perf_counter() - began
+        self._steps += 1
+        disk = self.holdings.disk
+        ring_ns = disk.ring.waited_ns if disk is not None and disk.is_open else 0
+        self._waited_ns = self._waited_ns[1], {**self.runner.waited_ns, "ring": ring_ns}
 
 
 def _bytes_of(holdings: Holdings) -> dict[str, float]:

@@ -130,9 +130,13 @@ def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
     for span in reversed(spans):
         last = sketch.fetch(span, last) or last
     last = sketch.norm(spans, last)
-    for add in (sketch.step, sketch.store, sketch.gather, sketch.publish):
+    for add in (sketch.step, sketch.store):
         for span in spans:
             last = add(span, last) or last
+    last += sketch.put_away()  # before other ranks are told of it
+    last = [key for span in spans for key in sketch.gather(span, last)] or last
+    for span in spans:
+        last = sketch.publish(span, last)
     return sketch.program()
 
 

@@ -126,6 +126,12 @@ class Sketch:
     def publish(self, span: Span, after: Iterable[OpKey], nbytes: int = 0) -> list[OpKey]:
         return self.add("Publish", span.name, "device", after, nbytes)
 
+    def put_away(self) -> list[OpKey]:
+        """The last of the state has gone to the disk, once."""
+        if not self.on_disk or any((op.verb, op.what) == AWAY[0][:2] for op, _ in reversed(self.ops)):
+            return []
+        return self.add(*AWAY[0][:2], "cpu", [OpKey("Step", op.what) for op, _ in self.ops if op.verb == "Step"])
+
     def add(
         self,
         verb: str,
@@ -142,8 +148,7 @@ class Sketch:
 
     def program(self) -> StepProgram:
         """All of it, each op after the places of those that it named."""
-        if self.on_disk:
-            self.add("Store", "state", "cpu", [OpKey("Step", op.what) for op, _ in self.ops if op.verb == "Step"])
+        self.put_away()
         places = {(op.verb, op.what, op.turn): index for index, (op, _) in enumerate(self.ops)}
         refs = [sorted({Ref(places[key.verb, key.what, key.turn], key.back) for key in after}) for _, after in self.ops]
         ops = zip(self.ops, refs, strict=True)
