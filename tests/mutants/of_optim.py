@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "pending_update_overwrites_what_was_written",
         "zerokern/optim/step.py",
-        "local.look()\n        if host.late:\n            self._publish_pending(local)\n        parts",
-        "if host.late:\n            self._publish_pending(local)\n        local.look()\n        parts",
+        "shards.look()\n        if shards.host.late:\n            self._publish_pending(shards)\n        parts",
+        "if shards.host.late:\n            self._publish_pending(shards)\n        shards.look()\n        parts",
         "A pending update is put in place before anybody looks whether its parameters were written meanwhile.",
         ("tests/optim/test_offload_outside.py",),
     ),
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters_of_other_counts_in_one_group",
-        "zerokern/optim/rows.py",
+        "zerokern/optim/binding.py",
         "key = (owner, id(row.layout), grad_dtype, step, row.first)",
         "key = (owner, id(row.layout), grad_dtype, row.first)",
         "A parameter that began later gets the bias correction of those that began at first.",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows_forget_where_a_piece_begins",
-        "zerokern/optim/rows.py",
+        "zerokern/optim/binding.py",
         'table.columns["first"][:] = array("Q", columns.firsts)',
         'table.columns["first"][:] = array("Q", [0] * len(rows))',
         "Stochastic rounding of a sharded parameter draws other numbers than that of the whole one.",
@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "gradient_leaves_before_the_last_one_was_read",
         "zerokern/optim/update.py",
-        "for twin in twins:\n                twin.free = False",
-        "for twin in twins:\n                twin.free = True",
+        "for copy in copies:\n                copy.free = False",
+        "for copy in copies:\n                copy.free = True",
         "A gradient leaves for host memory in which a delayed update still reads the one before.",
         ("tests/optim/test_offload_played.py",),
     ),

@@ -20,8 +20,8 @@ from worlds import World, anywhere
 
 from zerokern.io import Nvme
 from zerokern.optim import disk_binding
+from zerokern.optim.binding import table_of
 from zerokern.optim.disk_binding import DiskBinding
-from zerokern.optim.rows import table_of
 from zerokern.schedule.recorder import Recorder
 
 BROKEN = (3, 4, 6)

@@ -18,7 +18,7 @@ import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.optim import parts
-from zerokern.optim.hosted import Host
+from zerokern.optim.hosted import HostCopies
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import Machine, Op, StepProgram, simulate
@@ -114,13 +114,13 @@ def test_every_op_and_edge_on_a_device(
     schedule: str, slow: str, submitted: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []  # when a Step had read its gradients: it then lets the next ones come, and ends
-    consumed = Host.consumed
+    consumed = HostCopies.consumed
 
-    def told(self: Host, *arguments: Any, **named: Any) -> None:
+    def told(self: HostCopies, *arguments: Any, **named: Any) -> None:
         read.append(time.perf_counter_ns())
         consumed(self, *arguments, **named)
 
-    monkeypatch.setattr(Host, "consumed", told)
+    monkeypatch.setattr(HostCopies, "consumed", told)
     device, recorder = PlayedDevice(poison=True, **SLOW[slow]), Recorder()
     training = PlayedTraining(device, (3000, 700, 5000), forward_seconds=1e-4, backward_seconds=1e-4, recorder=recorder)
     optimizer = MAKERS["adamw"](training.parameters, tier="cpu", schedule=SCHEDULES[schedule], max_grad_norm=1.0)

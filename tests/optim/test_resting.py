@@ -79,7 +79,7 @@ def test_the_twins_are_in_memory_only_while_they_are_updated(state: str, tmp_pat
         step(model, [opt], x)
     opt.runner.finish(opt.param_groups)
     sharding_of(model).rests.drain()
-    twins = opt.holdings.host.twins.values()
+    twins = opt.holdings.host.copies.values()
     assert any(twin.pending for twin in twins)
     assert not any(one.is_here for twin in twins for one in (twin.rest, twin.rest.base))
 

@@ -19,9 +19,10 @@ from torch.optim.optimizer import ParamsT
 from zerokern.comm import during
 from zerokern.core.errors import StateError, got
 from zerokern.memory.tier import check_tier
-from zerokern.optim import checks, device, loading
+from zerokern.optim import checks, device
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
+from zerokern.optim.exchange import keep, take_over
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
@@ -168,8 +169,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         here = self.holdings
         known = here.torn and not here.untold
         try:
-            if here.local is not None:
-                here.local.accord.begin()
+            here.shards.accord.begin()
             began = time.perf_counter()
             try:
                 with during("opt.step"):
@@ -188,39 +188,39 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
         self.runner.finish(groups)
-        for publisher in () if here.local is None else here.local.publishers:
+        for publisher in here.shards.publishers:
             publisher.finish()
         here.refuse_if_torn()
         settings = [self._algorithm.checked(group) for group in groups]
-        if here.local is not None or not self._update(groups, settings):
+        if not here.shards.stand_alone or not self._update(groups, settings):
             self._update_pieces(settings)
 
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
-        """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
-        local = self.runner.localise(self.param_groups)
-        guards.refuse_lent(local.homes)
-        local.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
+        """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
+        shards = self.runner.find_shards(self.param_groups)
+        guards.refuse_lent(shards.homes)
+        shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
-        with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in
+        with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in
             try:
-                self.runner.read_gradients(local, unscaled=unscaled)
-                done = self._update(local.groups(self.param_groups), settings)
-                local.accord.begin()  # what is raised from here on is no failure of the step
+                self.runner.read_gradients(shards, unscaled=unscaled)
+                done = self._update(shards.groups(self.param_groups), settings)
+                shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:
-                local.leave(undone=not done and not self.holdings.torn)
+                shards.leave(undone=not done and not self.holdings.torn)
 
     def _update(self, groups: Groups, settings: list[dict[str, Any]]) -> bool:
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""
-        here, local = self.holdings, self.holdings.local
+        here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
         binding = here.bound.binding if formats == here.bound.formats else None
         held = binding.survey.hold() if binding is not None else []
         pointers = binding.survey.pointers(groups) if binding is not None else None
         if binding is None or pointers is None:
-            if local is None and (sharded(groups) or here.is_apart(groups) or here.group is not None):
+            if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
-            cuts = () if local is None else (local.shares, local.starts)
+            cuts = () if shards.stand_alone else (shards.shares, shards.starts)
             survey, binding = Survey(groups, self._algorithm.layout, *cuts), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
@@ -229,8 +229,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         else:
             survey = binding.survey
         intact = binding is not None and binding.intact(here.held)
-        if local is not None:
-            local.accord.makes_state = not intact
+        shards.accord.makes_state = not intact
         self._ask(survey, pointers)
         bind = partial(here.bind, binding, survey, groups, formats, self.decision, intact=intact)
         prepare = methodcaller("prepare", settings, pointers)
@@ -240,7 +239,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
     def _ask(self, survey: Survey, pointers: array[int]) -> None:
         """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""
-        local, decision = self.holdings.local, self.decision
+        shards, decision = self.holdings.shards, self.decision
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
         decision.ask(
@@ -248,10 +247,10 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
             max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
-            fold=1.0 if local is None else local.take_fold(),
-            total=local.accord.total if local is not None and (local.shardings or local.accord.party) else None,
-            add_up=None if local is None else local.total_there,
-            reading=None if local is None or local.host is None else local.host.reading,
+            fold=shards.take_fold(),
+            total=shards.accord.total if shards.shardings or shards.accord.party else None,
+            add_up=None if shards.stand_alone else shards.total_there,
+            reading=shards.host.reading if shards.is_hosted else None,
         )
 
     @torch._disable_dynamo
@@ -362,7 +361,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        loading.take_over(self.holdings, self.runner, self.param_groups, state_dict, loading.keep)
+        take_over(self.holdings, self.runner, self.param_groups, state_dict, keep)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -14,13 +14,12 @@ from zerokern.core.errors import StateError
 from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.optim import device
-from zerokern.optim.binding import Binding
+from zerokern.optim.binding import Binding, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device_steps import DeviceSteps
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness, plain
-from zerokern.optim.rows import table_of
 from zerokern.optim.state import Entry, Exact
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from zerokern.memory import Rest, Slot, flow, flowing
 from zerokern.memory.addresses import Whereabouts
 from zerokern.memory.stream import Record
-from zerokern.optim.binding import Binding
+from zerokern.optim.binding import Binding, pointer_words, table_of
 from zerokern.optim.disk import Disk, Stretch, begin_with, described, moved_in, on_disk_of, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
-from zerokern.optim.rows import pointer_words, table_of
 from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.optim.visits import Visits

@@ -21,7 +21,7 @@ from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk, in_memory
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
-from zerokern.optim.hosted import ColumnsOf, Host
+from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.resting_binding import RestingBinding
 from zerokern.optim.shards import LATE, Shards
@@ -87,7 +87,7 @@ class Holdings:
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
-        self.host: Host | None = None
+        self.host: HostCopies | None = None
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
         self.bound = Bound()
         self.closed = ""  # why nothing can be done with it any more
@@ -113,7 +113,7 @@ class Holdings:
     @property
     def is_scheduled(self) -> bool:
         """Whether the update goes through the schedule's worker."""
-        return self.shards.host is not None or (self.schedule == "overlap" and self.shards.defers)
+        return self.shards.is_hosted or (self.schedule == "overlap" and self.shards.defers)
 
     @property
     def moves_on_disk(self) -> bool:
@@ -126,11 +126,6 @@ class Holdings:
         if self.closed:
             return WatchedState()
         return self.state if self.shards.in_place else self.shards.state
-
-    @property
-    def local(self) -> Shards | None:
-        """The shards, where a step is about more than the parameters themselves."""
-        return None if self.shards.stand_alone else self.shards
 
     def let_go(self) -> None:
         """In a forked child, where memory of the room is not, whoever reads the state is told so by name."""
@@ -161,7 +156,7 @@ class Holdings:
             raise StateError(f"{self.untold}. {TORN}" if self.untold else _TORN)
 
     def is_apart(self, groups: Groups) -> bool:
-        """Whether what is updated are twins in host memory."""
+        """Whether what is updated are copies in host memory."""
         if self.schedule == "sync" and self.tier == "device":
             return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
@@ -174,13 +169,13 @@ class Holdings:
             raise ValueError(got("schedule", self.schedule, allowed, do))
         return self.delays or (there and self.tier != "device")
 
-    def hosting(self, groups: Groups) -> tuple[Host, ColumnsOf] | None:
-        """What makes twins of these parameters, if they are to have some."""
+    def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
+        """What makes copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
         if self.host is None:
             assert self.room is not None
-            self.host = Host(self.room, self.delays, late=any(group.get(LATE, False) for group in groups))
+            self.host = HostCopies(self.room, self.delays, late=any(group.get(LATE, False) for group in groups))
         trained = next(param for group in groups for param in group["params"] if param.requires_grad)
         self.host.reach(trained, measured=self.recorder is not None)
         owners = [group for group in groups for _ in group["params"]]
@@ -194,7 +189,7 @@ class Holdings:
         `hosted`: with copies in host memory, if the tier asks for such.
         """
         last, host = self.shards, self.hosting(groups) if hosted else None
-        known = last.knows(groups) and (host is None) == (last.host is None)
+        known = last.knows(groups) and (host is not None) == last.is_hosted
         return last if known else Shards(groups, host, last, self.group)
 
     def catch_up(self) -> None:

@@ -1,6 +1,6 @@
-"""Twins in host memory of parameters that are elsewhere, or that nobody may see change while they are updated.
+"""Copies in host memory of parameters that are elsewhere, or that nobody may see change while they are updated.
 
-A twin has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the twins,
+A copy has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the copies,
 and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
 """
 
@@ -26,7 +26,7 @@ from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import present, rest_of
 from zerokern.zero.shard import alias
 
-__all__ = ["Host", "Twin"]
+__all__ = ["HostCopies", "HostCopy"]
 
 ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
 """Which tensors of its state lie beside a parameter's values, by its place and dtype."""
@@ -37,7 +37,7 @@ _DROPPED = (
 
 
 @dataclass(eq=False)
-class Twin:
+class HostCopy:
     """One parameter, `near` to the compute, and what the host has of it.
 
     `rest`: where its values are while nobody uses them, if the parameter rests too. They are the parameter's then, and
@@ -92,23 +92,23 @@ class Twin:
 
 
 @dataclass(eq=False)
-class Host:
-    """The twins of one optimizer. `delays`: parameters change when they are published, not when twins are stored."""
+class HostCopies:
+    """The copies of one optimizer. `delays`: parameters change when they are published, not when copies are stored."""
 
-    room: Any  # a HostTier; None where there are no twins
+    room: Any  # a HostTier; None where there are no copies
     delays: bool
-    twins: dict[int, Twin] = field(default_factory=dict)
+    copies: dict[int, HostCopy] = field(default_factory=dict)
     late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one
     driver: Any = None
-    copies: Copies | None = None
+    link: Copies | None = None  # to the device that the parameters lie on
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
-    _put: list[Twin] = field(default_factory=list)  # in place, and not yet accounted for
+    _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
 
     def reach(self, param: Tensor, *, measured: bool) -> None:
         """Makes the way to the device that parameters lie on, if they do. `measured`: copies know when they ran."""
-        if self.copies is not None:
+        if self.link is not None:
             return
         if device.serves(param.device):
             placement.settle_beside(param.device)
@@ -116,24 +116,24 @@ class Host:
         if self.driver is not None:
             if measured:
                 self.driver.measure()
-            self.copies = Copies(self.driver)
+            self.link = Copies(self.driver)
 
     def take_in(
         self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
     ) -> list[Tensor]:
-        """What stands for each of these here: the values of its twin, or itself where it is not trained."""
+        """What stands for each of these here: the values of its copy, or itself where it is not trained."""
         trained = [i for i, one in enumerate(near) if one.requires_grad]
-        new = [i for i in trained if id(near[i]) not in self.twins]
+        new = [i for i in trained if id(near[i]) not in self.copies]
         if new:
             self._of_one_device([near[i] for i in trained])
             self._make(
                 [near[i] for i in new], [grad_dtypes[i] for i in new], [columns_of(i, near[i].dtype) for i in new]
             )
         present = set(map(id, near))  # frozen ones keep theirs: they may be trained again
-        gone = [twin for key, twin in self.twins.items() if key not in present]
-        self.twins = {key: twin for key, twin in self.twins.items() if key in present}
-        self.room.forget([twin.values for twin in gone])
-        return [self.twins[id(one)].values if one.requires_grad else one for one in near]
+        gone = [copy for key, copy in self.copies.items() if key not in present]
+        self.copies = {key: copy for key, copy in self.copies.items() if key in present}
+        self.room.forget([copy.values for copy in gone])
+        return [self.copies[id(one)].values if one.requires_grad else one for one in near]
 
     def _of_one_device(self, near: Sequence[Tensor]) -> None:
         home = near[0].device
@@ -156,99 +156,99 @@ class Host:
         wanted += [slot.wanted(one) for one, slot in slots]
         tensors = self.room.lay_out(wanted)
         there, count = iter(tensors), len(loose) + len(near)
-        made: list[Twin] = []
+        made: list[HostCopy] = []
         for one, place, grad in zip(near, places, tensors[len(loose) : count], strict=True):
-            twin = Twin(one, nn.Parameter(next(there)), grad) if place is None else _resting(one, grad, place)
-            if grad.dtype != twin.values.dtype:
-                twin.values.grad_dtype = grad.dtype
-            made.append(twin)
+            copy = HostCopy(one, nn.Parameter(next(there)), grad) if place is None else _resting(one, grad, place)
+            if grad.dtype != copy.values.dtype:
+                copy.values.grad_dtype = grad.dtype
+            made.append(copy)
         kept: dict[int, dict[str, Tensor]] = {}
         for (one, slot), tensor in zip(slots, tensors[count:], strict=True):
             kept.setdefault(id(one), {})[slot.key] = tensor
-        for twin, some in zip(made, columns, strict=True):
-            state = kept.get(id(twin.near), {})
-            wanted = [slot.wanted(twin.values) for slot in some]
-            self.room.keep(twin.values, wanted, [state[one.role] for one in wanted])
+        for copy, some in zip(made, columns, strict=True):
+            state = kept.get(id(copy.near), {})
+            wanted = [slot.wanted(copy.values) for slot in some]
+            self.room.keep(copy.values, wanted, [state[one.role] for one in wanted])
             if self.delays and self.driver is not None:
-                twin.shadow = torch.empty_like(twin.near.detach())
-            self.twins[id(twin.near)] = twin
+                copy.shadow = torch.empty_like(copy.near.detach())
+            self.copies[id(copy.near)] = copy
         self.refetch(made)
 
     def _beside(self, near: Sequence[Tensor]) -> list[NextRest | None]:
-        """Where the values of twins rest: together with those of all whose parameters rest together."""
-        found = {twin.rest.base: twin.rest for twin in self.twins.values() if twin.rest is not None}
+        """Where the values of copies rest: together with those of all whose parameters rest together."""
+        found = {copy.rest.base: copy.rest for copy in self.copies.values() if copy.rest is not None}
         bases = list(map(rest_of, near))
         for base in bases:
             if base is not None and base not in found:
                 found[base] = NextRest(base, "pending")
         return [None if base is None else found[base] for base in bases]
 
-    def of(self, near: Iterable[Tensor]) -> list[Twin]:
-        """The twins of these; those that are not trained have none."""
-        return [self.twins[id(one)] for one in near if id(one) in self.twins]
+    def of(self, near: Iterable[Tensor]) -> list[HostCopy]:
+        """The copies of these; those that are not trained have none."""
+        return [self.copies[id(one)] for one in near if id(one) in self.copies]
 
     def look(self) -> None:
         """Follow what was written to parameters, or moved, since host and device last agreed."""
-        changed = [twin for twin in self.twins.values() if self._follows(twin) and twin.look()]
+        changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.look()]
         if changed:
             self.follow(changed)
 
-    def _follows(self, twin: Twin) -> bool:
+    def _follows(self, copy: HostCopy) -> bool:
         """Frozen ones too, whose masters follow them, unless they are something else by now."""
-        near, values = twin.near, twin.values
-        same = twin.rest is None and (near.dtype, near.shape) == (values.dtype, values.shape)
+        near, values = copy.near, copy.values
+        same = copy.rest is None and (near.dtype, near.shape) == (values.dtype, values.shape)
         return near.requires_grad or (same and device.is_apart(near) == (self.driver is not None))
 
-    def follow(self, twins: Sequence[Twin]) -> None:
+    def follow(self, copies: Sequence[HostCopy]) -> None:
         """These parameters were written: that counts, and not what an update has made of them meanwhile."""
-        lost = sum(twin.pending for twin in twins)
+        lost = sum(copy.pending for copy in copies)
         if lost:
             warnings.warn(_DROPPED % lost, stacklevel=2)
-        self.refetch(twins)
+        self.refetch(copies)
 
-    def refetch(self, twins: Sequence[Twin]) -> None:
-        """The values of the twins are those of the parameters."""
-        if not twins:
+    def refetch(self, copies: Sequence[HostCopy]) -> None:
+        """The values of the copies are those of the parameters."""
+        if not copies:
             return
-        for twin in twins:
-            twin.pending = False
-        self._forget([twin for twin in twins if twin.rest is not None])
-        pairs = [(twin.near.detach(), twin.values.detach()) for twin in twins if twin.rest is None]
-        if self.copies is None:
+        for copy in copies:
+            copy.pending = False
+        self._forget([copy for copy in copies if copy.rest is not None])
+        pairs = [(copy.near.detach(), copy.values.detach()) for copy in copies if copy.rest is None]
+        if self.link is None:
             for near, values in pairs:
                 values.copy_(near)
         else:
-            self.copies.to_host([near.contiguous() for near, _ in pairs], [values for _, values in pairs]).wait()
-            torch.autograd.graph.increment_version([twin.values for twin in twins])
-        for twin in twins:
-            twin.checked = False
-            twin.agree()
+            self.link.to_host([near.contiguous() for near, _ in pairs], [values for _, values in pairs]).wait()
+            torch.autograd.graph.increment_version([copy.values for copy in copies])
+        for copy in copies:
+            copy.checked = False
+            copy.agree()
 
-    def _forget(self, twins: Sequence[Twin]) -> None:
+    def _forget(self, copies: Sequence[HostCopy]) -> None:
         """As `refetch`, where both rest: nothing is read unless what lies beside them is pending."""
-        needed = {twin.rest for twin in self.pending}
-        for twin in twins:
-            assert twin.rest is not None
-            if twin.rest not in needed:
-                twin.rest.forget()
+        needed = {copy.rest for copy in self.pending}
+        for copy in copies:
+            assert copy.rest is not None
+            if copy.rest not in needed:
+                copy.rest.forget()
                 continue
-            with present(twin.near), present(twin.values, written=True), torch.no_grad():
-                twin.values.copy_(twin.near)
+            with present(copy.near), present(copy.values, written=True), torch.no_grad():
+                copy.values.copy_(copy.near)
 
     def fetch(
-        self, pairs: Sequence[tuple[Twin, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
+        self, pairs: Sequence[tuple[HostCopy, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
     ) -> Copy | None:
         """Gradients to where the update reads them, once `ready`; a ticket where they are on their way.
 
         `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
         """
         if not left_as:
-            pairs = [(twin, grad) for twin, grad in pairs if not twin.holds(grad)]
-        for place, (twin, grad) in enumerate(pairs):
-            if twin.grad.dtype != grad.dtype:
-                self._exchange(twin, grad.dtype)
-            twin.fetched = (grad, left_as[place]) if left_as else None
-        if self.copies is None:
+            pairs = [(copy, grad) for copy, grad in pairs if not copy.holds(grad)]
+        for place, (copy, grad) in enumerate(pairs):
+            if copy.grad.dtype != grad.dtype:
+                self._exchange(copy, grad.dtype)
+            copy.fetched = (grad, left_as[place]) if left_as else None
+        if self.link is None:
             grads = [grad for _, grad in pairs]
             for places in in_turns([grads]):
                 with fetched([grads[place] for place in places], written=()):
@@ -257,39 +257,39 @@ class Host:
             return None
         if not pairs:
             return None
-        sources, targets = [grad.detach() for _, grad in pairs], [twin.grad for twin, _ in pairs]
-        # a gradient is checked when it is found; its twin, once
-        ticket = self.copies.to_host(sources, targets, ready=ready, checked=all(twin.checked for twin, _ in pairs))
-        for twin, _ in pairs:
-            twin.checked = True
+        sources, targets = [grad.detach() for _, grad in pairs], [copy.grad for copy, _ in pairs]
+        # a gradient is checked when it is found; its copy, once
+        ticket = self.link.to_host(sources, targets, ready=ready, checked=all(copy.checked for copy, _ in pairs))
+        for copy, _ in pairs:
+            copy.checked = True
         return ticket
 
-    def _exchange(self, twin: Twin, dtype: torch.dtype) -> None:
+    def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:
         """Gradients come in another dtype from here on; what the old one took is kept for when it comes back."""
-        twin.others[twin.grad.dtype] = twin.grad
-        found = twin.others.pop(dtype, None)
+        copy.others[copy.grad.dtype] = copy.grad
+        found = copy.others.pop(dtype, None)
         if found is None:
-            (found,) = self.room.lay_out([Wanted("gradients", twin.near.shape, dtype)])
-        twin.grad, twin.values.grad_dtype, twin.checked = found, dtype, False
+            (found,) = self.room.lay_out([Wanted("gradients", copy.near.shape, dtype)])
+        copy.grad, copy.values.grad_dtype, copy.checked = found, dtype, False
 
-    def store(self, twins: Sequence[Twin], ready: Any) -> Copy | None:
+    def store(self, copies: Sequence[HostCopy], ready: Any) -> Copy | None:
         """Updated values to the device, once `ready`; without one, `publish` takes them."""
-        if self.copies is None:
+        if self.link is None:
             return None
-        targets = [twin.near.detach() if twin.shadow is None else twin.shadow for twin in twins]
-        sources = [twin.values.detach() for twin in twins]
-        return self.copies.to_device(sources, targets, ready=ready, checked=all(twin.checked for twin in twins))
+        targets = [copy.near.detach() if copy.shadow is None else copy.shadow for copy in copies]
+        sources = [copy.values.detach() for copy in copies]
+        return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
 
     def reading(self, value: Any) -> Callable[[], Any]:
         """What a number on the device is now, for whoever asks later, on any thread, and waits for nothing else."""
         if not isinstance(value, Tensor):
             return lambda: value
-        if self.copies is None or value.is_cpu:
+        if self.link is None or value.is_cpu:
             kept = value.detach().clone()
             return lambda: kept
         wanted = Wanted("scalars", torch.Size([1]), torch.float32)
         cell = self._cells.pop() if self._cells else self.room.lay_out([wanted])[0]
-        ticket = self.copies.to_host(value.detach().to(torch.float32).reshape(1), cell)
+        ticket = self.link.to_host(value.detach().to(torch.float32).reshape(1), cell)
 
         def read() -> Any:
             ticket.wait()
@@ -301,92 +301,92 @@ class Host:
 
     def here(self) -> Copy | None:
         """A ticket for all that the device has been given until now."""
-        return None if self.copies is None else self.copies.here()
+        return None if self.link is None else self.link.here()
 
-    def consumed(self, twins: Sequence[Twin], *, updated: bool) -> None:
+    def consumed(self, copies: Sequence[HostCopy], *, updated: bool) -> None:
         """The gradients of these are of no more use; with `updated`, their values are of the step to come."""
-        for twin in twins:
-            twin.pending, twin.fetched = twin.pending or (updated and self.delays), None
+        for copy in copies:
+            copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if self._poisons:
-                twin.grad.fill_(torch.nan)
-            twin.free = True  # last: from now on the next one may be fetched
+                copy.grad.fill_(torch.nan)
+            copy.free = True  # last: from now on the next one may be fetched
         self.freed()
 
     @property
-    def pending(self) -> list[Twin]:
-        return [twin for twin in self.twins.values() if twin.pending]
+    def pending(self) -> list[HostCopy]:
+        return [copy for copy in self.copies.values() if copy.pending]
 
-    def publish(self, updated: Sequence[Twin]) -> None:
+    def publish(self, updated: Sequence[HostCopy]) -> None:
         """What was `updated`, or is pending where updates are delayed, is what everybody sees: all of it at once."""
-        twins = list(updated)
+        copies = list(updated)
         if self.delays:
             self.put(self.pending)
-            twins, self._put = self._put, []
-        torch.autograd.graph.increment_version([twin.near for twin in twins])
-        for twin in twins:
-            twin.pending, twin.loaded = False, None
-            twin.agree()
+            copies, self._put = self._put, []
+        torch.autograd.graph.increment_version([copy.near for copy in copies])
+        for copy in copies:
+            copy.pending, copy.loaded = False, None
+            copy.agree()
 
-    def put(self, updated: Iterable[Twin]) -> Copy | None:
+    def put(self, updated: Iterable[HostCopy]) -> Copy | None:
         """What is pending of these is put where compute reads it, from here on; `publish` accounts for it."""
-        twins = [twin for twin in updated if twin.pending]
-        if not twins:
+        copies = [copy for copy in updated if copy.pending]
+        if not copies:
             return None
-        loose = [twin for twin in twins if twin.rest is None]
-        rests = {twin.rest for twin in twins if twin.rest is not None}
+        loose = [copy for copy in copies if copy.rest is None]
+        rests = {copy.rest for copy in copies if copy.rest is not None}
         if rests:
-            twins = loose + [twin for twin in self.pending if twin.rest in rests]  # and what lies beside them
+            copies = loose + [copy for copy in self.pending if copy.rest in rests]  # and what lies beside them
         for rest in rests:
-            self._put_rest(rest, [twin for twin in twins if twin.rest is rest])
+            self._put_rest(rest, [copy for copy in copies if copy.rest is rest])
         if self.driver is None:
             with torch.no_grad():
-                for twin in loose:
-                    twin.near.detach().copy_(twin.values.detach())
+                for copy in loose:
+                    copy.near.detach().copy_(copy.values.detach())
         else:
-            shadowed = [(alias(twin.near, 0, twin.near.shape), twin.shadow) for twin in loose]
+            shadowed = [(alias(copy.near, 0, copy.near.shape), copy.shadow) for copy in loose]
             put_in_place(self.driver, [(near, shadow) for near, shadow in shadowed if shadow is not None])
-        for twin in twins:
-            twin.pending = False
-        self._put += twins
+        for copy in copies:
+            copy.pending = False
+        self._put += copies
         return self.here()
 
-    def _put_rest(self, rest: NextRest, twins: Sequence[Twin]) -> None:
+    def _put_rest(self, rest: NextRest, copies: Sequence[HostCopy]) -> None:
         """What is pending of all that rest together; without a copy, unless others have written beside them."""
         if rest.take_place():
             return
         with rest.base.used(), rest.used(), torch.no_grad():
             rest.base.change()
-            for twin in twins:
-                twin.near.detach().copy_(twin.values.detach())
+            for copy in copies:
+                copy.near.detach().copy_(copy.values.detach())
         rest.forget()
 
     def pend(self, near: Tensor, values: Tensor) -> None:
-        """Values that were saved with their update yet to be published, if they are others than the twin's."""
-        twin = self.twins[id(near)]
-        with present(values), present(twin.values):
-            if torch.equal(values.to(twin.values.device), twin.values):
+        """Values that were saved with their update yet to be published, if they are others than the copy's."""
+        copy = self.copies[id(near)]
+        with present(values), present(copy.values):
+            if torch.equal(values.to(copy.values.device), copy.values):
                 return
-        with torch.no_grad(), present(values), present(twin.values, written=True):
-            alias(twin.values, 0, twin.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
-        self.wait_for([twin])
+        with torch.no_grad(), present(values), present(copy.values, written=True):
+            alias(copy.values, 0, copy.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
+        self.wait_for([copy])
 
-    def wait_for(self, twins: Sequence[Twin]) -> None:
+    def wait_for(self, copies: Sequence[HostCopy]) -> None:
         """These have been given values that wait to be published, where they are others than the parameters'."""
-        ticket = self.store(twins, None) if twins else None
+        ticket = self.store(copies, None) if copies else None
         if ticket is not None:
             ticket.wait()
-        for twin in twins:
-            with present(twin.values), present(twin.near):
-                twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
-            twin.loaded = twin.bits if twin.pending else None
+        for copy in copies:
+            with present(copy.values), present(copy.near):
+                copy.pending = not torch.equal(copy.values.detach(), copy.near.detach().to(copy.values.device))
+            copy.loaded = copy.bits if copy.pending else None
 
 
-def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> Twin:
-    """The twin of a parameter that rests; its values lie as the parameter's do."""
+def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
+    """The copy of a parameter that rests; its values lie as the parameter's do."""
     with rest.adding_views():
         offset = int(near.storage_offset()) - int(rest.base.memory.storage_offset())
         values = nn.Parameter(alias(rest.memory, offset, near.shape))
         shown = values.detach()
     values.zk_rest = shown.zk_rest = rest  # type: ignore[attr-defined]
     rest.is_viewed()  # by nobody else yet
-    return Twin(near, values, grad, rest=rest, shown=shown)
+    return HostCopy(near, values, grad, rest=rest, shown=shown)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerokern.optim.hosted import Host, Twin
+from zerokern.optim.hosted import HostCopies, HostCopy
 from zerokern.optim.parts import Part
 from zerokern.optim.shards import Shards
 from zerokern.zero.squares import GradReady
@@ -26,7 +26,7 @@ __all__ = ["Departure", "Leaving"]
 class Departure:
     """Gradients of one part that leave before `step()`: at once, or as soon as those before them have been read."""
 
-    def __init__(self, host: Host, pairs: list[tuple[Twin, Tensor]], handed_out: Callable[[], bool]) -> None:
+    def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
         self._host, self._pairs, self._handed_out = host, pairs, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
         self._mark = host.here()
@@ -34,7 +34,7 @@ class Departure:
 
     @property
     def may_leave(self) -> bool:
-        return all(twin.free for twin, _ in self._pairs)
+        return all(copy.free for copy, _ in self._pairs)
 
     def launch(self) -> None:
         self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
@@ -46,25 +46,25 @@ class Departure:
 
     def forget(self) -> None:
         """From here on nobody asks whether a gradient has left."""
-        for twin, _ in self._pairs:
-            twin.fetched = None
+        for copy, _ in self._pairs:
+            copy.fetched = None
 
 
 class Leaving:
     """Listens to the buckets of one optimizer's parameters."""
 
-    def __init__(self, local: Shards, parts: Sequence[Part], early: bool) -> None:
-        self.local = local
+    def __init__(self, shards: Shards, parts: Sequence[Part], early: bool) -> None:
+        self.shards = shards
         self._expected: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
         self._left: dict[str, Departure] = {}
         self._held_back: list[Departure] = []
         self._lock = threading.Lock()
         self._removers: list[Callable[[], Any]] = []
-        if not early or local.host is None or local.host.copies is None:
+        if not early or shards.host.link is None:
             return
         there = weakref.ref(self)
-        local.host.freed = partial(_freed, there)
+        shards.host.freed = partial(_freed, there)
         for part in parts:
             if part.sharding is not None:
                 bucket, listener = part.sharding.gradient_buckets[part.bucket], partial(_reduced, there, part)
@@ -72,11 +72,11 @@ class Leaving:
                 self._removers.append(partial(bucket.listeners.remove, listener))
 
     @classmethod
-    def of(cls, last: Leaving | None, local: Shards, parts: Sequence[Part], early: bool) -> Leaving:
+    def of(cls, last: Leaving | None, shards: Shards, parts: Sequence[Part], early: bool) -> Leaving:
         """Those of other parameters are gone."""
         if last is not None:
             last.remove()
-        return cls(local, parts, early)
+        return cls(shards, parts, early)
 
     def remove(self) -> None:
         for remove in self._removers:
@@ -95,10 +95,10 @@ class Leaving:
         if self._arrived[key] != self._expected.get(key):
             self._recall(part)
             return
-        places = [place for place in part.members if self.local.near[place].requires_grad]
-        homes: list[Any] = [self.local.homes[place] for place in places]
+        places = [place for place in part.members if self.shards.near[place].requires_grad]
+        homes: list[Any] = [self.shards.homes[place] for place in places]
         grads = [ready.pieces[home.place] for home in homes]
-        self._leave(part, [self.local.near[place] for place in places], grads, ready.handed_out)
+        self._leave(part, [self.shards.near[place] for place in places], grads, ready.handed_out)
 
     def _recall(self, part: Part) -> None:
         """Another pass adds to what has left: it is fetched in `step()`."""
@@ -111,14 +111,13 @@ class Leaving:
     def _leave(
         self, part: Part, near: Sequence[Tensor], grads: Sequence[Tensor], handed_out: Callable[[], bool]
     ) -> None:
-        host = self.local.host
-        assert host is not None
-        twins = host.of(near)
+        host = self.shards.host
+        copies = host.of(near)
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
-        whole = plain and len(twins) == len(grads) == len(near)
+        whole = plain and len(copies) == len(grads) == len(near)
         if not whole or not near or handed_out():
             return
-        departure = Departure(host, list(zip(twins, grads, strict=True)), handed_out)
+        departure = Departure(host, list(zip(copies, grads, strict=True)), handed_out)
         with self._lock:  # between a look at what is free and the word that something has become so
             self._left[part.name] = departure
             if departure.may_leave:

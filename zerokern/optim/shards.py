@@ -1,8 +1,8 @@
 """The parameters of one optimizer as shards: where their gradients and values are, and where users see their state.
 
-Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where a `Host` is
-given, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their parameters
-and has the logical shape.
+Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where there are
+`HostCopies`, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their
+parameters and has the logical shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import Whereabouts
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
-from zerokern.optim.hosted import ColumnsOf, Host, Twin
+from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
@@ -65,17 +65,17 @@ class Shards:
     def __init__(
         self,
         groups: Groups,
-        host: tuple[Host, ColumnsOf] | None = None,
+        host: tuple[HostCopies, ColumnsOf] | None = None,
         last: Shards | None = None,
         group: Any = None,
     ) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
         self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
         self.near: list[Tensor] = [shard.piece for shard in self.homes]
-        self._copies = Host(None, delays=False) if host is None else host[0]  # or none: then nothing is asked of it
+        self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
         self.pieces = self.near
         if host is not None:
-            self.pieces = self._copies.take_in(self.near, self._grad_dtypes(), host[1])
+            self.pieces = self.host.take_in(self.near, self._grad_dtypes(), host[1])
         self.shardings = shardings_of(self.homes)
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
@@ -101,19 +101,19 @@ class Shards:
         self._folds: list[tuple[Any, float | Tensor]] = []
 
     @property
-    def host(self) -> Host | None:
-        """Where the copies in host memory are, if such are updated."""
-        return self._copies if self.pieces is not self.near else None
+    def is_hosted(self) -> bool:
+        """Whether what is updated are copies in host memory."""
+        return self.pieces is not self.near
 
     @property
     def stand_alone(self) -> bool:
         """Whether a step is about the parameters themselves, and nobody else's: nothing needs to be prepared for it."""
-        return self.pieces is self.near and not self.shardings and self.accord.party is None
+        return not self.is_hosted and not self.shardings and self.accord.party is None
 
     @property
     def in_place(self) -> bool:
         """Whether the optimizer's state is that of what is updated, tensor by tensor."""
-        return self.pieces is self.near and not self._stand_ins
+        return not self.is_hosted and not self._stand_ins
 
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, and they live where they did."""
@@ -126,7 +126,7 @@ class Shards:
     @property
     def changes_over(self) -> bool:
         """Whether state is to belong to something else: what is trained has a host copy, what is frozen none."""
-        return self.pieces is not self.near and self._trained != [one.requires_grad for one in self.near]
+        return self.is_hosted and self._trained != [one.requires_grad for one in self.near]
 
     def _grad_dtypes(self) -> list[torch.dtype]:
         """What gradients come in, as far as that is known before they do."""
@@ -154,7 +154,7 @@ class Shards:
         """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
         for param, shard in self._followed:
             shard.look(param)
-        self._copies.look()
+        self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:
         """The gradients that there are near the compute, by their place."""
@@ -176,13 +176,13 @@ class Shards:
         """Let the host copies of these have the gradients that are fetched for them, until `leave`."""
         self._lent = list(places)
         for place in self._lent:
-            twin = self.twin(place)
-            self._borrowed.append((twin.values, None))
-            twin.values.grad = twin.grad
+            copy = self.copy(place)
+            self._borrowed.append((copy.values, None))
+            copy.values.grad = copy.grad
 
-    def twin(self, place: int) -> Twin:
+    def copy(self, place: int) -> HostCopy:
         """The host copy of a parameter that is trained."""
-        found = self._copies.of([self.near[place]])
+        found = self.host.of([self.near[place]])
         if not found:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
         return found[0]
@@ -244,7 +244,7 @@ class Shards:
             if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
                 values = entry.pop(PENDING)
                 if self.check_pending(place, values):
-                    self._copies.pend(self.near[place], values)
+                    self.host.pend(self.near[place], values)
                     self._show_pending(entry, place)
         self.state = WatchedState(made)
         outer.watch_all()
@@ -253,12 +253,12 @@ class Shards:
     def check_pending(self, place: int, values: Tensor) -> bool:
         """Whether values that an update left pending are to wait here; refuses those that would be lost."""
         near = self.near[place]
-        waits = self._copies.delays and bool(self._copies.of([near]))  # one that was trained may have a copy
+        waits = self.host.delays and bool(self.host.of([near]))  # one that was trained may have a copy
         if not waits:
             with present(values), present(near):
                 if not torch.equal(values.to(near.device), near):
                     frozen = _FROZEN.format(name=self.homes[place].name)
-                    raise StateError(frozen if self._copies.delays else NOT_DELAYED)
+                    raise StateError(frozen if self.host.delays else NOT_DELAYED)
         return waits
 
     def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -301,7 +301,7 @@ class Shards:
         mine = {id(piece): piece for piece in pieces}
         for piece in mine.values():
             self.exact(piece, kept=True)
-        if self._copies.delays:
+        if self.host.delays:
             for place, piece in enumerate(self.pieces):
                 if id(piece) in mine or self.state.get(piece):
                     self._show_pending(self.state[piece], place)
@@ -312,9 +312,9 @@ class Shards:
         """Let the entry have the host copy's values, pending or not: who flattens a state_dict of a fresh optimizer
         asks it for its keys."""
         piece = self.pieces[place]
-        for twin in self._copies.of([self.near[place]]):
-            if twin.values is piece:  # what is frozen has nothing pending, and may be exchanged
-                entry.setdefault(PENDING, piece.detach() if twin.shown is None else twin.shown)
+        for copy in self.host.of([self.near[place]]):
+            if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
+                entry.setdefault(PENDING, piece.detach() if copy.shown is None else copy.shown)
 
     def loading(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
@@ -338,7 +338,7 @@ class Shards:
 
     def refetch(self) -> None:
         """Parameters may have been written in ways that nobody counts: what they hold is what counts."""
-        self._copies.follow(list(self._copies.twins.values()))
+        self.host.follow(list(self.host.copies.values()))
 
     def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
         """Take loaded state of pieces over; returns it as it is shown."""
@@ -346,19 +346,19 @@ class Shards:
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
         outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
         # replaced, not lost: nobody need be warned of it
-        self._copies.refetch([one for one in self._copies.twins.values() if one.pending or one.rest is not None])
+        self.host.refetch([one for one in self.host.copies.values() if one.pending or one.rest is not None])
         self.look()
         for place, values in pending.items():
-            self._copies.pend(self.near[place], values)
+            self.host.pend(self.near[place], values)
         self.bound([piece for piece in self.state if id(piece) in mine], outer)
         return outer
 
     def pend(self, places: Iterable[int], outer: WatchedState) -> None:
         """The host copies of these have been filled with values that an update made and nobody has published."""
-        twins = self._copies.of(self.near[place] for place in places)
-        self._copies.wait_for(twins)
-        if twins:
-            self.bound([twin.values for twin in twins], outer)
+        copies = self.host.of(self.near[place] for place in places)
+        self.host.wait_for(copies)
+        if copies:
+            self.bound([copy.values for copy in copies], outer)
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
         """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
@@ -368,8 +368,8 @@ class Shards:
 
     def take_fold(self) -> float | Tensor:
         """The factor of all gradients that clipping has left pending; one that is not that of all is applied here."""
-        if self.pieces is self.near:
-            return self._folded([place for place, piece in enumerate(self.pieces) if piece.grad is not None])
+        if not self.is_hosted:
+            return self._folded(place for place, piece in enumerate(self.pieces) if piece.grad is not None)
         fold, self._fold = self._fold, 1.0
         return fold
 
@@ -409,7 +409,7 @@ class Shards:
 
     def announce(self) -> None:
         """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
-        self._copies.publish(self._copies.of(self.near[place] for place in self._lent))
+        self.host.publish(self.host.of(self.near[place] for place in self._lent))
 
     def publish(self) -> None:
         """Let all ranks see what was updated."""

@@ -85,65 +85,63 @@ class StepRunner:
 
     # Before the update: parameters and gradients.
 
-    def localise(self, groups: Groups) -> Shards:
+    def find_shards(self, groups: Groups) -> Shards:
         """What stands for the parameters; where they are others than before, what was pending is published first."""
         here = self._holdings
-        last, stepped = here.local, here.bound.binding is not None
+        last, stepped = here.shards, here.bound.binding is not None
         here.state = watched(here.state)
-        if last is not None and last.changes_over:
+        if last.changes_over:
             here.catch_up()  # who follows what was written knows it by what it was
-        if last is not None and last.host is not None and last.host.late and not last.knows(groups):
+        if last.host.late and not last.knows(groups):
             last.look()
             self._publish_pending(last)
-        local = here.shards = here.shards_of(groups)
-        local.adopt(here.state, refuse_plain=stepped and last is None)
-        if here.recorder is not None and local is not last:
-            for _, memory, name in buckets_of(local, self._parts_of(local)):
+        shards = here.shards = here.shards_of(groups)
+        shards.adopt(here.state, refuse_plain=stepped and last.stand_alone)
+        if here.recorder is not None and shards is not last:
+            for _, memory, name in buckets_of(shards, self._parts_of(shards)):
                 memory.recorder = SpanRecorder(here.recorder, name)
-        return local
+        return shards
 
-    def read_gradients(self, local: Shards, *, unscaled: bool) -> None:
+    def read_gradients(self, shards: Shards, *, unscaled: bool) -> None:
         """Fetches gradients to where the update reads them; what an earlier step made and kept back is published.
 
         `unscaled`: GradScaler has written into gradients, which it does not count as writing.
         """
-        host = local.host
-        if host is None:
-            local.enter()
+        if not shards.is_hosted:
+            shards.enter()
             return
-        local.look()
-        if host.late:
-            self._publish_pending(local)
-        parts = self._parts_of(local)
-        if self.leaving is None or self.leaving.local is not local:
-            self.leaving = Leaving.of(self.leaving, local, parts, self._holdings.schedule != "sync")
+        shards.look()
+        if shards.host.late:
+            self._publish_pending(shards)
+        parts = self._parts_of(shards)
+        if self.leaving is None or self.leaving.shards is not shards:
+            self.leaving = Leaving.of(self.leaving, shards, parts, self._holdings.schedule != "sync")
         early = self.leaving.departures()
         try:
-            grads = local.gradients()
-            local.fold_near(grads)
-            self._fetch(local, parts, grads, early, unscaled)
+            grads = shards.gradients()
+            shards.fold_near(grads)
+            self._fetch(shards, parts, grads, early, unscaled)
         finally:
             for departure in early.values():
                 departure.forget()
-        local.lend(grads)
+        shards.lend(grads)
 
     def _fetch(
         self,
-        local: Shards,
+        shards: Shards,
         parts: Sequence[Part],
         grads: dict[int, Tensor],
         early: dict[str, Departure],
         unscaled: bool,
     ) -> None:
-        host = local.host
-        assert host is not None
+        host = shards.host
         self._fetched, self._gates = {}, []
         for departure in early.values() if unscaled else ():
             departure.forget()
         for departure in early.values():
             departure.compare()
         for part in reversed(parts):  # as the program has it, and as gradients came
-            pairs = [(local.twin(place), grads[place]) for place in part.members if place in grads]
+            pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
             again = host.fetch(pairs)
             ticket = again if again is not None or left is None else left.ticket  # of one stream: the last ends last
@@ -153,8 +151,8 @@ class StepRunner:
             if part.sharding is not None:
                 part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
                 continue
-            shown = [local.everyone[place].grad for place in part.members if place in grads]
-            kept = [twin.keeps(grad) for (twin, _), grad in zip(pairs, shown, strict=True) if grad is not None]
+            shown = [shards.everyone[place].grad for place in part.members if place in grads]
+            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(ticket)
 
@@ -166,9 +164,9 @@ class StepRunner:
         for ticket in self._on_their_way:
             ticket.gate()
 
-    def _parts_of(self, local: Shards) -> list[Part]:
-        if self._parts[0] is not local:
-            self._parts = (local, parts_of(local.pieces, local.homes))
+    def _parts_of(self, shards: Shards) -> list[Part]:
+        if self._parts[0] is not shards:
+            self._parts = (shards, parts_of(shards.pieces, shards.homes))
         return self._parts[1]
 
     # The update itself.
@@ -180,55 +178,53 @@ class StepRunner:
 
         `first`: of its kind, so that state may have to be made, which no step that is skipped makes.
         """
-        here, local = self._holdings, self._holdings.local
-        accord = None if local is None else local.accord
+        here, shards = self._holdings, self._holdings.shards
         inline = self._runs_inline
         lazily = not inline and here.schedule == "overlap"
-        if inline or lazily or first or not survey.params or (accord is not None and accord.meets):
+        if inline or lazily or first or not survey.params or shards.accord.meets:
             for ticket in self._fetched.values():
                 ticket.wait()
             if self._decision.take() is None:
-                if local is not None and local.host is not None:
-                    local.host.consumed(list(local.host.twins.values()), updated=False)
+                shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
                 return
-        with nullcontext() if accord is None else accord.prepared():
+        with shards.accord.prepared():
             binding = bind() if survey.params else None
         if binding is None:
             with self._reported(lambda: False):
                 pass
-            if local is not None:
-                self._publish(local, None)
+            self._publish(shards, None)
             self._count_call()
             return
         update = Update(binding, self._decision, by_parts=here.is_scheduled)
-        taken = [] if local is None else self._taken(local, binding)
+        taken = self._taken(shards, binding)
         if update.by_parts:
             order = taken[::-1] if here.delays else taken
             binding.arrange([part.members for part in order])
         if inline:
-            self._run_inline(local, update, taken, prepare)
+            self._run_inline(shards, update, taken, prepare)
             return
-        assert local is not None
         prepare(binding)
-        for publisher in local.publishers if lazily else ():
+        for publisher in shards.publishers if lazily else ():
             publisher.prepare()
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
-            self._begin(local, update, taken, lazily)
+            self._begin(shards, update, taken, lazily)
             if lazily:
-                self._publish_later(local, update, taken)
+                self._publish_later(shards, update, taken)
         if lazily:
-            self._wait_for_first(local, update)
+            self._wait_for_first(shards, update)
         elif update.publish_when_done:
             self.finish(self._groups)
 
-    def _taken(self, local: Shards, binding: Binding) -> list[Part]:
+    def _taken(self, shards: Shards, binding: Binding) -> list[Part]:
         """The parts that the update is about, in the order in which forwards need them."""
+        if shards.stand_alone:
+            return []  # they are one part
         there = set(binding.survey.numbers)
-        return [part for part in self._parts_of(local) if not there.isdisjoint(part.members)]
+        return [part for part in self._parts_of(shards) if not there.isdisjoint(part.members)]
 
     def _run_inline(
-        self, local: Shards | None, update: Update, taken: Sequence[Part], prepare: Callable[[Binding], None]
+        self, shards: Shards, update: Update, taken: Sequence[Part], prepare: Callable[[Binding], None]
     ) -> None:
         here, binding = self._holdings, update.binding
         ran: list[Update] = []
@@ -237,7 +233,7 @@ class StepRunner:
                 with self._reported(lambda: any(one.changed for one in ran)):
                     prepare(binding)
                     ran.append(update)
-                    self._begin(local, update, taken, lazily=False)
+                    self._begin(shards, update, taken, lazily=False)
                     here.torn = True
                     self._wait_until_made(update)
                     update.count()
@@ -248,10 +244,7 @@ class StepRunner:
                 self._give_up(update, error)
                 raise
             here.torn, self.pending = False, None
-            if local is not None:
-                self._publish(local, update)
-            else:
-                update.run.finish()
+            self._publish(shards, update)
 
     def _wait_until_made(self, update: Update) -> None:
         """Does all but gathers and what follows them."""
@@ -261,14 +254,14 @@ class StepRunner:
         last = next(op for op in reversed(update.run.program.ops) if op.verb in ("Step", "Store"))
         update.run.wait(last.verb, last.what)
 
-    def _begin(self, local: Shards | None, update: Update, taken: Sequence[Part], lazily: bool) -> None:
+    def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], lazily: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
         here, inline, tickets = self._holdings, self._runs_inline, self._fetched
-        actions = dict(update.actions(local, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
-        crosses = local is not None and local.host is not None and local.host.copies is not None
+        actions = dict(update.actions(shards, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
+        crosses = shards.host.link is not None
         key = (update.binding, here.schedule, lazily, crosses, frozenset(tickets))
         if self._program is None or self._program[0] != key:
-            self._program = (key, update.program(here.schedule, local, taken, tickets, lazily=lazily))
+            self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
         ahead = ("Publish",) if here.delays and not inline else ()
         update.run = self._executor().submit(self._program[1], actions, ahead=ahead)
         self.pending = update
@@ -294,29 +287,30 @@ class StepRunner:
 
     # How parameters become those of the step.
 
-    def _publish(self, local: Shards, update: Update | None) -> None:
+    def _publish(self, shards: Shards, update: Update | None) -> None:
         """Lets all ranks see what was updated: until then their parameters are of different steps."""
         here = self._holdings
-        here.torn = local.accord.publishes = True
+        here.torn = shards.accord.publishes = True
         if update is None:
-            local.publish()
+            shards.publish()
         else:
-            local.announce()
+            shards.announce()
             with during("opt.flush"):  # unless it is part of a step
-                for sharding in local.shardings:
+                for sharding in shards.shardings:
                     sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
                 update.run.finish()
-            update.binding.witness.stepped()
+            if not shards.stand_alone:
+                update.binding.witness.stepped()
         here.torn = False
         self.set_late(False)
 
-    def _publish_pending(self, local: Shards) -> None:
+    def _publish_pending(self, shards: Shards) -> None:
         """Publishes a delayed update that was made."""
         self._holdings.torn = True
         update, self._unpublished = self._unpublished, None
         if update is not None:
             update.publish()
-        local.publish()
+        shards.publish()
         self._holdings.torn = False
         self.set_late(False)
 
@@ -327,14 +321,14 @@ class StepRunner:
             for group in self._groups:
                 group[LATE] = late
 
-    def _publish_later(self, local: Shards, update: Update, taken: Sequence[Part]) -> None:
+    def _publish_later(self, shards: Shards, update: Update, taken: Sequence[Part]) -> None:
         """Counts parameters as those of this step from here on; forwards wait until they are."""
-        if update.binding.rests_on_disk and not local.accord.in_company:  # others go on, whatever fails here
+        if update.binding.rests_on_disk and not shards.accord.in_company:  # others go on, whatever fails here
             self._take_first(update, taken)
         update.count()
-        local.announce()
-        for sharding in [one for one in local.shardings if one.publisher is not None]:
-            names = {part.bucket: part.name for part in self._parts_of(local) if part.sharding is sharding}
+        shards.announce()
+        for sharding in [one for one in shards.shardings if one.publisher is not None]:
+            names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
             sharding.publish_later(partial(self._perform_bucket, update, names), self._tear)
         update.binding.witness.stepped()
 
@@ -347,12 +341,12 @@ class StepRunner:
             say_outcome(error, torn=self._holdings.torn)
             raise
 
-    def _wait_for_first(self, local: Shards, update: Update) -> None:
+    def _wait_for_first(self, shards: Shards, update: Update) -> None:
         """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""
-        for part in self._parts_of(local):
+        for part in self._parts_of(shards):
             if part.sharding is None:
                 self._perform(update, part.name)
-        for sharding in local.shardings:
+        for sharding in shards.shardings:
             if sharding.publisher is not None:
                 sharding.publisher.upto(0)
             else:
@@ -373,7 +367,7 @@ class StepRunner:
         except Exception as error:
             if not self._give_up(update, error):
                 raise
-            for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
+            for publisher in self._holdings.shards.publishers:
                 publisher.failure = error  # the forward ends: other ranks wait in it
 
     # What became of it.
@@ -395,15 +389,14 @@ class StepRunner:
             return
         update.count()
         self._unpublished = update if here.delays else None
-        if update.publish_when_done and here.local is not None:
-            self._publish_pending(here.local)
+        if update.publish_when_done:
+            self._publish_pending(here.shards)
         else:
             self.set_late(True)
 
     def _reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Around an update that ends with its step: where it fails on one rank, it fails on all of them."""
-        local = self._holdings.local
-        return local.accord.reported(changed) if local is not None and self.agrees else nullcontext()
+        return self._holdings.shards.accord.reported(changed) if self.agrees else nullcontext()
 
     def _give_up(self, update: Update, error: BaseException) -> bool:
         """Ends an update that failed, once. Returns whether other ranks wait here, and have yet to hear of it."""
@@ -414,37 +407,35 @@ class StepRunner:
         if not here.is_scheduled or not isinstance(error, Exception):
             here.torn = here.torn or update.torn
             return False
-        local = here.local
-        accord = None if local is None else local.accord
-        told = accord is not None and self.agrees and accord.agreed
-        if local is not None and accord is not None and accord.in_company and not told:
+        shards, accord = here.shards, here.shards.accord
+        if accord.in_company and not (self.agrees and accord.agreed):
             here.untold, update.failed = str(error), not isinstance(error, CommError)
             if not update.counted:
                 self._owes_publish = True
             elif update.failed:  # others publish it part by part, and their forwards wait for it
                 with contextlib.suppress(CommError):
-                    self._gather_rest(local, update)
+                    self._gather_rest(shards, update)
         here.torn = here.torn or update.torn or bool(here.untold)
         return update.failed
 
-    def _gather_rest(self, local: Shards, update: Update) -> None:
+    def _gather_rest(self, shards: Shards, update: Update) -> None:
         """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
-        for part in self._parts_of(local):
+        for part in self._parts_of(shards):
             if part.sharding is not None and part.sharding.publisher.gathers and part.name not in update.gathered:
                 part.sharding.publisher.gather(part.bucket).wait()
 
     def tell(self, error: BaseException) -> None:
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
-        here, local = self._holdings, self._holdings.local
-        accord = None if local is None else local.accord
-        if local is None or accord is None or not accord.in_company:
+        here, shards = self._holdings, self._holdings.shards
+        accord = shards.accord
+        if not accord.in_company:
             if self.agrees or (here.moves_on_disk and here.torn):
                 say_outcome(error, torn=here.torn)
             return
-        decided_there = local.host is None and device.holds(local.pieces)  # nobody here has added up
+        decided_there = not shards.is_hosted and device.holds(shards.pieces)  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with contextlib.suppress(CommError):
-                self._publish_with_others(local)
+                self._publish_with_others(shards)
                 accord.refuse(here.untold or str(error), torn=here.torn, reports=self.agrees)
         if accord.agreed:
             here.torn, here.untold = accord.torn, ""
@@ -453,15 +444,15 @@ class StepRunner:
             here.torn, here.untold = True, str(error)
             if isinstance(error, Exception) and not accord.publishes and not here.is_scheduled:
                 with contextlib.suppress(CommError):
-                    local.publish()  # the others do, and wait for this rank's part
+                    shards.publish()  # the others do, and wait for this rank's part
 
-    def _publish_with_others(self, local: Shards) -> None:
+    def _publish_with_others(self, shards: Shards) -> None:
         """Publishes what other ranks publish before they meet this one, also of an update that has failed here."""
         owes, self._owes_publish = self._owes_publish, False
         if owes:
-            local.publish()
-        elif local.host is not None and local.host.late and not local.accord.met:
-            self._publish_pending(local)
+            shards.publish()
+        elif shards.host.late and not shards.accord.met:
+            self._publish_pending(shards)
 
     # For the rest of the optimizer.
 
@@ -485,27 +476,26 @@ class StepRunner:
             self.finish(groups)
             here.refuse_if_torn()
         finally:
-            if self._owes_publish and here.local is not None:
-                self._publish_with_others(here.local)
-        if here.local is None and any(PENDING in entry for entry in here.state.values() if isinstance(entry, dict)):
-            self.localise(groups)
-        local = here.local
-        if local is None:
-            return
-        for publisher in local.publishers:
+            if self._owes_publish:
+                self._publish_with_others(here.shards)
+        entries = here.state.values() if here.shards.stand_alone else ()
+        if any(PENDING in entry for entry in entries if isinstance(entry, dict)):
+            self.find_shards(groups)
+        shards = here.shards
+        for publisher in shards.publishers:
             publisher.finish()
-        if local.host is not None:
-            local.look()
-            if local.host.late:
-                self._publish_pending(local)
+        if shards.is_hosted:
+            shards.look()
+            if shards.host.late:
+                self._publish_pending(shards)
 
     def drop(self, groups: Groups) -> None:
-        """Ends what is pending, whatever becomes of it: state is about to be replaced."""
-        self._groups = groups
+        """Ends what is pending, whatever becomes of it: state is about to be replaced, and nothing may keep it."""
+        self._groups, self._program = groups, None
         if self.pending is not None:
             with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
                 self.finish(groups)
-        for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
+        for publisher in self._holdings.shards.publishers:
             with contextlib.suppress(Exception):
                 publisher.finish()
 

@@ -16,7 +16,7 @@ from zerokern.zero.partition import shards_parameters, shards_state
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
     from zerokern.optim.decide import Decision
-    from zerokern.optim.hosted import Host, Twin
+    from zerokern.optim.hosted import HostCopies, HostCopy
     from zerokern.optim.shards import Shards
 
 __all__ = ["Update", "buckets_of"]
@@ -80,13 +80,13 @@ class Update:
             self.binding.begun = True
             raise StateError(_EDITED)
 
-    def make_part_of_twins(self, turn: int, host: Host, twins: Sequence[Twin]) -> None:
+    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy]) -> None:
         """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
-        host.consumed(twins, updated=self.make_part(turn))
+        host.consumed(copies, updated=self.make_part(turn))
 
-    def store(self, host: Host, twins: Sequence[Twin], ready: Any) -> Any:
+    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any) -> Any:
         """Copies updated values to the device."""
-        return None if self.decision.scale is None else host.store(twins, ready)
+        return None if self.decision.scale is None else host.store(copies, ready)
 
     def put_away(self) -> None:
         """Returns once state that rests elsewhere is there again."""
@@ -111,7 +111,7 @@ class Update:
 
     def actions(
         self,
-        local: Shards | None,
+        shards: Shards,
         parts: Sequence[Part],
         tickets: Tickets,
         *,
@@ -127,54 +127,51 @@ class Update:
         if not self.by_parts:
             yield ("Step", "all"), self.make
         else:
-            assert local is not None
             yield ("Norm", "all"), partial(_decide, self.decision)
-            ready = None if local.host is None else local.host.here()
+            ready = shards.host.here()
             for turn, part in enumerate(parts[::-1] if late else parts):
-                yield from self._actions_of(part, turn, local, tickets.get(part.name), ready, lazily)
+                yield from self._actions_of(part, turn, shards, tickets.get(part.name), ready, lazily)
             if self.binding.rests_on_disk:
                 yield ("Store", "state"), self.put_away
-        for sharding, memory, name in () if local is None or not inline else buckets_of(local, parts):
+        for sharding, memory, name in () if not inline else buckets_of(shards, parts):
             if sharding.publisher.gathers and memory.bucket.trainable:
                 yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
 
-    def _actions_of(self, part: Part, turn: int, local: Shards, ticket: Any, ready: Any, lazily: bool) -> Actions:
-        name, host, survey = part.name, local.host, self.binding.survey
+    def _actions_of(self, part: Part, turn: int, shards: Shards, ticket: Any, ready: Any, lazily: bool) -> Actions:
+        name, host, survey = part.name, shards.host, self.binding.survey
         rows = self._rows
         members = [member for member in part.members if member in rows]
         crosses = any(survey.numels[rows[member]] for member in members)
         if ticket is not None and crosses:  # of nothing there is no op
             yield ("Fetch", name), partial(_given, ticket)
-        self.in_place = host is None
-        if host is None:
-            yield ("Step", name), partial(self.make_part_in_place, turn, local.readings(part.members))
+        self.in_place = not shards.is_hosted
+        if self.in_place:
+            yield ("Step", name), partial(self.make_part_in_place, turn, shards.readings(part.members))
             yield ("Publish", name), _nothing
         else:
-            twins = host.of(local.near[member] for member in members)
-            for twin in twins:
-                twin.free = False
-            yield ("Step", name), partial(self.make_part_of_twins, turn, host, twins)
-            if host.copies is not None and crosses:
-                yield ("Store", name), partial(self.store, host, twins, ready)
-            yield ("Publish", name), partial(host.put, twins) if host.delays else _nothing
+            copies = host.of(shards.near[member] for member in members)
+            for copy in copies:
+                copy.free = False
+            yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
+            if host.link is not None and crosses:
+                yield ("Store", name), partial(self.store, host, copies, ready)
+            yield ("Publish", name), partial(host.put, copies) if host.delays else _nothing
         if lazily and part.sharding is not None and part.sharding.publisher.gathers:
-            yield ("Gather", name), partial(self.gather, part, None if host is None else host.driver)
+            yield ("Gather", name), partial(self.gather, part, host.driver)
 
     @property
     def _rows(self) -> dict[int, int]:
         return {number: row for row, number in enumerate(self.binding.survey.numbers)}
 
     def program(
-        self, schedule: str | Delayed, local: Shards | None, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
+        self, schedule: str | Delayed, shards: Shards, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
         """The step program of this update."""
         survey, rows = self.binding.survey, self._rows
-        crosses = local is not None and local.host is not None and local.host.copies is not None
-        if local is None:
-            parts = [Part("all", tuple(survey.numbers))]
+        crosses = shards.host.link is not None
+        parts = parts or [Part("all", tuple(survey.numbers))]
         spans = [_span_of(part, rows, self.binding, part.name in tickets, crosses) for part in parts]
-        if local is not None:
-            spans = _with_others(spans, buckets_of(local, parts))
+        spans = _with_others(spans, buckets_of(shards, parts))
         if not self.by_parts:
             return resident(spans, lane="cpu" if survey.device is None else "device")
         on_disk = self.binding.rests_on_disk
@@ -237,10 +234,10 @@ def _gathered(sharding: Any, memory: Any) -> dict[str, Any]:
     return {"gather_nbytes": sent * (2 if again else 1), "gathered_again": again}
 
 
-def buckets_of(local: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
+def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
     """The buckets of all models, by the names of their spans: those that none of the parts updates as well."""
     names = {id(part.sharding.gradient_buckets[part.bucket].memory): part.name for part in parts if part.bucket >= 0}
-    for index, sharding in enumerate(local.shardings):
+    for index, sharding in enumerate(shards.shardings):
         for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
             yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
 

@@ -155,12 +155,12 @@ def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> 
 
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     here = opt.holdings if isinstance(opt, FusedOptimizer) else None
-    host = None if here is None or here.local is None else here.local.host
-    for twin in [] if host is None else host.twins.values():
-        tally.add("host parameters", twin.values.detach())
-        tally.add("host gradients", twin.grad)
-        if twin.shadow is not None:
-            tally.add("shadow", twin.shadow)
+    host = None if here is None else here.shards.host
+    for copy in [] if host is None else host.copies.values():
+        tally.add("host parameters", copy.values.detach())
+        tally.add("host gradients", copy.grad)
+        if copy.shadow is not None:
+            tally.add("shadow", copy.shadow)
     for entry in opt.state.values():
         if not isinstance(entry, dict):
             continue
