@@ -18,7 +18,7 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.flattening import Flattening
 from zerokern.zero.homes import Home, alias, strides
-from zerokern.zero.hooks import hooks_after_accumulation
+from zerokern.zero.hooks import hooks_after_accumulation, weakly
 from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
@@ -353,7 +353,7 @@ class GradientBucket:
         if self.settle is None:
             for shown in self.shown:
                 if isinstance(shown, Sharded):
-                    shown.settle = self._guard
+                    shown.settle = weakly(self._guard)  # what is shown must not keep the bucket that shows it
 
     def _guard(self) -> None:
         for wait in self._guards:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import ShardError, StateError
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, residence_of, version_of
+from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, version_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
@@ -47,8 +47,8 @@ def home_of(param: Tensor) -> Home | None:
     >>> home_of(torch.nn.Parameter(torch.ones(2))) is None
     True
     """
-    found: Any = residence_of(param)
-    return found
+    reference = getattr(param, "_zk_home", None)
+    return None if reference is None else reference()
 
 
 def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -201,7 +201,8 @@ class Home(Residence):
             self.seen_version = version
 
     def stays(self, param: Tensor) -> bool:
-        return home_of(param) is self
+        reference = getattr(param, "_zk_home", None)
+        return reference is not None and reference() is self
 
     def local_gradient(self, param: Tensor) -> Tensor | None:
         """As everywhere; a plain gradient of the whole shape, set by hand, counts as reduced already."""

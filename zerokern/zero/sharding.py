@@ -65,6 +65,7 @@ class Sharding:
         apart: Mapping[nn.Module, Group] | None = None,
     ) -> None:
         """`apart`: modules of which other ranks have the same parameters than of the rest."""
+        hooks.import_compiler()
         # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
         self._module = weakref.ref(module)
         self.stage, self.group = stage, group
