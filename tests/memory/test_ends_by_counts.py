@@ -46,7 +46,12 @@ def place(name, number, what):
 played = None
 if rest is not None and rest.startswith("played "):
     from zerokern.examples.played_device import PlayedDevice
-    played, rest = PlayedDevice(), rest.removeprefix("played ")
+    class Waiting(PlayedDevice):  # torch computes at once, and frees at once, where a device would follow its stream
+        def follow(self, stream, mark):
+            super().follow(stream, mark)
+            if stream is None:
+                mark.wait()
+    played, rest = Waiting(), rest.removeprefix("played ")
 
 def train(number):
     model = Net()
