@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
+from copy_cases import ThreadDriver
 from tables import each
 
-from zerokern.memory.blocks import Block, Blocks
+from zerokern.memory import Copies, Wanted
+from zerokern.memory.blocks import Block, Blocks, BlockTier
+from zerokern.memory.staging import given
 
 KIB = 1024
 
@@ -50,3 +56,54 @@ def test_never_more_than_was_in_use_at_once(seed: int) -> None:
         taken.append(one)
         most = max(most, sum(other.memory.numel() for other in taken))
         assert blocks.nbytes <= most
+
+
+class Behind:
+    """A tier behind blocks, at once; it looks at what may still be copied from the memory that it is given."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, torch.Tensor] = {}
+        self.may_write: Callable[[torch.Tensor], bool] = lambda memory: True
+
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[int]:
+        return [len(self.bytes) + number for number in range(len(wanted))]
+
+    def store(self, part: int, value: torch.Tensor, after: Any = None) -> Any:
+        self.bytes[part] = value.clone()
+        return given(value.device)
+
+    def fetch(self, part: int, out: torch.Tensor, after: Any = None) -> Any:
+        assert self.may_write(out), "a copy to the device still reads this block"
+        out.copy_(self.bytes[part])
+        return given(out.device)
+
+    def evict(self, parts: Iterable[int]) -> None:
+        for part in parts:
+            del self.bytes[part]
+
+    def held(self) -> dict[str, int]:
+        return {"inputs": sum(one.numel() for one in self.bytes.values())}
+
+
+def test_a_block_is_not_read_into_while_it_is_copied_from() -> None:
+    driver, behind = ThreadDriver("in", delay=0.05), Behind()
+    blocks = Blocks("a test")
+    tier = BlockTier(blocks, Copies(driver), behind)
+    values = [torch.full((8 * KIB,), number, dtype=torch.uint8) for number in (1, 2)]
+    parts = tier.lay_out([Wanted("inputs", values[0].shape, torch.uint8)] * 2)
+    for part, value in zip(parts, values, strict=True):
+        tier.store(part, value).wait()
+    assert blocks.nbytes == 8 * KIB and tier.held() == {"inputs": 16 * KIB}
+    copied: list[Any] = []
+    behind.may_write = lambda memory: all(one.done() for one in copied)
+    found = [torch.zeros_like(value) for value in values]
+    for part, out in zip(parts, found, strict=True):
+        ticket = tier.fetch(part, out)
+        ticket.gate()
+        copied.append(ticket)
+    for ticket in copied:
+        ticket.wait()
+    assert all(map(torch.equal, found, values)) and blocks.nbytes == 8 * KIB
+    tier.evict(parts)
+    assert not any(tier.held().values())
+    driver.end()

@@ -90,4 +90,28 @@ MUTANTS = (
             "tests/optim/test_writes.py",
         ),
     ),
+    Mutant(
+        "block_read_into_while_it_is_copied_from",
+        "zerokern/memory/blocks.py",
+        "if block.last is not None:\n            block.last.wait()",
+        "if block.last is not None:\n            block.last.done()",
+        "What is kept on a disk comes back with bytes of another input, while that is still copied to the device.",
+        ("tests/memory/test_blocks.py",),
+    ),
+    Mutant(
+        "blocks_grow_with_every_size",
+        "zerokern/memory/blocks.py",
+        "while self._free and self.nbytes + nbytes > most:",
+        "while self._free and self.nbytes > most:",
+        "Host memory for kept inputs grows with every size of a batch that comes.",
+        ("tests/memory/test_blocks.py", "tests/zero/test_keep.py"),
+    ),
+    Mutant(
+        "arena_and_its_leases_keep_each_other",
+        "zerokern/memory/arena.py",
+        "self._taken[lease.ptr] = _Taken(nbytes, owner, weakref.ref(lease))",
+        "self._taken[lease.ptr] = _Taken(nbytes, owner, lambda: lease)",
+        "Pinned memory that nobody refers to waits for the garbage collector.",
+        ("tests/memory/test_arena.py", "tests/memory/test_ends_by_counts.py"),
+    ),
 )

@@ -219,8 +219,8 @@ MUTANTS = (
     Mutant(
         "measured_square_of_an_older_gradient",
         "zerokern/zero/squares.py",
-        "untouched = list(map(_version_of, ready.pieces)) == ready.versions and not ready.handed_out()",
-        "untouched = not ready.handed_out()",
+        "untouched = list(map(_version_of, ready.pieces)) == ready.versions and not bucket.handed_out()",
+        "untouched = not bucket.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",
         ("tests/zero/test_squares.py",),
     ),

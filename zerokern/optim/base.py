@@ -34,6 +34,7 @@ from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.hooks import import_compiler
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_refusals import refuse
 
@@ -72,6 +73,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
         check_tier("tier", given["tier"])
+        import_compiler()  # which torch's class asks for, below frames that know this optimizer
         self._furnish(given["tier"], given["schedule"], Decision(), given["group"])
         self.max_grad_norm = given["max_grad_norm"]
         super().__init__(params, {name: value for name, value in given.items() if name not in _NOT_OF_GROUPS})

@@ -98,7 +98,8 @@ class Leaving:
         places = [place for place in part.members if self.shards.near[place].requires_grad]
         homes: list[Any] = [self.shards.homes[place] for place in places]
         grads = [ready.pieces[home.place] for home in homes]
-        self._leave(part, [self.shards.near[place] for place in places], grads, ready.handed_out)
+        bucket = part.sharding.gradient_buckets[part.bucket]
+        self._leave(part, [self.shards.near[place] for place in places], grads, bucket.handed_out)
 
     def _recall(self, part: Part) -> None:
         """Another pass adds to what has left: it is fetched in `step()`."""

@@ -18,7 +18,7 @@ from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.flattening import Flattening
-from zerokern.zero.hooks import NO_PASS, Inbox
+from zerokern.zero.hooks import NO_PASS, Inbox, weakly
 from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
@@ -452,18 +452,8 @@ class GradientBucket:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
         assert self.reduced is not None
         pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self._pieces
-        begin = 0 if self.stays else self.group.rank * self.bucket.shard_numel
         sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
-        self.ready = GradReady(
-            self.number,
-            (begin, begin + self.reduced.numel()),
-            self.reduced,
-            pieces,
-            list(map(_version_of, pieces)),
-            sums,
-            self.squares.nonfinite(sums),
-            self.handed_out,
-        )
+        self.ready = GradReady(pieces, list(map(_version_of, pieces)), sums)
         for listener in self.listeners:
             listener(self.ready)
 
@@ -473,7 +463,7 @@ class GradientBucket:
         if self.settle is None:
             for shown in self.shown:
                 if isinstance(shown, Sharded):
-                    shown.settle = self._guard
+                    shown.settle = weakly(self._guard)  # what is shown must not keep the bucket that shows it
 
     def _guard(self) -> None:
         for wait in self._guards:

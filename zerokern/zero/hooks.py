@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import threading
 import types
 import weakref
@@ -38,6 +39,7 @@ __all__ = [
     "hears_of_saved",
     "hears_saved",
     "hooks_after_accumulation",
+    "import_compiler",
     "in_backward",
     "is_accumulated",
     "is_within_pass",
@@ -206,8 +208,21 @@ class _Own:
 
 
 @functools.cache
+def import_compiler() -> None:
+    """Imports torch's compiler, which takes seconds, where it is needed anyway.
+
+    On a stack of its own: torch.fx keeps the frames that it is imported from (a frame refers to itself in `fx.wrap`),
+    and with them the model or optimizer that is being made.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="import torch._dynamo")
+    thread.start()
+    thread.join()
+
+
+@functools.cache
 def _trace_none() -> None:
-    """Once, with the first of them: torch's compiler takes seconds to import."""
+    """Once, with the first of them."""
+    import_compiler()
     _Own.__call__ = torch.compiler.disable(_Own.__call__, reason=NOT_WHOLE)  # type: ignore[method-assign]
 
 

@@ -64,6 +64,7 @@ class Sharding:
         groups: GroupsOf = one_group,
     ) -> None:
         """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
+        hooks.import_compiler()
         # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
         self._module = weakref.ref(module)
         self.stage, self.group = stage, group

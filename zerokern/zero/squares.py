@@ -6,7 +6,6 @@ no longer once somebody was handed the memory itself.
 
 from __future__ import annotations
 
-import math
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -31,14 +30,9 @@ class GradReady(NamedTuple):
     Whoever works on a stream of a device finds them there once it has waited for the one that computes.
     """
 
-    bucket: int
-    span: tuple[int, int]  # of the bucket's elements, that are here
-    tensor: Tensor  # where they lie
     pieces: Sequence[Tensor]  # of each parameter, in the order of the bucket
     versions: Sequence[int]  # of the pieces, when they were ready
     sumsq: Sequence[float | None]  # of the pieces; None: not measured
-    nonfinite: bool  # whether a sum says so
-    handed_out: Callable[[], bool]  # whether they may be written where nobody counts it
 
     def knows(self, place: int, grad: Tensor) -> float | None:
         """The sum of squares of a gradient, if it is that of the place as it was reduced."""
@@ -91,11 +85,6 @@ class BucketSquares:
                 found[place] = one
         return found
 
-    @staticmethod
-    def nonfinite(sums: Iterable[float | None]) -> bool:
-        """Whether any sum says so."""
-        return not math.isfinite(sum(one for one in sums if one is not None))
-
 
 class KnownSquares:
     """Sums of squares of the gradients of some parameters, as far as they were measured where they were reduced.
@@ -120,7 +109,7 @@ class KnownSquares:
             ready: GradReady | None = bucket.ready
             if ready is None:
                 continue
-            untouched = list(map(_version_of, ready.pieces)) == ready.versions and not ready.handed_out()
+            untouched = list(map(_version_of, ready.pieces)) == ready.versions and not bucket.handed_out()
             pieces, sums = ready.pieces, ready.sumsq
             for row, place in zip(rows, places, strict=True):
                 if grads[row] is pieces[place]:
