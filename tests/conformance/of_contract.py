@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import module_cases as cases
 import torch
 import torch.nn.functional as F
+from of_loops import Judge
 from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -118,7 +120,7 @@ def one_module_without_a_graph_with_one_and_recomputed(run: Run, model: nn.Modul
 @program()
 def a_judge_frozen_while_the_maker_learns_through_it(run: Run) -> None:
     """Frozen and thawed within one step: the maker learns by a forward that trains nothing of the judge."""
-    maker, judge = run.shard(Net), run.shard(Head)
+    maker, judge = run.shard(Net), run.shard(Judge)
     first, second = run.optimizer(maker.parameters()), run.optimizer(judge.parameters())
     for step in range(3):
         x, y = run.data(step)
@@ -128,38 +130,15 @@ def a_judge_frozen_while_the_maker_learns_through_it(run: Run) -> None:
         run.step(second, (judge(maker(x).detach()) - judge(y)).mean())
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(21, OUT) for _ in range(2))
-        self.score = nn.Linear(OUT, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.score(x).tanh()
-
-
-class Gated(Net):
-    """Leaves out what `used` does not name, on all ranks."""
-
-    used: tuple[int, ...] = (0, 1, 2)
-
-    def body(self, x: Tensor) -> Tensor:
-        for number in self.used:
-            x = self.blocks[number](x)
-        return x
-
-
 @program()
 def a_unit_left_out_for_steps_and_by_one_of_several_passes(run: Run) -> None:
-    model = run.shard(Gated)
+    model = run.shard(cases.Reordered)
     optimizer = run.optimizer(model.parameters())
     for step, (first, last) in enumerate((((0, 2), (0, 2)), ((0, 1, 2), (0, 2)), ((0, 2), (1,)), ((1,), (1, 0, 2)))):
-        model.used = first
+        model.order = first
         with run.no_sync(model):
             run.backward(run.mse(model, 2 * step) / 2)
-        model.used = last
+        model.order = last
         run.step(optimizer, run.mse(model, 2 * step + 1) / 2)
 
 

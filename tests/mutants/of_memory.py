@@ -104,7 +104,7 @@ MUTANTS = (
         "while self._free and self.nbytes + nbytes > most:",
         "while self._free and self.nbytes > most:",
         "Host memory for kept inputs grows with every size of a batch that comes.",
-        ("tests/memory/test_blocks.py", "tests/zero/test_keep.py"),
+        ("tests/memory/test_blocks.py", "tests/activations/test_keep.py"),
     ),
     Mutant(
         "arena_and_its_leases_keep_each_other",

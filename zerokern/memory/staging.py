@@ -32,7 +32,6 @@ __all__ = [
     "given",
     "passed",
     "runtime_library",
-    "stream_number",
 ]
 
 BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
@@ -207,15 +206,6 @@ class _CudaClock:
 
     def at(self, event: torch.cuda.Event) -> int:
         return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
-
-
-def stream_number(device: torch.device) -> int:
-    """Which stream is current on the device; on a CPU there is one.
-
-    >>> stream_number(torch.device("cpu"))
-    0
-    """
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def passed(device: torch.device) -> Callable[[], None]:
