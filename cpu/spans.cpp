@@ -273,7 +273,8 @@ int zk_collect(void *dst, uint32_t dst_dtype, const void *const *sources, const 
         total += numels[i];
     }
     const zk::IeeeArithmetic ieee;
-    CollectWork work{static_cast<char *>(dst), dst_dtype, source_dtype, sources, begins, numels, nsources, add != 0, {}};
+    CollectWork work{
+        static_cast<char *>(dst), dst_dtype, source_dtype, sources, begins, numels, nsources, add != 0, {}};
     zk::pool_run(collect_task, &work, workers_for(total));
     return ZK_OK;
 }

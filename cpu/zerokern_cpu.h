@@ -132,7 +132,8 @@ ZK_API int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n
  * it. */
 ZK_API int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources,
                          uint32_t source_dtype, int64_t numel, int add, float scale);
-/* zk_accumulate of one source each for many spans of dst: numels[i] elements from begins[i] on, which do not overlap. */
+/* zk_accumulate of one source each for many spans of dst: numels[i] elements from begins[i] on, which do not overlap.
+ */
 ZK_API int zk_collect(void *dst, uint32_t dst_dtype, const void *const *sources, const int64_t *begins,
                       const int64_t *numels, int64_t nsources, uint32_t source_dtype, int add);
 /* zk_accumulate, and sums[i], as zk_sumsq gives it, of the numels[i] elements of the result from begins[i] on, without

@@ -220,8 +220,8 @@ Counts fuzz_collect(Random &random, uint64_t executions) {
             std::memcpy(dst->data(), before.data(), static_cast<size_t>(before.nbytes));
             const int64_t width = dst_dtype == ZK_F32 ? 4 : 2;
             for (int64_t i = 0; i < n; ++i)
-                zk_accumulate(static_cast<char *>(to) + begins[i] * width, dst_dtype, from + i, 1, src_dtype,
-                              numels[i], add, 1.0f);
+                zk_accumulate(static_cast<char *>(to) + begins[i] * width, dst_dtype, from + i, 1, src_dtype, numels[i],
+                              add, 1.0f);
             const int64_t at = first_difference(found, *dst, nullptr);
             if (at >= 0) fail("zk_collect", execution, "other bits than zk_accumulate's at element", at);
             return true;
