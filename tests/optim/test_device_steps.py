@@ -9,8 +9,8 @@ import pytest
 import torch
 from tables import each
 
-from zerokern.optim import device_steps
-from zerokern.optim.device_steps import DeviceSteps
+from zerokern.optim import device
+from zerokern.optim.device import DeviceSteps
 
 PLACE = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_what_the_last_book_knows_is_carried_over(monkeypatch: pytest.MonkeyPatc
     book.advance(certain=False)
     book.steps.data.add_(book.increments)
     again = DeviceSteps(PLACE, params[::-1], book)
-    monkeypatch.setattr(device_steps, "_numbers", lambda values: pytest.fail("read again") if values else [])
+    monkeypatch.setattr(device, "_numbers", lambda values: pytest.fail("read again") if values else [])
     again.adopt(entries[::-1])
     assert again.steps.tolist() == [1.0, 2.0, 2.0]
     assert entries[0]["step"] == 2.0
@@ -75,9 +75,9 @@ def test_equal_labels_mean_equal_counts(seed: int, monkeypatch: pytest.MonkeyPat
     """Random updates of random parameters, skipped or not, in graphs replayed at random, with few classes allowed, and
     counters that somebody replaces or writes."""
     generator = random.Random(seed)
-    monkeypatch.setattr(device_steps, "_CLASSES", generator.choice([1, 3, 64]))
+    monkeypatch.setattr(device, "_CLASSES", generator.choice([1, 3, 64]))
     capturing = False
-    monkeypatch.setattr(device_steps.device, "capturing", lambda place: capturing)
+    monkeypatch.setattr(device, "capturing", lambda place: capturing)
     book, _, entries = book_of([float(generator.randrange(2)) for _ in range(8)])
     graphs: list[Callable[[], object]] = []
     for _ in range(60):

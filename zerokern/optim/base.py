@@ -28,7 +28,6 @@ from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.shards import LATE, sharded
-from zerokern.optim.spelling import Spelling
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey
@@ -55,7 +54,7 @@ _PENDING = ", with an update that zk.Delayed had yet to publish"
 _NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm", "group")
 
 
-class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
+class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.optim import device
 from zerokern.zero.computing import stands_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
@@ -196,3 +200,24 @@ def overlap(name: Callable[[int], str], tensors: Sequence[Tensor], pointers: Seq
             raise ValueError(got("params", what, "parameters with memory of their own", "pass a tied parameter once"))
         if nbytes:
             last, end = index, pointer + nbytes
+
+
+class Spelling:
+    """What an optimizer is called with is looked at before Python does.
+
+    >>> import torch, zerokern as zk
+    >>> zk.AdamW([torch.nn.Parameter(torch.ones(2))], state="int8")
+    Traceback (most recent call last):
+    ...
+    TypeError: AdamW() has no argument 'state'; did you mean 'state_format'?
+    """
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        known = inspect.signature(cls.__init__).parameters
+        open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        for name in () if open_ended else [name for name in named if name not in known]:
+            longer = [one for one in known if one.startswith(f"{name}_")]
+            meant = longer[0] if len(longer) == 1 else misspelt(name, known)
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise TypeError(f"{cls.__name__}() has no argument {name!r}{hint}")
+        return super().__new__(cls)

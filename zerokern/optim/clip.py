@@ -16,8 +16,7 @@ from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
 from zerokern.optim.accord import norm_of_all
-from zerokern.optim.scaling import gradient_of, scale_gradients
-from zerokern.optim.shards import with_gradients
+from zerokern.optim.shards import gradient_of, scale_gradients, with_gradients
 from zerokern.optim.survey import added
 from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import is_divided

@@ -16,7 +16,7 @@ from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.optim import device
 from zerokern.optim.binding import Binding, table_of
 from zerokern.optim.decide import Decision
-from zerokern.optim.device_steps import DeviceSteps
+from zerokern.optim.device import DeviceSteps
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness, plain

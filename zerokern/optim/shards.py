@@ -20,13 +20,13 @@ from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
-from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import is_divided, present, shardings_of
 from zerokern.zero.shard import Shard, plain_shard, shard_of, shards_of
 
-__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "sharded"]
+__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "gradient_of", "scale_gradients", "sharded"]
 
 LATE = "delayed_pending"  # in param_groups: whether an update waits to be published
 PENDING = "pending"  # in a state_dict: values of a parameter that an update has made and no step has published
@@ -436,3 +436,24 @@ def with_gradients(sharding: Any) -> set[int]:
     """The ids of the shards of all parameters of a model that have gradients."""
     pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
     return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
+
+
+def gradient_of(param: Tensor, home: Shard) -> Tensor | None:
+    """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
+    found = home.local_gradient(param)
+    return home.piece.grad if found is None else found
+
+
+def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply this rank's span of each gradient in place."""
+    found = []
+    for param in params:
+        home = shard_of(param)
+        grad = param.grad if home is None else gradient_of(param, home)
+        if grad is not None:
+            found.append(grad)
+    for places in in_turns([found]):
+        some = [found[place] for place in places]
+        with torch.no_grad(), fetched(some, written=some):
+            for grad in some:
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)

@@ -20,13 +20,12 @@ from zerokern.comm import during
 from zerokern.core.errors import CommError
 from zerokern.optim import device
 from zerokern.optim.accord import say_outcome
+from zerokern.optim.hosted import Departure, Leaving
 from zerokern.optim.interrupts import whole
-from zerokern.optim.leaving import Departure, Leaving
 from zerokern.optim.outside import watched
-from zerokern.optim.parts import Part, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.update import Update, buckets_of
+from zerokern.optim.update import Part, Update, buckets_of, parts_of
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
