@@ -25,7 +25,7 @@ from tries import best
 import zerokern as zk
 from zerokern.io import Faults, Nvme
 from zerokern.optim import SGD, AdamW
-from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.binding import Binding
 
 Tier = Callable[..., Nvme]
 
@@ -115,8 +115,8 @@ def test_bookkeeping_is_for_records_and_not_for_parameters(tier: Tier, native_ca
 
 def test_the_binding_is_made_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    original = DiskBinding.__init__
-    monkeypatch.setattr(DiskBinding, "__init__", lambda self, *a, **k: made.append(1) or original(self, *a, **k))
+    original = Binding.__init__
+    monkeypatch.setattr(Binding, "__init__", lambda self, *a, **k: made.append(1) or original(self, *a, **k))
     params = make_params(dtype=BF16)
     optimizer = AdamW(params, lr=0.1, tier=tier())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=50)

@@ -25,7 +25,7 @@ from worlds import World, on_threads
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.binding import Binding
 
 NAMES = ["sync", "overlap", "delayed"]
 BF16 = {"dtype": torch.bfloat16}
@@ -90,15 +90,15 @@ def test_a_disk_that_fails_on_one_rank_fails_a_sync_step_on_all(
     wrap: str, moment: int, says: str, devices: Callable, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In that very step: on no rank does it return well."""
-    row, tiers, compute = row_of(wrap, "bf16"), small(tier, 2), DiskBinding._compute
+    row, tiers, compute = row_of(wrap, "bf16"), small(tier, 2), Binding._compute
 
-    def broken(self: DiskBinding, i: int, slot: Any) -> None:
-        steps = float(next(iter(self._state.values()))["step"])
-        if steps >= 2 and (i == moment if self._disk.tier.config is tiers[1] else moment == 0):
+    def broken(self: Binding, i: int, slot: Any) -> None:
+        steps = float(next(iter(self.tier.state.values()))["step"])
+        if steps >= 2 and (i == moment if self.tier._disk.tier.config is tiers[1] else moment == 0):
             raise zk.IoError("the disk failed", path="swap", errno=5)
         compute(self, i, slot)
 
-    monkeypatch.setattr(DiskBinding, "_compute", broken)
+    monkeypatch.setattr(Binding, "_compute", broken)
 
     def work(world: World) -> tuple[list[float], str, bool]:
         model = row.model(world)

@@ -19,9 +19,8 @@ from tables import each
 from worlds import World, anywhere
 
 from zerokern.io import Nvme
-from zerokern.optim import disk_binding
-from zerokern.optim.binding import table_of
-from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim import binding
+from zerokern.optim.binding import Binding, table_of
 from zerokern.schedule.recorder import Recorder
 
 BROKEN = (3, 4, 6)
@@ -61,10 +60,10 @@ def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:
         model = row.model(World(0, 1))
         optimizer = optimizer_of(row, model, tier=where, schedule="overlap")
         train(World(0, 1), row, model, optimizer, range(2))
-        disk, binding = optimizer.holdings.disk, optimizer.holdings.bound.binding
-        turn_of = {number: turn for turn, members in enumerate(binding.turns) for number in members}
-        turns = [{turn_of[number] for number, _ in item.visits} for item in binding._items]
-        assert any(len(some) > 1 for some in turns) and len(binding.turns) > 3
+        disk, found = optimizer.holdings.disk, optimizer.holdings.bound.binding
+        turn_of = {number: turn for turn, members in enumerate(found.turns) for number in members}
+        turns = [{turn_of[found.survey.numbers[i]] for i, _ in batch.members} for batch in found._batches]
+        assert any(len(some) > 1 for some in turns) and len(found.turns) > 3
         assert [min(some) for some in turns] == sorted(min(some) for some in turns)
         before = disk.tier.swap.stats()
         train(World(0, 1), row, model, optimizer, range(2, 3))
@@ -79,18 +78,18 @@ def test_the_next_parts_records_are_on_their_way_while_one_computes(
     (where,) = small(tier, 1)
     row = row_of("stage 3", "fp32", steps=3)
     ahead: list[int] = []
-    fetch, computed, compute = DiskBinding._fetch, [0], DiskBinding._compute
+    fetch, computed, compute = Binding._fetch, [0], Binding._compute
 
-    def fetched(self: DiskBinding, i: int, *arguments: Any) -> Any:
+    def fetched(self: Binding, i: int, *arguments: Any) -> Any:
         ahead.append(i - computed[0])
         return fetch(self, i, *arguments)
 
-    def counted(self: DiskBinding, i: int, slot: Any) -> None:
+    def counted(self: Binding, i: int, slot: Any) -> None:
         computed[0] = i
         compute(self, i, slot)
 
-    monkeypatch.setattr(DiskBinding, "_fetch", fetched)
-    monkeypatch.setattr(DiskBinding, "_compute", counted)
+    monkeypatch.setattr(Binding, "_fetch", fetched)
+    monkeypatch.setattr(Binding, "_compute", counted)
     model = row.model(World(0, 1))
     optimizer = optimizer_of(row, model, tier=where, schedule="overlap")
     train(World(0, 1), row, model, optimizer)
@@ -110,7 +109,7 @@ def test_rows_are_laid_out_once_for_each_set_of_gradients(
     schedule: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    monkeypatch.setattr(disk_binding, "table_of", lambda *arguments: made.append(1) or table_of(*arguments))
+    monkeypatch.setattr(binding, "table_of", lambda *arguments: made.append(1) or table_of(*arguments))
     row, world = row_of("stage 2", "bf16", steps=1), World(0, 1)
     model, optimizer = begun(row, schedule, *small(tier, 1))
     for step, present in enumerate([4, 4, 9, 9, 4]):

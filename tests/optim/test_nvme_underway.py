@@ -37,7 +37,7 @@ from zero_cases import IN, OUT
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Faults
-from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.binding import Binding
 
 READ, WRITE = 1, 2
 
@@ -211,15 +211,19 @@ def test_a_process_ends_while_records_are_on_their_way(tmp_path: Path) -> None:
 def test_a_disk_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(
     schedule: str, wrap: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row, tiers, store, failed = row_of(wrap, "bf16"), small(tier, 2), DiskBinding._store, []
+    row, tiers, store, failed = row_of(wrap, "bf16"), small(tier, 2), Binding._store, []
 
-    def broken(self: DiskBinding, i: int, slot: Any) -> Any:
-        if self._disk.tier.config is tiers[1] and float(next(iter(self._state.values()))["step"]) >= 2 and not failed:
+    def broken(self: Binding, i: int, slot: Any) -> Any:
+        if (
+            self.tier._disk.tier.config is tiers[1]
+            and float(next(iter(self.tier.state.values()))["step"]) >= 2
+            and not failed
+        ):
             failed.append(i)
             raise zk.IoError("the disk failed", path="swap", errno=5)
         return store(self, i, slot)
 
-    monkeypatch.setattr(DiskBinding, "_store", broken)
+    monkeypatch.setattr(Binding, "_store", broken)
 
     def work(world: World) -> None:
         model = row.model(world)

@@ -20,8 +20,8 @@ from worlds import built, full, on_threads, ranked, run_ranks
 import zerokern as zk
 from zerokern.io import Nvme
 from zerokern.optim.accord import Accord
+from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk
-from zerokern.optim.disk_binding import DiskBinding
 
 Tier = Callable[..., Nvme]
 SIZES = (40_000, 300)
@@ -68,7 +68,7 @@ def step(model: Divided, optimizer: Any, seed: int) -> str:
 def test_a_disk_that_fails_on_one_rank_in_the_middle_tears_all(
     tier: Tier, stage: int, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, DiskBinding, "_store")
+    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, Binding, "_store")
 
     def work(group: Any) -> None:
         model, optimizer = begun(group, stage, tiers[group.rank])
@@ -95,7 +95,7 @@ def test_a_disk_that_fails_on_one_rank_in_the_middle_tears_all(
 def test_a_disk_that_fails_on_all_ranks_before_anything_changed_leaves_all_as_it_was(
     tier: Tier, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, DiskBinding, "_fetch")
+    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, Binding, "_fetch")
 
     def work(group: Any) -> None:
         model, optimizer = begun(group, stage, tiers[group.rank])

@@ -13,7 +13,7 @@ from shard_double import Divided, gradients, on_ranks, whole_state
 from tables import each
 
 from zerokern.io import Nvme
-from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.binding import Binding
 
 Tier = Callable[..., Nvme]
 SIZES = (20_000, 1, 300, 128, 0, 129)  # one that is cut into pieces on either rank
@@ -40,14 +40,14 @@ def test_the_bits_of_state_in_memory(tier: Tier, stage: int) -> None:
 
 
 def test_initial_values_outlive_a_first_step_that_failed(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    places, broken, fetch = [tier(), tier()], threading.local(), DiskBinding._fetch
+    places, broken, fetch = [tier(), tier()], threading.local(), Binding._fetch
 
     def fetched(*arguments: Any) -> Any:
         if getattr(broken, "yes", False):
             raise OSError("no such disk")
         return fetch(*arguments)
 
-    monkeypatch.setattr(DiskBinding, "_fetch", fetched)
+    monkeypatch.setattr(Binding, "_fetch", fetched)
 
     def begun(group: Any, place: Any) -> tuple[Divided, Any]:
         model = Divided(group, 2, SIZES, BF16)

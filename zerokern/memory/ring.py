@@ -63,6 +63,14 @@ class Ring:
             self.close()
             raise
 
+    @classmethod
+    def without_memory(cls, slots: int) -> Ring:
+        """A ring for items that bring their own memory: so many of them are fetched at a time."""
+        made = cls.__new__(cls)
+        made.nbytes, made.flowing, made.waited_ns = 0, False, 0
+        made.slots = [Slot(index, None) for index in range(slots)]  # type: ignore[arg-type]
+        return made
+
     def close(self) -> None:
         """Releases the leases. Nothing moves in them: flow never leaves anything behind."""
         if self.flowing:

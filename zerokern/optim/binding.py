@@ -1,76 +1,38 @@
-"""A survey joined to optimizer state and to the native table of pointers, one row for each parameter: what one call
-updates."""
+"""Joins a survey to optimizer state and to the native table of pointers: the one binding of every tier.
+
+Rows of the table lie in batches. A batch is fetched from where its state and parameters rest, updated by a native call,
+and stored again, while others are on their way in and out. In memory both are the identity, and all rows are one batch.
+"""
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from inspect import GEN_RUNNING, getgeneratorstate
+from itertools import accumulate
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import StepTable, UpdateTable
-from zerokern.memory import HostTier
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory import Rest, Ring, flow, flowing
+from zerokern.memory import Slot as Cell
 from zerokern.optim import checks
-from zerokern.optim.formats import Algorithm, Layout, Slot
+from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
-from zerokern.optim.state import Entry, Exact, StepBook, begin, check_entries, make, pull, untangled
+from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
-from zerokern.zero.kinds import present, rest_of
+from zerokern.zero.kinds import rest_of, rests_of_gradients
+
+__all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
 Turns = Sequence[Sequence[int]]
 """Places among an optimizer's parameters that are updated one after the other."""
-_POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
-
-
-class Row:
-    """Where a parameter and its state lie. `first`: its moment is yet to start from the gradient.
-
-    Storages are held, so that memory that somebody takes from a state tensor (`.data`) is not freed under a call.
-    """
-
-    __slots__ = ("first", "layout", "param", "param_pointer", "storages", "tensors", "words")
-
-    def __init__(self, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> None:
-        self.param, self.param_pointer, self.layout, self.first = param, param_pointer, layout, first
-        slots = [slot for slot in layout.slots if slot.column]
-        self.tensors = [entry[slot.key] for slot in slots]
-        held = self.tensors if rest_of(param) is not None else (param, *self.tensors)  # else it would count as in use
-        self.storages = [tensor.untyped_storage() for tensor in held]
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
-        words = dict(zip((slot.column for slot in slots), addresses, strict=True))
-        words[layout.param_column] = param_pointer
-        self.words = pointer_words(words)
-
-    def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
-        return self.param is param and self.param_pointer == param_pointer and self.layout is layout
-
-
-class Pointed(Protocol):
-    """What the table reads of a row. `words`: addresses in the order of `pointer_words`."""
-
-    layout: Layout
-    first: bool
-    words: tuple[int, ...]
-
-
-class Columns(Protocol):
-    """Rows as columns. A `Survey` is one, whose rows are whole parameters."""
-
-    owners: list[int]
-    numbers: list[int]
-    numels: list[int]
-    grad_dtypes: list[torch.dtype]
-    firsts: list[int]  # the element of a whole parameter that the row begins with
-
-
-def pointer_words(pointers: dict[str, int]) -> tuple[int, ...]:
-    """Addresses by column as the table orders them, 0 where a format needs none."""
-    return tuple(pointers.get(name, 0) for name in _POINTERS)
+_AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
 
 
 @dataclass
@@ -83,18 +45,35 @@ class TableGroup:
     first: bool
 
 
+@dataclass
+class Columns:
+    """The rows of a table in its order. `index`: the place of each in the survey; `starts`: the element of the
+    survey's parameter that it begins with."""
+
+    survey: Survey
+    index: Sequence[int]
+    starts: Sequence[int]
+    numels: Sequence[int]
+
+    def of(self, column: Sequence[Any]) -> list[Any]:
+        """Returns what a column of the survey has for each row."""
+        return [column[i] for i in self.index]
+
+
 def table_of(
     columns: Columns,
     groups: Groups,
-    rows: Sequence[Pointed],
+    rows: Sequence[SpanRow],
     steps: Sequence[int],
     open_table: Callable[[int, int], Any] = StepTable,
 ) -> tuple[Any, list[TableGroup]]:
-    """The table of all rows; those that differ in format, owner or step count are in different groups of it."""
+    """Makes the table of all rows; those that differ in format, owner or step count are in different groups of it."""
+    survey = columns.survey
     made: list[TableGroup] = []
     numbers: dict[tuple[Any, ...], int] = {}
     members = array("Q")
-    for row, owner, grad_dtype, step in zip(rows, columns.owners, columns.grad_dtypes, steps, strict=True):
+    for row, i in zip(rows, columns.index, strict=True):
+        owner, grad_dtype, step = survey.owners[i], survey.grad_dtypes[i], steps[i]
         key = (owner, id(row.layout), grad_dtype, step, row.first)
         number = numbers.get(key)
         if number is None:
@@ -105,15 +84,15 @@ def table_of(
     table = open_table(len(rows), len(made))
     table.columns["group"][:] = members
     table.columns["numel"][:] = array("Q", columns.numels)
-    table.columns["key"][:] = array("Q", columns.numbers)
-    table.columns["first"][:] = array("Q", columns.firsts)
-    for name, words in zip(_POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
+    table.columns["key"][:] = array("Q", columns.of(survey.numbers))
+    table.columns["first"][:] = array("Q", map(operator.add, columns.of(survey.firsts), columns.starts))
+    for name, words in zip(POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
         table.columns[name][:] = array("Q", words)
     return table, made
 
 
 def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
-    """Give the table's groups the hyperparameters and step counts of the update to come."""
+    """Gives the table's groups the hyperparameters and step counts of the update to come."""
     for number, group in enumerate(groups):
         values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
         if isinstance(values["lr"], Tensor):
@@ -121,197 +100,321 @@ def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Seque
         table.set_group(number, **values)
 
 
-def count_step(groups: Sequence[TableGroup]) -> None:
-    """The update that `set_groups` prepared was made."""
-    for group in groups:
-        group.step += 1
-        group.first = False
+class HostCompute:
+    """Runs the native table in host memory, and counts the steps of its parameters."""
+
+    torn = False  # one native call writes all rows or raises before it writes any
+
+    def __init__(self) -> None:
+        self.table: Any = None
+        self.groups: list[TableGroup] = []
+        self.book: Any = None
+
+    def is_like(self, other: HostCompute) -> bool:
+        """Whether rows and counters of the other one are of use here."""
+        return type(other) is type(self)
+
+    def launching(self) -> AbstractContextManager[Any]:
+        """The context that state and tables are made in."""
+        return nullcontext()
+
+    def check_new(self, survey: Survey, groups: Groups, tier: StateTier, new: Sequence[int]) -> None:
+        """Refuses state that cannot begin now for these parameters of the survey."""
+
+    def mark_first(self, survey: Survey, tier: StateTier, new: Sequence[int]) -> None:
+        """Marks rows whose moments have not started, though their tensors are there."""
+
+    def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
+        """Counts steps of all parameters; `previous`: whose book fits, for nothing has changed since."""
+        entries = [tier.state.get(param, {}) for param in survey.everyone]
+        self.book = StepBook(entries) if previous is None else previous.compute.book
+
+    def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
+        """Puts the rows into a table."""
+        self.table, self.groups = table_of(columns, groups, rows, self.book.choose(columns.survey.numbers))
+
+    def is_outdated(self) -> bool:
+        """Whether the table must be laid out anew."""
+        return False
+
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
+        set_groups(self.table, self.groups, settings)
+        self.table.columns["grad"][:] = pointers
+
+    def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
+        """Updates these rows."""
+        self.table.run(scale, begin, end)
+
+    @property
+    def carried_out(self) -> bool:
+        """Whether the last call was made, even if an interrupt hid that it was."""
+        return bool(self.table.carried_out)
+
+    def count(self, tier: StateTier) -> None:
+        """Counts the update that was prepared."""
+        if any(group.first for group in self.groups):
+            tier.started()
+        for group in self.groups:
+            group.step += 1
+            group.first = False
+        self.book.advance()
+
+    def shown(self, state: Mapping[Any, Any], binding: Binding) -> Mapping[Any, Any]:
+        """Returns the state to save."""
+        return state
 
 
-def row_ranges(members: Sequence[int], rows: dict[int, int]) -> list[tuple[int, int]]:
-    """The rows of these members in a table, as few [begin, end) as possible. `rows`: a member's row.
+@dataclass
+class RowBatch:
+    """Rows [begin, end) of the table, which are updated together: those of one record, or of parameters that rest in
+    one place. `members`: (place in the survey, place in the record)."""
 
-    >>> row_ranges((4, 5, 6, 9), {4: 0, 5: 1, 9: 2, 7: 3})
-    [(0, 3)]
-    """
-    found = sorted(rows[member] for member in members if member in rows)
-    ranges: list[tuple[int, int]] = []
-    for row in found:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1] = (ranges[-1][0], row + 1)
-        else:
-            ranges.append((row, row + 1))
-    return ranges
+    record: Any
+    turns: list[int] = field(default_factory=list)
+    members: list[tuple[int, Any]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)  # first element and elements, of each row
+    begin: int = 0
+    end: int = 0
+    params: list[Rest] = field(default_factory=list)
+    """where the parameters rest that are fetched for it"""
+    gradients: list[Rest] = field(default_factory=list)
+    """where their gradients do, in the step at hand"""
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """What several turns share comes with the first of them, and last there: rests come once for all of theirs."""
+        return min(self.turns), self.record is None, max(self.turns)
 
 
 class Binding:
-    """Made from a survey; valid as long as the survey is and `intact` says so."""
+    """The update of a survey's parameters. It is valid as long as the survey is and `intact` says so.
 
-    rests_on_disk = False
+    `tier`: where state rests. `compute`: who runs the native table.
+    """
 
     def __init__(
         self,
-        algorithm: Algorithm,
         survey: Survey,
         groups: Groups,
-        state: WatchedState,
+        tier: StateTier,
+        compute: HostCompute,
         *,
-        initial: Sequence[float],
         previous: Binding | None,
         witness: Witness | None,
-        exact: Exact | None = None,
-        room: HostTier | None = None,
     ) -> None:
-        """Check all state, then make what is missing (moments start at `initial[owner]`, or zero) and point at it.
+        """Checks all state, then makes what is missing and points at it.
 
-        `previous` is an intact binding of the same state, whose rows need no second look. `exact` knows of values that
-        parameters began with and that were rounded away. `room`: where state is to lie, if not in memory of its own.
+        `previous` is an intact binding of the same state, whose rows need no second look.
         """
-        self._algorithm, self.survey, self._state = algorithm, survey, state
-        self._exact, self._room = exact, room
+        self.survey, self.tier, self.compute, self._groups = survey, tier, compute, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
         self.turns: Turns = ()
-        present = set(map(id, survey.everyone))
-        last = {} if previous is None else previous.rows
-        self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
-        new = [i for i in range(len(survey.params)) if not self._knows(i)]
-        if new:
-            self._add(groups, initial, new)
-        if new or previous is None or not same_objects(survey.everyone, previous.survey.everyone):
-            self.book = self._open_book([state.get(param, {}) for param in survey.everyone])
-        else:
-            self.book = previous.book
-        self.witness = Witness.renewed(witness, state)
-        self._find()
-        if state.mark.changed:
-            state.watch_all()
-        self._plan(groups)
+        self._done = self._is_laid_out = False
+        self._flow: Generator[int, None, None] | None = None
+        self._fetched: list[Rest] = []
+        with compute.launching():
+            new = tier.find(survey, None if previous is None else previous.tier)
+            if new:
+                compute.check_new(survey, groups, tier, new)
+                tier.add(groups, new)
+                compute.mark_first(survey, tier, new)
+            same = previous is not None and same_objects(survey.everyone, previous.survey.everyone)
+            compute.open_book(survey, tier, previous if same and not new else None)
+            self.witness = Witness.renewed(witness, tier.state)
+            tier.locate()
+            if tier.state.mark.changed:
+                tier.state.watch_all()
+            if not tier.streams:  # else the first update lays out the rows, when its turns are known
+                self._lay_out()
 
-    def _find(self) -> None:
-        """Where the state is that the update is about."""
-        self._rows: Sequence[Any] = [self.rows[id(param)] for param in self.survey.params]
-        self._whereabouts = Whereabouts([tensor for row in self._rows for tensor in row.tensors])
-
-    def _open_book(self, entries: Sequence[Entry]) -> Any:
-        return StepBook(entries)
-
-    def _plan(self, groups: Groups) -> None:
-        """Put the rows into a table."""
-        self.table, self.groups = table_of(self.survey, groups, self._rows, self.book.choose(self.survey.numbers))
-
-    def _knows(self, i: int) -> bool:
-        param, survey = self.survey.params[i], self.survey
-        row = self.rows.get(id(param))
-        return row is not None and row.fits(param, survey.param_pointers[i], survey.layouts[i])
-
-    def _add(self, groups: Groups, initial: Sequence[float], new: Sequence[int]) -> None:
-        """Check all state of these parameters, then make what is missing."""
-        survey, state, optional = self.survey, self._state, self._algorithm.optional
-        check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
-        made: list[tuple[int, Tensor, Entry, Slot]] = []
-        entries: list[Entry] = []
-        for i in new:
-            param, layout = survey.params[i], survey.layouts[i]
-            entries.append(state.get(param) or {})
-            made += [(i, param, entries[-1], slot) for slot in layout.slots if entries[-1].get(slot.key) is None]
-        with torch.no_grad():
-            if self._room is not None:
-                self._untangle(entries, new)
-            make([(param, entry, slot) for _, param, entry, slot in made], self._room)
-            self._start(initial, made)
-            for i, entry in zip(new, entries, strict=True):
-                pull(entry, survey.layouts[i], survey.params[i], self._room)
-        firsts = {i for i, _, _, slot in made if slot.key in optional}
-        for i, entry in zip(new, entries, strict=True):
-            param = survey.params[i]
-            self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
-
-    def _untangle(self, entries: Sequence[Entry], new: Sequence[int]) -> None:
-        """State that was exchanged between parameters is brought back from copies, not from what is being written."""
-        assert self._room is not None
-        places = self._room.addresses()
-        for i, entry in zip(new, entries, strict=True):
-            entry.update(untangled(entry, self.survey.params[i], places))
-
-    def _start(self, initial: Sequence[float], made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
-        moments = {key for key, _ in self._algorithm.moments}
-        for i, param, entry, slot in made:
-            self._state[param] = entry
-            if slot.key in ("master", "remainder"):
-                with present(param, written=True):
-                    begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
-            elif slot.key in moments and initial[self.survey.owners[i]]:
-                entry[slot.key].fill_(initial[self.survey.owners[i]])
+    @property
+    def moves(self) -> bool:
+        """Whether an update fetches and stores state or parameters."""
+        return self.tier.streams or self.survey.rests
 
     def intact(self, state: WatchedState) -> bool:
         """Whether every state tensor is the one, and lies where, the table points at.
 
         What was assigned to the state shows by its mark, a tensor whose memory was exchanged (`.data`) by its address.
         """
-        known = state is self._state and not state.mark.changed
-        return known and self._whereabouts.unchanged() and self.book.untouched()
+        known = state is self.tier.state and not state.mark.changed
+        return known and self.tier.in_place() and self.compute.book.untouched()
 
     def arrange(self, turns: Turns) -> None:
         """An update is to be made turn by turn: each has the parameters in these places of the optimizer's."""
         if turns != self.turns:
-            self.turns = turns
-            self._arrange()
+            self.turns, self._is_laid_out = turns, False
 
-    def _arrange(self) -> None:
-        rows = {number: row for row, number in enumerate(self.survey.numbers)}
-        self._ranges = [row_ranges(members, rows) for members in self.turns]
+    def _lay_out(self) -> None:
+        """Puts the rows into batches in the order of the turns, and all of them into the table."""
+        survey, tier = self.survey, self.tier
+        self._batches = batches = self._batches_of()
+        self._ring = tier.ring or Ring.without_memory(_AHEAD)
+        cells = self._ring.slots
+        rows: list[SpanRow] = []
+        index: list[int] = []
+        for number, batch in enumerate(batches):
+            batch.begin = len(rows)
+            cell = cells[number % len(cells)]
+            rows += [tier.row(i, place, cell) for i, place in batch.members]
+            index += [i for i, _ in batch.members]
+            batch.end = len(rows)
+        spans = [span for batch in batches for span in batch.spans]
+        columns = Columns(survey, index, [start for start, _ in spans], [numel for _, numel in spans])
+        in_order = index == list(range(len(survey.params))) and not any(columns.starts)
+        self._index = None if in_order else index
+        self._shifts = [start * survey.grad_dtypes[i].itemsize for i, start in zip(index, columns.starts, strict=True)]
+        self._firsts = [min(batch.turns) for batch in batches]
+        self._ends = list(accumulate(self._firsts.count(turn) for turn in range(len(self.turns))))
+        self.compute.lay_out(columns, self._groups, rows)
+        self._is_laid_out = True
 
-    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
-        """Everything that the native call reads: hyperparameters, step counts, where the gradients are."""
-        self.begun = False
-        set_groups(self.table, self.groups, settings)
-        self.table.columns["grad"][:] = pointers
+    def _batches_of(self) -> list[RowBatch]:
+        survey, tier = self.survey, self.tier
+        turn_of = {number: turn for turn, members in enumerate(self.turns) for number in members}
+        found: dict[Any, RowBatch] = {}
+        for i, number in enumerate(survey.numbers):
+            turn, rest = turn_of.get(number, 0), rest_of(survey.params[i]) if survey.rests else None
+            for record, place, start, numel in tier.spans(i):
+                key = (turn, id(rest)) if record is None else record
+                batch = found.get(key)
+                if batch is None:
+                    batch = found[key] = RowBatch(record)
+                batch.turns.append(turn)
+                batch.members.append((i, place))
+                batch.spans.append((start, numel))
+                if rest is not None and rest not in batch.params:
+                    batch.params.append(rest)
+        return sorted(found.values(), key=operator.attrgetter("order"))
 
     def nbytes_of(self, param: Tensor) -> int:
-        """The state that an update of this parameter reads and writes."""
-        row = self.rows.get(id(param))
-        return 0 if row is None else sum(one.nbytes for one in row.tensors)
+        """Returns the bytes of state that an update of this parameter reads and writes."""
+        return self.tier.nbytes_of(param)
+
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
+        self.tier.check()
+        self.begun = self._done = False
+        if self.compute.is_outdated() or not self._is_laid_out:
+            with self.compute.launching():
+                self._lay_out()
+        if self.survey.rests:
+            rests = rests_of_gradients(self.survey.params)
+            for batch in self._batches:
+                own = (rests[i] for i, _ in batch.members)
+                batch.gradients = list({id(rest): rest for rest in own if rest is not None}.values())
+        if self._index is not None:
+            pointers = array("Q", map(operator.add, map(pointers.__getitem__, self._index), self._shifts))
+        self.compute.prepare(settings, pointers)
 
     def run(self, scale: float) -> None:
-        """The update: one native call."""
-        self.table.run(scale)
+        """Makes the update. An error before the first batch is updated leaves everything as it was."""
+        if not self.moves:
+            self.compute.run(scale)
+            return
+        self._scale = scale
+        try:
+            with whole("the step"):
+                flow(self._ring, len(self._batches), self._fetch, self._compute, self._store)
+                self._done = True
+        except BaseException:
+            self._give_back()
+            if self.torn:
+                self.survey.cells.raise_versions()
+            raise
 
     def take_turn(self, turn: int, scale: float) -> None:
-        """Its share of an update that has been arranged and prepared; any thread may, one after the other."""
-        for first, end in self._ranges[turn]:
-            self.run_rows(scale, first, end)
+        """Makes one turn of an update that has been arranged and prepared; any thread may, one after the other.
 
-    def run_rows(self, scale: float, begin: int = 0, end: int | None = None) -> None:
-        """An update of these rows of the table."""
+        Batches of the next turns are on their way in meanwhile, those of the last ones on their way out.
+        """
+        begin, end = self._ends[turn - 1] if turn else 0, self._ends[turn]
+        self._scale = scale
+        if not self.moves:
+            for batch in self._batches[begin:end]:
+                self._update(batch)
+            return
+        if self._flow is None:
+            self._flow = flowing(self._ring, len(self._batches), self._fetch, self._compute, self._store)
+        for _ in range(begin, end):
+            next(self._flow)
+        if not self.tier.streams and end == len(self._batches):
+            self.put_away()
+
+    def _update(self, batch: RowBatch) -> None:
         before, self.begun = self.begun, True
         try:
-            self.table.run(scale, begin, end)
+            self.compute.run(self._scale, batch.begin, batch.end)
         except KernelError:  # refused before it wrote anything
             self.begun = before
             raise
 
+    def _fetch(self, i: int, cell: Cell, after: Any) -> Any:
+        batch = self._batches[i]
+        for rest in (*batch.params, *batch.gradients):
+            rest.fetch()
+            self._fetched.append(rest)
+        return self.tier.fetch(batch.record, cell, after)
+
+    def _compute(self, i: int, cell: Cell) -> None:
+        batch = self._batches[i]
+        for rest in batch.params:
+            rest.wait()
+            rest.change()
+        for rest in batch.gradients:
+            rest.wait()
+        self.tier.begin(batch.record, cell, batch.members)
+        self._update(batch)
+
+    def _store(self, i: int, cell: Cell) -> Any:
+        batch = self._batches[i]
+        ticket = self.tier.store(batch.record, cell, batch.members)
+        for rest in batch.params:
+            self._leave(rest, awaited=True)  # by its forward
+        for rest in batch.gradients:
+            self._leave(rest, awaited=False)
+        return ticket
+
+    def _leave(self, rest: Rest, *, awaited: bool) -> None:
+        self._fetched.remove(rest)
+        rest.leave(awaited=awaited)
+
+    def _give_back(self) -> None:
+        """Lets go of what was fetched for an update that goes no further."""
+        while self._fetched:
+            self._fetched.pop().leave()
+
     def put_away(self) -> None:
         """Returns once what the turns have changed is where it rests."""
+        if self._flow is not None:
+            next(self._flow, None)
+            self._flow = None
+        self._done = True
 
     def break_off(self) -> None:
-        """No further turn will be taken."""
+        """Ends an update of which no further turn will be taken."""
+        flow, self._flow = self._flow, None
+        if flow is not None and getgeneratorstate(flow) != GEN_RUNNING:  # as it seems to in a forked child
+            flow.close()
+        self._give_back()
 
     @property
     def carried_out(self) -> bool:
         """Whether the update was made, even if an interrupt hid that it was."""
-        return self.table.carried_out
+        return self._done if self.moves else self.compute.carried_out
 
     @property
     def torn(self) -> bool:
-        """Whether an update that raised may have been made in part: never, for it is one call."""
-        return False
+        """Whether an update that raised was broken off when some of the parameters had been updated."""
+        return self.begun and not self._done if self.moves else self.compute.torn
 
     def stepped(self) -> None:
-        """Account for an update that was made."""
-        if any(group.first for group in self.groups):
-            for row in self._rows:
-                row.first = False
-        count_step(self.groups)
-        self.book.advance()
+        """Counts an update that was made."""
+        self.compute.count(self.tier)
         self.survey.cells.raise_versions()
         self.witness.stepped()
+
+    def shown(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Returns the state to save."""
+        return self.compute.shown(state, self)

@@ -12,17 +12,29 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.io.pieces import Piece, Width, columns, plan
 from zerokern.kernels.formats import BLOCK
-from zerokern.memory import DeviceTier, TierConfig, Wanted
+from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
 from zerokern.memory.stream import Record, Stream
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
 from zerokern.optim.interrupts import whole
-from zerokern.optim.state import Checked, Entry, begin, exact_of, make
+from zerokern.optim.state import (
+    Checked,
+    Entry,
+    Exact,
+    SpanRow,
+    StateTier,
+    begin,
+    check_entries,
+    exact_of,
+    make,
+    pointer_words,
+)
+from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import present
 
 __all__ = [
-    "Disk", "OnDisk", "Stretch", "begin_with", "described", "housed", "in_memory", "moved_in", "on_disk_of", "put_down",
-    "refuse_copy", "settle", "stand_ins",
+    "Disk", "OnDisk", "StateOnDisk", "Stretch", "begin_with", "cells_of", "described", "housed", "in_memory",
+    "moved_in", "on_disk_of", "put_down", "refuse_copy", "settle", "stand_ins",
 ]  # fmt: skip
 
 _PIECE = 1 << 18  # elements that are rounded at once
@@ -250,6 +262,14 @@ def spans(owner: OnDisk, place: Stretch, tensors: dict[str, Tensor]) -> list[Ten
     return [whole[place.start // per : -(-(place.start + place.numel) // per)] for whole, per in flat]
 
 
+def cells_of(owner: OnDisk, place: Stretch, cell: Cell) -> list[Tensor]:
+    """Returns the tensors of a place, 1-D, where they lie in a cell of the ring."""
+    return [
+        cell.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)
+        for column, inside, _, nbytes in owner.spans(place)
+    ]
+
+
 def _by_record(owners: Sequence[OnDisk], entries: Sequence[dict[str, Any]]) -> dict[Record, list[Visit]]:
     visits: dict[Record, list[Visit]] = {}
     for owner, entry in zip(owners, entries, strict=True):
@@ -365,3 +385,149 @@ def _batches(entries: Sequence[Checked]) -> Iterator[list[Checked]]:
             batch, nbytes = [], 0
     if batch:
         yield batch
+
+
+class StateOnDisk(StateTier):
+    """Keeps state in records on disk. An update reads them into a ring, changes them there and writes them back."""
+
+    streams = True
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        state: Any,
+        initial: Sequence[float],
+        exact: Exact | None,
+        disk: Disk,
+    ) -> None:
+        """As `StateTier`. Nothing is written to the state before there is room on disk for all of it."""
+        super().__init__(algorithm, state, initial, exact)
+        self._disk = disk
+
+    @property
+    def ring(self) -> Ring | None:  # type: ignore[override]
+        return self._disk.ring if self._disk.is_open else None
+
+    def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
+        self.survey = survey
+        return [i for i in range(len(survey.params)) if not self._knows(i)]
+
+    def _knows(self, i: int) -> bool:
+        param, layout = self.survey.params[i], self.survey.layouts[i]
+        entry = self.state.get(param)
+        owner = on_disk_of(entry)
+        if self.state.mark.changed:
+            return False
+        if owner is None:
+            return not layout.columns and (not layout.counter or (entry is not None and "step" in entry))
+        return owner.fits(self._disk, param, layout)
+
+    def add(self, groups: Groups, new: Sequence[int]) -> None:
+        survey, disk, state = self.survey, self._disk, self.state
+        entries = [state.get(survey.params[i]) or {} for i in new]
+        seen = []
+        for i, entry in zip(new, entries, strict=True):
+            seen.append(described(disk, lambda i=i: names_of(groups)[survey.numbers[i]], entry))  # type: ignore[misc]
+        check_entries(survey, groups, state, new, seen, self.algorithm.optional)
+        fresh: list[int] = []
+        moving: list[tuple[int, Entry]] = []
+        for i, entry in zip(new, entries, strict=True):
+            layout, owner = survey.layouts[i], on_disk_of(entry)
+            if owner is not None and {*layout.columns} <= {*owner.slots}:
+                owner.param, owner.layout = survey.params[i], layout
+            elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
+                moving.append((i, entry))
+            elif not entry.keys() >= {slot.key for slot in layout.slots}:
+                fresh.append(i)
+        if moving:
+            wanted = [(survey.params[i], entry, survey.layouts[i]) for i, entry in moving]
+            self._put(moving, moved_in(disk, wanted, self.algorithm))
+        if fresh:
+            self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._made(fresh))
+
+    def _made(self, fresh: Sequence[int]) -> list[Entry]:
+        """Makes entries for parameters without state, with room on disk for all of it."""
+        survey, optional = self.survey, self.algorithm.optional
+        stored = [i for i in fresh if survey.layouts[i].columns]
+        wanted = []
+        for i in stored:
+            layout = survey.layouts[i]
+            first = any(slot.key in optional for slot in layout.columns)
+            wanted.append((survey.params[i], layout, self._initial[survey.owners[i]], first))
+        owners = dict(zip(stored, self._disk.make(wanted) if wanted else (), strict=True))
+        for i, owner in owners.items():
+            if self._exact is not None and owner.has_master:
+                begin_with(owner, self._exact(survey.params[i]))
+        entries: list[Entry] = [{ON_DISK: owners[i]} if i in owners else {} for i in fresh]
+        pairs = zip(fresh, entries, strict=True)
+        make([(survey.params[i], entry, slot) for i, entry in pairs for slot in survey.layouts[i].counter])
+        return entries
+
+    def _put(self, old: Sequence[tuple[int, Entry]], new: Sequence[Entry]) -> None:
+        """Puts entries in the place of others; what an entry holds beside our own keys stays in it."""
+        for (i, was), entry in zip(old, new, strict=True):
+            ours = {ON_DISK, *(slot.key for slot in self.survey.layouts[i].slots)}
+            others = {key: value for key, value in was.items() if key not in ours}
+            self.state[self.survey.params[i]] = {**entry, **others}
+
+    def locate(self) -> None:
+        self._owners = [on_disk_of(self.state.get(param)) for param in self.survey.params]
+        if self.state.mark.changed:
+            self._disk.sweep(stand_ins(self.state))
+
+    def in_place(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        self._disk.check()
+        self._disk.begin_change()
+
+    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
+        owner = self._owners[i]
+        if owner is None:
+            return [(None, None, 0, self.survey.numels[i])]
+        return [(place.record, place, place.start, place.numel) for place in owner.places]
+
+    def row(self, i: int, place: Stretch | None, cell: Cell) -> SpanRow:
+        survey, owner = self.survey, self._owners[i]
+        layout = survey.layouts[i]
+        start = 0 if place is None else place.start
+        pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
+        if owner is not None and place is not None:
+            for column, inside, _, _ in owner.spans(place):
+                pointers.setdefault(column.column, cell.lease.ptr + inside)
+        return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
+
+    def fetch(self, record: Record | None, cell: Cell, after: Any) -> Any:
+        if record is None or not record.stored:
+            return None
+        return self._disk.fetch(record, self._disk.view(cell, record), after)
+
+    def begin(self, record: Record | None, cell: Cell, members: Sequence[tuple[int, Any]]) -> None:
+        if record is None or not record.unsettled:
+            return
+        if not record.stored:
+            self._disk.view(cell, record).zero_()
+        for i, place in members:
+            owner = self._owners[i]
+            if owner is not None and place in record.unsettled:
+                settle(owner, place, cells_of(owner, place, cell))
+
+    def store(self, record: Record | None, cell: Cell, members: Sequence[tuple[int, Any]]) -> Any:
+        if record is None:
+            return None
+        ticket = self._disk.store(record, self._disk.view(cell, record))
+        for i, place in members if record.unsettled else ():
+            place.begun = True
+            record.unsettled.discard(place)
+            self._owners[i].forget_exact()  # type: ignore[union-attr]
+        return ticket
+
+    def started(self) -> None:
+        for owner in self._owners:
+            if owner is not None:
+                owner.first = False
+
+    def nbytes_of(self, param: Tensor) -> int:
+        owner = on_disk_of(self.state.get(param))
+        return 0 if owner is None else sum(one.nbytes for one in owner.described().values())

@@ -16,8 +16,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError, got
 from zerokern.memory import HostTier, Slot
 from zerokern.memory.stream import Record
-from zerokern.optim.device_binding import DeviceBinding
-from zerokern.optim.disk import Disk, OnDisk, Stretch, housed, on_disk_of, put_down, settle, stand_ins
+from zerokern.optim.disk import Disk, OnDisk, Stretch, cells_of, housed, on_disk_of, put_down, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
@@ -203,7 +202,7 @@ class Exchange:
         here, held = self._here, self._here.held
         owners = stand_ins(held)
         stream = Outflow(here.disk, owners) if here.disk is not None and owners else None
-        made = here.bound.binding.shown(held) if isinstance(here.bound.binding, DeviceBinding) else dict(held)
+        made = dict(held) if here.bound.binding is None else dict(here.bound.binding.shown(held))
         optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
         for _, piece, home, _ in self.held():
@@ -327,7 +326,7 @@ class Column:
 
     def read(self, place: Stretch) -> Tensor:
         """Its part in a place, 1-D: memory that holds it until records that come later are asked for."""
-        return _cells(self._owner, place, self.stream.slot(place.record))[self._number]
+        return cells_of(self._owner, place, self.stream.slot(place.record))[self._number]
 
     def order(self, place: Stretch) -> tuple[int, int, int]:
         """Sorts parts by the order in which they are best read."""
@@ -393,7 +392,7 @@ class Outflow:
                     ticket = None
                 for owner, place in self._visits[record]:
                     if place in record.unsettled:
-                        settle(owner, place, _cells(owner, place, slot))
+                        settle(owner, place, cells_of(owner, place, slot))
             disk.ahead[record] = slot, ticket
             self._next += 1
 
@@ -432,7 +431,7 @@ class Inflow:
                 disk.view(slot, record).zero_()
                 for number, place in self._visits[record]:
                     owner = self._owners[number]
-                    cells = _cells(owner, place, slot)
+                    cells = cells_of(owner, place, slot)
                     parts.append((number, place, {one.key: cell for one, cell in zip(owner.slots, cells, strict=True)}))
             yield Round(mine, parts)
 
@@ -457,11 +456,3 @@ class Inflow:
         ticket = self._leaving.pop(slot.index, None)
         if ticket is not None:
             ticket.wait()
-
-
-def _cells(owner: OnDisk, place: Stretch, slot: Slot) -> list[Tensor]:
-    """A place's tensors, 1-D, where they lie in a slot."""
-    return [
-        slot.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)
-        for column, inside, _, nbytes in owner.spans(place)
-    ]

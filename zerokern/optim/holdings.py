@@ -14,21 +14,19 @@ from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostTier
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.optim.accord import TORN
-from zerokern.optim.binding import Binding
+from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
-from zerokern.optim.device_binding import DeviceBinding
-from zerokern.optim.disk import Disk, in_memory
-from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.device_compute import DeviceCompute
+from zerokern.optim.disk import Disk, StateOnDisk, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
-from zerokern.optim.resting_binding import RestingBinding
 from zerokern.optim.shards import LATE, Shards
+from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.kinds import rest_of
 from zerokern.zero.resting import own_name
 
 __all__ = ["Bound", "Chosen", "Holdings"]
@@ -212,8 +210,8 @@ class Holdings:
         binding, made = self.bound.binding, self.held
         if self.disk is not None:
             made = WatchedState(in_memory(self.disk, made))
-        elif isinstance(binding, DeviceBinding):
-            made = WatchedState(binding.shown(made))
+        elif binding is not None and (shown := binding.shown(made)) is not made:
+            made = WatchedState(shown)
         return self.shards.saved(made, self.state)
 
     def renew(self, *, loaded: bool = True) -> None:
@@ -241,23 +239,17 @@ class Holdings:
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
         self.bound.binding = None
-        subject = self.algorithm, survey, groups, self.held
-        begins: dict[str, Any] = {  # what new state and its witness begin with
-            "initial": [self.algorithm.first_moment(group) for group in groups],
-            "witness": witness,
-            "exact": partial(self.shards.exact, kept=self.disk is not None),
-        }
+        initial = [self.algorithm.first_moment(group) for group in groups]
+        exact = partial(self.shards.exact, kept=self.disk is not None)
         if self.disk is not None:
-            made: Binding = DiskBinding(*subject, self.disk, **begins)
-        elif decision.device is not None:
-            before = last if isinstance(last, DeviceBinding) and last.place == survey.device else None
-            made = DeviceBinding(
-                *subject, decision, previous=before if before is previous else None, last=before, **begins
-            )
+            tier: StateTier = StateOnDisk(self.algorithm, self.held, initial, exact, self.disk)
         else:
             room = self.room if survey.device is None else None
-            kind = Binding if all(rest_of(one) is None for one in survey.params) else RestingBinding
-            made = kind(*subject, previous=previous if type(previous) is kind else None, room=room, **begins)
+            tier = StateTier(self.algorithm, self.held, initial, exact, room)
+        compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
+        if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
+            previous = None
+        made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
         self.shards.bound(survey.params, self.state)
         self.bound = Bound(made, made.witness, formats)
         return made

@@ -1,8 +1,8 @@
 """Keeps copies in host memory of parameters that lie on a device, or that may not change visibly during an update.
 
 A copy has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the copies,
-and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later. Gradients
-of zk.shard are fetched during backward already, bucket by bucket (`Leaving`).
+and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
+Gradients of zk.shard are fetched during backward already, bucket by bucket (`Leaving`).
 """
 
 from __future__ import annotations

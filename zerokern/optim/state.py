@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +13,19 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
-from zerokern.memory import DeviceTier, HostTier
+from zerokern.memory import DeviceTier, HostTier, Ring
+from zerokern.memory import Slot as Cell
 from zerokern.memory.addresses import Whereabouts
-from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
+from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
-from zerokern.zero.kinds import is_divided
+from zerokern.zero.kinds import is_divided, present, rest_of
 
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
 # of a parameter, handed over once: the fp32 values that it began with, or, for a disk, what is kept of them
 Exact = Callable[[Tensor], Tensor | None]
 _HOST = torch.device("cpu")
+POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
 
 
 def check_entries(
@@ -281,3 +284,153 @@ class StepBook:
         """One more step for the chosen."""
         self._flat.add_(self._increments)
         self._expected.add_(self._increments)
+
+
+def pointer_words(pointers: dict[str, int]) -> tuple[int, ...]:
+    """Returns addresses by column in the order of the table, 0 where a format needs none."""
+    return tuple(pointers.get(name, 0) for name in POINTERS)
+
+
+@dataclass
+class SpanRow:
+    """A row of the table: elements of a parameter, and where they and their state lie.
+
+    `first`: its moment is yet to start from the gradient. `words`: addresses in the order of `pointer_words`.
+    """
+
+    layout: Layout
+    first: bool
+    words: tuple[int, ...]
+
+
+class Row(SpanRow):
+    """A parameter whose state is in memory.
+
+    It holds storages, so that memory that somebody takes from a state tensor (`.data`) is not freed under a call.
+    """
+
+    def __init__(self, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> None:
+        self.param, self.param_pointer = param, param_pointer
+        slots = [slot for slot in layout.slots if slot.column]
+        self.tensors = [entry[slot.key] for slot in slots]
+        held = self.tensors if rest_of(param) is not None else (param, *self.tensors)  # else it would count as in use
+        self.storages = [tensor.untyped_storage() for tensor in held]
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        words = dict(zip((slot.column for slot in slots), addresses, strict=True))
+        words[layout.param_column] = param_pointer
+        super().__init__(layout, first, pointer_words(words))
+
+    def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
+        return self.param is param and self.param_pointer == param_pointer and self.layout is layout
+
+
+class StateTier:
+    """Where the state of an optimizer's parameters rests: here in memory, where `fetch` and `store` do nothing.
+
+    `streams`: state rests in records elsewhere, which pass through a `ring` while they are updated.
+    """
+
+    streams = False
+    ring: Ring | None = None
+    rows: dict[int, Row]
+    state: Any
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        state: Any,
+        initial: Sequence[float],
+        exact: Exact | None = None,
+        room: HostTier | None = None,
+    ) -> None:
+        """`state`: a `WatchedState`, by what is updated. `initial`: what moments begin with, by group. `exact`: values
+        that parameters began with and that were rounded away. `room`: where state lies, if not in memory of its own.
+        """
+        self.algorithm, self.state, self._initial = algorithm, state, initial
+        self._exact, self._room = exact, room
+
+    def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
+        """Takes over what is known of `previous`. Returns the survey's parameters whose state has to be looked at."""
+        self.survey = survey
+        present = set(map(id, survey.everyone))
+        last = {} if previous is None else previous.rows
+        self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
+        return [i for i in range(len(survey.params)) if not self._knows(i)]
+
+    def _knows(self, i: int) -> bool:
+        param, survey = self.survey.params[i], self.survey
+        row = self.rows.get(id(param))
+        return row is not None and row.fits(param, survey.param_pointers[i], survey.layouts[i])
+
+    def add(self, groups: Groups, new: Sequence[int]) -> None:
+        """Checks all state of these parameters, then makes what is missing."""
+        survey, state, optional = self.survey, self.state, self.algorithm.optional
+        check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
+        made: list[tuple[int, Tensor, Entry, Slot]] = []
+        entries: list[Entry] = []
+        for i in new:
+            param, layout = survey.params[i], survey.layouts[i]
+            entries.append(state.get(param) or {})
+            made += [(i, param, entries[-1], slot) for slot in layout.slots if entries[-1].get(slot.key) is None]
+        with torch.no_grad():
+            if self._room is not None:  # state that was exchanged between parameters is copied before it is written
+                places = self._room.addresses()
+                for i, entry in zip(new, entries, strict=True):
+                    entry.update(untangled(entry, survey.params[i], places))
+            make([(param, entry, slot) for _, param, entry, slot in made], self._room)
+            self._begin(made)
+            for i, entry in zip(new, entries, strict=True):
+                pull(entry, survey.layouts[i], survey.params[i], self._room)
+        firsts = {i for i, _, _, slot in made if slot.key in optional}
+        for i, entry in zip(new, entries, strict=True):
+            param = survey.params[i]
+            self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
+
+    def _begin(self, made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
+        moments = {key for key, _ in self.algorithm.moments}
+        for i, param, entry, slot in made:
+            self.state[param] = entry
+            if slot.key in ("master", "remainder"):
+                with present(param, written=True):
+                    begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
+            elif slot.key in moments and self._initial[self.survey.owners[i]]:
+                entry[slot.key].fill_(self._initial[self.survey.owners[i]])
+
+    def locate(self) -> None:
+        """Notes where the state is that the update is about."""
+        self._found = [self.rows[id(param)] for param in self.survey.params]
+        self._whereabouts = Whereabouts([tensor for row in self._found for tensor in row.tensors])
+
+    def in_place(self) -> bool:
+        """Whether nobody has exchanged its memory since."""
+        return self._whereabouts.unchanged()
+
+    def check(self) -> None:
+        """Raises where an update cannot reach the state; from here on the update changes it."""
+
+    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
+        """Returns the rows of a parameter of the survey: (record, place in it, first element, elements)."""
+        return [(None, None, 0, self.survey.numels[i])]
+
+    def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
+        """Returns the row of a place, whose record is in this cell of the ring while it is updated."""
+        return self._found[i]
+
+    def fetch(self, record: Any, cell: Cell, after: Any) -> Any:
+        """Starts to fetch a record into the cell; returns a ticket, or None where there is nothing to wait for."""
+
+    def begin(self, record: Any, cell: Cell, members: Sequence[tuple[int, Any]]) -> None:
+        """Writes first values of what is new in a record, and masters of parameters that others have written."""
+
+    def store(self, record: Any, cell: Cell, members: Sequence[tuple[int, Any]]) -> Any:
+        """Starts to store a record from the cell; returns as `fetch` does."""
+
+    def started(self) -> None:
+        """Notes that all moments have started from a gradient."""
+        for row in self._found:
+            row.first = False
+
+    def nbytes_of(self, param: Tensor) -> int:
+        """Returns the bytes of state that an update of this parameter reads and writes."""
+        row = self.rows.get(id(param))
+        return 0 if row is None else sum(one.nbytes for one in row.tensors)

@@ -180,7 +180,7 @@ class Update:
             ready = shards.host.here()
             for turn, part in enumerate(parts[::-1] if late else parts):
                 yield from self._actions_of(part, turn, shards, tickets.get(part.name), ready, lazily)
-            if self.binding.rests_on_disk:
+            if self.binding.tier.streams:
                 yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, parts):
             if sharding.publisher.gathers and memory.bucket.trainable:
@@ -223,7 +223,7 @@ class Update:
         spans = _with_others(spans, buckets_of(shards, parts))
         if not self.by_parts:
             return resident(spans, lane="cpu" if survey.device is None else "device")
-        on_disk = self.binding.rests_on_disk
+        on_disk = self.binding.tier.streams
         return program_of(schedule, spans, shadow=crosses, at_once=not lazily, on_disk=on_disk)
 
 

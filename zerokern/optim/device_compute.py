@@ -1,9 +1,10 @@
-"""A survey joined to state on a device: an update that the host launches and does not wait for."""
+"""Launches an update on the device that parameters lie on; the host does not wait for it."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
 
@@ -14,18 +15,19 @@ from zerokern.core.errors import StateError
 from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.optim import device
-from zerokern.optim.binding import Binding, table_of
+from zerokern.optim.binding import Binding, Columns, HostCompute, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
-from zerokern.optim.formats import Algorithm
 from zerokern.optim.interrupts import whole
-from zerokern.optim.outside import WatchedState, Witness, plain
-from zerokern.optim.state import Entry, Exact
+from zerokern.optim.outside import plain
+from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
 
+__all__ = ["DeviceCompute"]
 
-class DeviceBinding(Binding):
-    """What `Binding` is to state in host memory.
+
+class DeviceCompute(HostCompute):
+    """Launches the table's kernels on one device.
 
     Only the device knows whether a step was skipped. So a moment that is to start from the gradient (SGD's) keeps that
     mark here for good, and the device takes it for started once the parameter's counter is past 0.
@@ -33,97 +35,92 @@ class DeviceBinding(Binding):
 
     book: DeviceSteps
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        survey: Survey,
-        groups: Groups,
-        state: WatchedState,
-        decision: Decision,
-        *,
-        initial: Sequence[float],
-        previous: DeviceBinding | None,
-        last: DeviceBinding | None,
-        witness: Witness | None,
-        exact: Exact | None = None,
-    ) -> None:
-        """`last` is the binding before this one, intact or not; `previous` is the same if it is."""
+    def __init__(self, decision: Decision, last: Binding | None) -> None:
+        """`last`: the binding before this one, intact or not."""
+        super().__init__()
         assert decision.device is not None
-        self.place = decision.device
-        if previous is None:
-            device.refuse_capture(self.place)
-        self._decision, self._last = decision, last
+        self.place, self._decision = decision.device, decision
+        self._last = last if last is not None and self.is_like(last.compute) else None
         self._kernels = device.kernels()
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
-        with launching(self.place):
-            super().__init__(
-                algorithm, survey, groups, state, initial=initial, previous=previous, witness=witness, exact=exact
-            )
-        self._last = None
 
-    def _add(self, groups: Groups, initial: Sequence[float], new: Sequence[int]) -> None:
-        device.refuse_capture(self.place)
-        self._refuse_late_moments(groups, new)
-        super()._add(groups, initial, new)
-        for i in new:
-            row = self.rows[id(self.survey.params[i])]
-            before = self._row_before(row.param)
-            if before is not None and before.first and row.layout is before.layout:
-                pairs = zip(row.layout.columns, row.tensors, before.tensors, strict=True)
-                row.first |= all(now is then for slot, now, then in pairs if slot.key in self._algorithm.optional)
+    def is_like(self, other: HostCompute) -> bool:
+        return isinstance(other, DeviceCompute) and other.place == self.place
 
-    def _refuse_late_moments(self, groups: Groups, new: Sequence[int]) -> None:
+    def launching(self) -> AbstractContextManager[Any]:
+        return launching(self.place)
+
+    def check_new(self, survey: Survey, groups: Groups, tier: StateTier, new: Sequence[int]) -> None:
         """The counter tells the device whether a moment has started: it must be at 0 when one begins."""
+        device.refuse_capture(self.place)
+        optional = tier.algorithm.optional
         for i in new:
-            param, layout = self.survey.params[i], self.survey.layouts[i]
-            entry = self._state.get(param) or {}
-            begins = [s.key for s in layout.slots if s.key in self._algorithm.optional and entry.get(s.key) is None]
+            entry = tier.state.get(survey.params[i]) or {}
+            slots = survey.layouts[i].slots
+            begins = [slot.key for slot in slots if slot.key in optional and entry.get(slot.key) is None]
             if begins and entry.get("step") is not None and float(entry["step"]):
-                name = names_of(groups)[self.survey.numbers[i]]
+                name = names_of(groups)[survey.numbers[i]]
                 raise StateError(
                     f"{name}: {begins[0]!r} would begin after {int(entry['step'])} steps, which a GPU cannot tell from "
                     f'one that has begun; set opt.state[param]["step"] to 0, or add {begins[0]!r} to it'
                 )
 
+    def mark_first(self, survey: Survey, tier: StateTier, new: Sequence[int]) -> None:
+        for i in new:
+            row = tier.rows[id(survey.params[i])]
+            before = self._row_before(row.param)
+            if before is not None and before.first and row.layout is before.layout:
+                pairs = zip(row.layout.columns, row.tensors, before.tensors, strict=True)
+                row.first |= all(now is then for slot, now, then in pairs if slot.key in tier.algorithm.optional)
+
     def _row_before(self, param: Tensor) -> Any:
-        row = None if self._last is None else self._last.rows.get(id(param))
+        row = None if self._last is None else self._last.tier.rows.get(id(param))
         return row if row is not None and row.param is param else None
 
-    def _open_book(self, entries: Sequence[Entry]) -> DeviceSteps:
-        """The book there is, as long as it is about the same parameters: graphs count in it."""
+    def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
+        """Goes on with the book there is, as long as it is about the same parameters: graphs count in it."""
+        if previous is not None:
+            self.book = previous.compute.book
+            return
         device.refuse_capture(self.place)
-        everyone, book = self.survey.everyone, None if self._last is None else self._last.book
+        everyone, book = survey.everyone, None if self._last is None else self._last.compute.book
+        entries = [tier.state.get(param, {}) for param in everyone]
         if book is not None and not book.in_place():
             book = None
         if book is None or not same_objects(book.params, everyone):
             book = DeviceSteps(self.place, everyone, book)
         book.adopt(entries)
         for number, (param, entry) in enumerate(zip(everyone, entries, strict=True)):
-            row = self.rows.get(id(param))
+            row = tier.rows.get(id(param))
             if row is not None and row.first and "step" not in entry:
                 before = self._row_before(param)
                 if before is None or not before.first:
                     book.restart(number)
-        return book
+        self.book = book
 
-    def _plan(self, groups: Groups) -> None:
-        survey, self._param_groups = self.survey, groups
-        labels = self.book.choose(survey.numbers)
-        self.table, self.groups = table_of(survey, groups, self._rows, labels, self._open_table)
+    def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
+        self._last = None  # nothing asks for the rows before any more
+        self._survey, self._rows = columns.survey, rows
+        labels = self.book.choose(columns.survey.numbers)
+        self.table, self.groups = table_of(columns, groups, rows, labels, self._open_table)
         witnesses: dict[int, int] = {}
-        for group, number in zip(self.table.columns["group"], survey.numbers, strict=True):
+        for group, number in zip(self.table.columns["group"], columns.survey.numbers, strict=True):
             witnesses.setdefault(group, number)
         self._witnesses = [witnesses[group] for group in range(len(self.groups))]
 
     def _open_table(self, nrows: int, ngroups: int) -> Any:
         return self._kernels.table(self.place, nrows, ngroups)
 
-    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
-        """Everything that the launches read: hyperparameters and where the gradients are."""
+    def is_outdated(self) -> bool:
+        """Each capture has a table of its own, for a replay fills it again; so have steps outside of any capture."""
         capturing = device.capturing(self.place)
-        if capturing or self._in_graph:
-            self._part_from_graphs(capturing)
+        if not capturing and not self._in_graph:
+            return False
+        self._in_graph, self._sums = capturing, None
+        return True
+
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         for number, group in enumerate(self.groups):
             values = {**group.formats, **settings[group.owner], "first_step": group.first}
             if isinstance(values["lr"], Tensor):
@@ -132,14 +129,8 @@ class DeviceBinding(Binding):
         self.table.columns["grad"][:] = pointers
         self._pointers = pointers
 
-    def _part_from_graphs(self, capturing: bool) -> None:
-        """Tables that no other capture has, and no step outside: a graph fills its own whenever it is replayed."""
-        self._in_graph, self._sums = capturing, None
-        with launching(self.place):
-            self._plan(self._param_groups)
-
-    def run(self, scale: float) -> None:
-        """The update. When this returns it has been launched."""
+    def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
+        """Launches the update of all rows."""
         self._done, self.table.begun = False, False
         with launching(self.place), whole("the step"):
             control = self._control()
@@ -149,7 +140,7 @@ class DeviceBinding(Binding):
     def _control(self) -> Any:
         decision, book = self._decision, self.book
         if decision.max_norm is not None and self._sums is None:
-            self._sums = _Sums(self.survey, self.place, self._kernels.sums)
+            self._sums = _Sums(self._survey, self.place, self._kernels.sums)
         control = self._kernels.control(
             steps=book.steps,
             increments=book.increments,
@@ -169,30 +160,27 @@ class DeviceBinding(Binding):
         return self._done
 
     @property
-    def torn(self) -> bool:
-        """Whether launches were broken off: it is not known here what those before the refused one have changed."""
+    def torn(self) -> bool:  # type: ignore[override]
+        """Whether launches were broken off: the host does not know what those before the refused one have changed."""
         return self.table.begun and not self._done
 
-    def stepped(self) -> None:
-        """Account for an update that was launched."""
+    def count(self, tier: StateTier) -> None:
         self.book.advance(certain=self._decision.launched())
-        self.survey.cells.raise_versions()
-        self.witness.stepped()
 
-    def shown(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The state to save: counters with memory of their own, and no moment that nothing has started. Waits."""
-        made = plain(state)
+    def shown(self, state: Mapping[Any, Any], binding: Binding) -> dict[Any, Any]:
+        """Returns counters with memory of their own, and no moment that nothing has started. Waits for the device."""
+        made, tier = plain(state), binding.tier
         entries = [entry for entry in made.values() if isinstance(entry, dict)]
         counted = [entry for entry in entries if isinstance(entry.get("step"), Tensor)]
         if counted:
             steps = torch._foreach_mul([entry["step"] for entry in counted], 1.0)
             for entry, step in zip(counted, steps, strict=True):
                 entry["step"] = step
-        marked = [row for row in self.rows.values() if row.first]
-        counts = dict(zip(map(id, self.survey.everyone), self.book.steps.tolist(), strict=True)) if marked else {}
+        marked = [row for row in tier.rows.values() if row.first]
+        counts = dict(zip(map(id, binding.survey.everyone), self.book.steps.tolist(), strict=True)) if marked else {}
         for row in marked:
             entry = made.get(row.param, {})
-            for key in self._algorithm.optional if counts[id(row.param)] == 0 else ():
+            for key in tier.algorithm.optional if counts[id(row.param)] == 0 else ():
                 if any(entry.get(key) is tensor for tensor in row.tensors):
                     del entry[key]
         return {key: entry for key, entry in made.items() if entry or not state[key]}
