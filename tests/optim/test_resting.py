@@ -235,7 +235,7 @@ def binding_of(names: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         run(scale, begin, end)
 
     monkeypatch.setattr(binding.compute, "run", told)
-    binding.arrange([(place,) for place in range(len(names))])
+    binding.arrange([(place,) for place in range(len(names))], list(names))
     binding.prepare([opt._algorithm.checked(group) for group in opt.param_groups], survey.gradient_pointers)
     return binding
 

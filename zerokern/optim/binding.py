@@ -26,6 +26,7 @@ from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
+from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of, rests_of_gradients
 
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
@@ -210,6 +211,9 @@ class Binding:
         self.survey, self.tier, self.compute, self._groups = survey, tier, compute, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
         self.turns: Turns = ()
+        self.recorder: Recorder | None = None  # notes what is fetched and stored
+        self._names: Sequence[str] = ("all",)
+        self._notes: UpdateRecorder | None = None
         self._done = self._is_laid_out = False
         self._flow: Generator[int, None, None] | None = None
         self._fetched: list[Rest] = []
@@ -241,10 +245,13 @@ class Binding:
         known = state is self.tier.state and not state.mark.changed
         return known and self.tier.in_place() and self.compute.book.untouched()
 
-    def arrange(self, turns: Turns) -> None:
-        """An update is to be made turn by turn: each has the parameters in these places of the optimizer's."""
+    def arrange(self, turns: Turns, names: Sequence[str]) -> None:
+        """An update is to be made turn by turn: each has the parameters in these places of the optimizer's.
+
+        `names`: of their spans in the step program.
+        """
         if turns != self.turns:
-            self.turns, self._is_laid_out = turns, False
+            self.turns, self._names, self._is_laid_out = turns, names, False
 
     def _lay_out(self) -> None:
         """Puts the rows into batches in the order of the turns, and all of them into the table."""
@@ -292,6 +299,23 @@ class Binding:
         """Returns the bytes of state that an update of this parameter reads and writes."""
         return self.tier.nbytes_of(param)
 
+    def on_disk(self, turn: int) -> dict[str, int]:
+        """Returns the bytes that a turn fetches and stores, as fields of its span. It is known once prepared.
+
+        What several turns share is that of the first of them.
+        """
+        if not self.moves:
+            return {}
+        batches = [batch for batch, first in zip(self._batches, self._firsts, strict=True) if first == turn]
+        survey = self.survey
+        records = sum(batch.record.nbytes for batch in batches if batch.record is not None)
+        params = {i for batch in batches if batch.params for i, _ in batch.members}
+        spilled = {i for batch in batches if batch.gradients for i, _ in batch.members}
+        return {
+            "record_nbytes": records + sum(survey.params[i].nbytes for i in params),
+            "spill_nbytes": sum(survey.numels[i] * survey.grad_dtypes[i].itemsize for i in spilled),
+        }
+
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
@@ -304,6 +328,10 @@ class Binding:
             for batch in self._batches:
                 own = (rests[i] for i, _ in batch.members)
                 batch.gradients = list({id(rest): rest for rest in own if rest is not None}.values())
+        if self.moves and self.recorder is not None:
+            moved = [tuple(self.on_disk(turn).values()) for turn in range(len(self._names))]
+            spans = [(name, read + spilled, read) for name, (read, spilled) in zip(self._names, moved, strict=True)]
+            self._notes = UpdateRecorder(self.recorder, spans)
         if self._index is not None:
             pointers = array("Q", map(operator.add, map(pointers.__getitem__, self._index), self._shifts))
         self.compute.prepare(settings, pointers)
@@ -317,7 +345,7 @@ class Binding:
         try:
             with whole("the step"):
                 flow(self._ring, len(self._batches), self._fetch, self._compute, self._store)
-                self._done = True
+                self.put_away()
         except BaseException:
             self._give_back()
             if self.torn:
@@ -352,6 +380,8 @@ class Binding:
 
     def _fetch(self, i: int, cell: Cell, after: Any) -> Any:
         batch = self._batches[i]
+        if self._notes is not None:
+            self._notes.begin("Fetch", self._firsts[i])
         for rest in (*batch.params, *batch.gradients):
             rest.fetch()
             self._fetched.append(rest)
@@ -359,6 +389,8 @@ class Binding:
 
     def _compute(self, i: int, cell: Cell) -> None:
         batch = self._batches[i]
+        if self._notes is not None:
+            self._note_ends(i)
         for rest in batch.params:
             rest.wait()
             rest.change()
@@ -367,8 +399,19 @@ class Binding:
         self.tier.begin(batch.record, cell, batch.members)
         self._update(batch)
 
+    def _note_ends(self, i: int) -> None:
+        """Notes what has ended before a batch is updated: it was fetched, and what its cell held before was stored."""
+        assert self._notes is not None
+        if i + 1 == len(self._firsts) or self._firsts[i + 1] != self._firsts[i]:
+            self._notes.end("Fetch", self._firsts[i])
+        gone = i - len(self._ring.slots)
+        if gone >= 0 and self._firsts[gone + 1] != self._firsts[gone]:
+            self._notes.end("Store", self._firsts[gone])
+
     def _store(self, i: int, cell: Cell) -> Any:
         batch = self._batches[i]
+        if self._notes is not None:
+            self._notes.begin("Store", self._firsts[i])
         ticket = self.tier.store(batch.record, cell, batch.members)
         for rest in batch.params:
             self._leave(rest, awaited=True)  # by its forward
@@ -390,6 +433,8 @@ class Binding:
         if self._flow is not None:
             next(self._flow, None)
             self._flow = None
+        for turn in set(self._firsts) if self._notes is not None else ():
+            self._notes.end("Store", turn)  # type: ignore[union-attr]
         self._done = True
 
     def break_off(self) -> None:

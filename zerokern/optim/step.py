@@ -195,11 +195,11 @@ class StepRunner:
             self._publish(shards, None)
             self._count_call()
             return
-        update = Update(binding, self._decision, by_parts=here.is_scheduled)
+        update, binding.recorder = Update(binding, self._decision, by_parts=here.is_scheduled), here.recorder
         taken = self._taken(shards, binding)
         if update.by_parts:
             order = taken[::-1] if here.delays else taken
-            binding.arrange([part.members for part in order])
+            binding.arrange([part.members for part in order], [part.name for part in order])
         if inline:
             self._run_inline(shards, update, taken, prepare)
             return

@@ -219,10 +219,15 @@ class Update:
         survey, rows = self.binding.survey, self._rows
         crosses = shards.host.link is not None
         parts = parts or [Part("all", tuple(survey.numbers))]
-        spans = [_span_of(part, rows, self.binding, part.name in tickets, crosses) for part in parts]
+        turns = {members: turn for turn, members in enumerate(self.binding.turns)} if self.by_parts else {}
+        moved = [self.binding.on_disk(turns[part.members]) if turns else {} for part in parts]
+        spans = [
+            _span_of(part, rows, self.binding, part.name in tickets, crosses, on_disk)
+            for part, on_disk in zip(parts, moved, strict=True)
+        ]
         spans = _with_others(spans, buckets_of(shards, parts))
         if not self.by_parts:
-            return resident(spans, lane="cpu" if survey.device is None else "device")
+            return resident(spans, lane="cpu" if survey.device is None else "device", **self.binding.on_disk(0))
         on_disk = self.binding.tier.streams
         return program_of(schedule, spans, shadow=crosses, at_once=not lazily, on_disk=on_disk)
 
@@ -246,7 +251,9 @@ class _DeviceCollective:
         return bool(self._handle.done())
 
 
-def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, fetched: bool, stored: bool) -> Span:
+def _span_of(
+    part: Part, rows: Mapping[int, int], binding: Binding, fetched: bool, stored: bool, on_disk: dict[str, int]
+) -> Span:
     survey = binding.survey
     taken = [row for member in part.members if (row := rows.get(member)) is not None]
     numels = [survey.numels[row] for row in taken]
@@ -256,6 +263,7 @@ def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, fetched: boo
         grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
         param_nbytes=sum(survey.params[row].nbytes for row in taken),
         state_nbytes=sum(binding.nbytes_of(survey.params[row]) for row in taken),
+        **on_disk,
         own_master=survey.layouts[taken[0]].master_format != "fp32",
         fetched=fetched,
         stored=stored,

@@ -101,10 +101,12 @@ def program_of(
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
-def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
+def resident(
+    spans: Sequence[Span], lane: str = "device", *, record_nbytes: int = 0, spill_nbytes: int = 0
+) -> StepProgram:
     """The step of an update that is made at once, where parameters and state are: what "sync" is without offload.
 
-    `lane`: "cpu" where the device that computes is the host.
+    `lane`: "cpu" where the device that computes is the host. `record_nbytes`, `spill_nbytes`: as a span's, of all.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
@@ -116,7 +118,10 @@ def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
     updated = OpKey("Step", "all", 1)
     sketch.compute(spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _shown(spans[place]) else updated])
     nbytes, numel = sum(span.step_nbytes for span in spans), sum(span.numel for span in spans)
-    last = sketch.add("Step", "all", lane, map(reduced, spans), nbytes, numel)
+    ready = [reduced(span) for span in spans]
+    there = sketch.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
+    last = sketch.add("Step", "all", lane, there or ready, nbytes, numel)
+    sketch.store_record("all", record_nbytes, last)
     for span in spans:
         sketch.gather(span, last)
     return sketch.program()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
-__all__ = ["Event", "Launched", "Recorder", "SpanRecorder"]
+__all__ = ["Event", "Launched", "Recorder", "SpanRecorder", "UpdateRecorder"]
 
 LIMIT = 1 << 16
 
@@ -70,6 +70,10 @@ class Recorder:
         turn = self._turns[verb, what]
         self._turns[verb, what] += 1
         return self.launched(self._step, lane, verb, what, time.perf_counter_ns(), nbytes, turn)
+
+    def begin_within(self, lane: str, verb: str, what: str, nbytes: int) -> Launched:
+        """Notes that an op of the program that was submitted last begins, as part of the action of another op."""
+        return self.launched(self._step - 1, lane, verb, what, time.perf_counter_ns(), nbytes)
 
     def note(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0, turn: int = 0
@@ -137,6 +141,36 @@ class SpanRecorder:
         """Notes that its parameters are there."""
         entry, self._coming = self._coming, None
         if entry is not None:
+            self._recorder.ended(entry)
+
+
+class UpdateRecorder:
+    """Notes when an update fetches and stores what its spans have on disk: ops of its program, many transfers each.
+
+    `spans`: by turn, the name of the span, and how many bytes of it are read and written.
+
+    >>> recorder = Recorder(); recorder.submitted(1)
+    >>> update = UpdateRecorder(recorder, [("head", 8, 0)])
+    >>> update.begin("Fetch", 0); update.begin("Fetch", 0); update.end("Fetch", 0)
+    >>> update.begin("Store", 0); [(event.verb, event.what, event.nbytes) for event in recorder.events]
+    [('Fetch', 'head record', 8)]
+    """
+
+    def __init__(self, recorder: Recorder, spans: Sequence[tuple[str, int, int]]) -> None:
+        self._recorder, self._spans = recorder, spans
+        self._begun: dict[tuple[str, int], Launched] = {}
+
+    def begin(self, verb: str, turn: int) -> None:
+        """Notes the first transfer of a span."""
+        what, read, written = self._spans[turn]
+        lane, nbytes = ("read", read) if verb == "Fetch" else ("write", written)
+        if nbytes and (verb, turn) not in self._begun:
+            self._begun[verb, turn] = self._recorder.begin_within(lane, verb, f"{what} record", nbytes)
+
+    def end(self, verb: str, turn: int) -> None:
+        """Notes that the last transfer of a span has ended."""
+        entry = self._begun.get((verb, turn))
+        if entry is not None and entry.end_ns < 0:
             self._recorder.ended(entry)
 
 

@@ -145,9 +145,9 @@ class _Resting:
         return [OpKey("Fetch", f"{span.name} record")] if "read" in span.fetch_lanes else []
 
     def _beside(self, span: Span) -> dict[str, int]:
-        """What an update reads and writes besides state: parameters that are on disk, and gradients that wait there."""
+        """What an update reads and writes besides state and gradients: parameters that are on disk."""
         params = span.fetch_nbytes if "read" in span.fetch_lanes else 0
-        return {"read": params + span.spill_nbytes, "written": params}
+        return {"read": params, "written": params}
 
     def _written(self, span: Span) -> int:
         return span.record_nbytes + self._beside(span)["written"]

@@ -97,16 +97,26 @@ class Sketch:
     ) -> list[OpKey]:
         """The update. What of it rests on disk is read after `ahead`, as far before as there is room, and written.
 
-        `read`, `written`: bytes besides the state's.
+        `read`, `written`: bytes besides the state's and the gradients'.
         """
         after = [*after, *AWAY] if self.on_disk else list(after)
-        record, read, written = f"{span.name} record", read + span.record_nbytes, written + span.record_nbytes
-        if read:
-            after += self.add("Fetch", record, "read", [*ahead, *self._room(record, bool(written))], read)
+        read += span.record_nbytes + span.spill_nbytes
+        written += span.record_nbytes
+        after += self.fetch_record(span.name, read, written, ahead)
         last = self.add("Step", span.name, "cpu", after, span.step_nbytes, span.numel)
-        if written:
-            self.add("Store", record, "write", last, written)
+        self.store_record(span.name, written, last)
         return last
+
+    def fetch_record(self, name: str, read: int, written: int, ahead: Iterable[OpKey]) -> list[OpKey]:
+        """Reads what an update has on disk; `written`: bytes of it that are written afterwards."""
+        record = f"{name} record"
+        if not read:
+            return []
+        return self.add("Fetch", record, "read", [*ahead, *self._room(record, bool(written))], read)
+
+    def store_record(self, name: str, written: int, after: Iterable[OpKey]) -> list[OpKey]:
+        """Writes it."""
+        return self.add("Store", f"{name} record", "write", after, written) if written else []
 
     def _room(self, record: str, comes_back: bool) -> list[OpKey]:
         """What a record waits for: that it has been written, and others before it."""
