@@ -27,7 +27,7 @@ from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
-from zerokern.zero.kinds import rest_of, rests_of_gradients
+from zerokern.zero.kinds import rest_of
 
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
@@ -324,7 +324,7 @@ class Binding:
             with self.compute.launching():
                 self._lay_out()
         if self.survey.rests:
-            rests = rests_of_gradients(self.survey.params)
+            rests = self.survey.gradient_rests
             for batch in self._batches:
                 own = (rests[i] for i, _ in batch.members)
                 batch.gradients = list({id(rest): rest for rest in own if rest is not None}.values())
