@@ -41,7 +41,7 @@ class Refusals:
         self._run(table, *arguments)
 
     def comes(self, optimizer: Any, after: int = 0) -> None:
-        self._left[id(optimizer.holdings.bound.binding.table)] = after
+        self._left[id(optimizer.holdings.bound.binding.compute.table)] = after
 
     def has_come(self, optimizer: Any) -> bool:
-        return id(optimizer.holdings.bound.binding.table) not in self._left
+        return id(optimizer.holdings.bound.binding.compute.table) not in self._left

@@ -13,11 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zerokern as zk
 from zerokern.core.units import BUFFERS
 from zerokern.examples.model import GPT, Shape
-from zerokern.optim.adagrad import Adagrad
-from zerokern.optim.adam import AdamW
 from zerokern.optim.formats import layout_of
-from zerokern.optim.lion import Lion
-from zerokern.optim.sgd import SGD
+from zerokern.optim.optimizers import SGD, Adagrad, AdamW, Lion
 from zerokern.planner.recipe import Recipe
 from zerokern.zero.partition import partition
 from zerokern.zero.units import members, units_of

@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
 from zerokern.core.errors import StateError, got
+from zerokern.memory.interrupts import whole
 from zerokern.memory.tier import check_tier
 from zerokern.optim import checks, device
 from zerokern.optim.decide import Decision
@@ -25,7 +26,6 @@ from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import keep, take_over
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
-from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.statistics import Reporting

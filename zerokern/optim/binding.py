@@ -21,8 +21,8 @@ from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import StepTable, UpdateTable
 from zerokern.memory import Rest, Ring, flow, flowing
 from zerokern.memory import Slot as Cell
+from zerokern.memory.interrupts import whole
 from zerokern.optim import checks
-from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects

@@ -14,11 +14,11 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
+from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.binding import Binding, Columns, HostCompute, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
-from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import plain
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects

@@ -1,4 +1,5 @@
-"""State on disk: what is known of it in memory, room for it, and all of it read or written at once."""
+"""Keeps optimizer state on disk: which records hold it, how updates stream it through a ring, and how all of it is read
+or written at once."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from zerokern.io.pieces import Piece, Width, columns, plan
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
+from zerokern.memory.interrupts import whole
 from zerokern.memory.stream import Record, Stream
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
-from zerokern.optim.interrupts import whole
 from zerokern.optim.state import (
     Checked,
     Entry,
@@ -33,16 +34,29 @@ from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import present
 
 __all__ = [
-    "Disk", "OnDisk", "StateOnDisk", "Stretch", "begin_with", "cells_of", "described", "housed", "in_memory",
-    "moved_in", "on_disk_of", "put_down", "refuse_copy", "settle", "stand_ins",
+    "Disk",
+    "OnDisk",
+    "RecordSpan",
+    "StateOnDisk",
+    "all_on_disk",
+    "begin_span",
+    "begin_with",
+    "cells_of",
+    "described",
+    "in_memory",
+    "move_to_disk",
+    "on_disk_of",
+    "refuse_copy",
+    "rooms_for",
+    "write_entries",
 ]  # fmt: skip
 
 _PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
 
 
-class Stretch:
-    """Where the state of a span of one parameter lies within a record."""
+class RecordSpan:
+    """Says where the state of a span of one parameter lies within a record."""
 
     __slots__ = ("begun", "numel", "offset", "record", "start")
 
@@ -53,7 +67,7 @@ class Stretch:
 
 
 class OnDisk:
-    """Stands in `optimizer.state` for the tensors of one parameter that lie on disk; `state_dict` reads them back.
+    """Takes the place in `optimizer.state` of one parameter's tensors that lie on disk; `state_dict` reads them back.
 
     `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
     loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began with, for places yet
@@ -68,7 +82,7 @@ class OnDisk:
         self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
         self.initial, self.first, self.kept = initial, first, False
         self.exact: Tensor | None = None
-        self.places: list[Stretch] = []
+        self.places: list[RecordSpan] = []
 
     @property
     def has_master(self) -> bool:
@@ -79,18 +93,19 @@ class OnDisk:
         return any(place.record.dropped for place in self.places)
 
     def fits(self, home: object, param: Tensor, layout: Layout) -> bool:
-        """Whether this is the state of that parameter as it is now, and nothing is left to check."""
+        """Whether this is the state of that parameter as it is now, so that nothing is left to check."""
         same = self.home is home and self.param is param and self.layout is layout and self.shape == param.shape
         return same and not self.dropped
 
     def described(self) -> dict[str, Tensor]:
-        """Tensors without memory that have the dtypes and shapes of those on disk."""
+        """Returns tensors without memory that have the dtypes and shapes of those on disk."""
         numel = self.shape.numel()
         shapes = {"param": self.shape, "blocks": torch.Size([-(-numel // BLOCK)])}
         return {s.key: torch.empty(shapes[s.extent], dtype=s.dtype, device="meta") for s in self.slots}
 
     def begin_anew(self, *, loaded: bool) -> bool:
-        """Let the masters follow the parameter when they are next fetched; whether that drops loaded remainders."""
+        """Marks masters to be made from the parameter when they are next fetched. Returns whether that drops loaded
+        remainders."""
         for place in self.places:
             place.record.unsettled.add(place)
         self.exact = None
@@ -98,12 +113,12 @@ class OnDisk:
         return lost
 
     def forget_exact(self) -> None:
-        """Once every place has begun."""
+        """Drops the exact first values once every place has been given its own."""
         if self.exact is not None and all(place.begun for place in self.places):
             self.exact = None
 
-    def spans(self, place: Stretch) -> Iterable[tuple[Slot, int, int, int]]:
-        """Each tensor's part in a place: (slot, offset in the record, offset in the whole tensor, bytes)."""
+    def spans(self, place: RecordSpan) -> Iterable[tuple[Slot, int, int, int]]:
+        """Yields each tensor's part in a place: (slot, offset in the record, offset in the whole tensor, bytes)."""
         offsets, _ = columns(self.widths, place.numel)
         for slot, width, offset in zip(self.slots, self.widths, offsets, strict=True):
             nbytes = -(-place.numel // width.per) * width.nbytes
@@ -121,31 +136,32 @@ class OnDisk:
 
 
 def on_disk_of(entry: Any) -> OnDisk | None:
-    """The part of a state entry that lies on disk, if there is one."""
+    """Returns the part of a state entry that lies on disk, if there is one."""
     found = entry.get(ON_DISK) if isinstance(entry, dict) else None
     return found if isinstance(found, OnDisk) else None
 
 
-def copy_out(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -> None:
-    """From a record at address `base` to whole, contiguous tensors by key."""
+def read_span(owner: OnDisk, place: RecordSpan, base: int, tensors: dict[str, Tensor]) -> None:
+    """Copies a place from a record at address `base` to whole, contiguous tensors by key."""
     for slot, inside, at, nbytes in owner.spans(place):
         ctypes.memmove(tensors[slot.key].data_ptr() + at, base + inside, nbytes)
 
 
-def fill(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -> None:
-    """The other way; what has no tensor stays as it is."""
+def write_span(owner: OnDisk, place: RecordSpan, base: int, tensors: dict[str, Tensor]) -> None:
+    """Copies a place to a record at address `base`; what has no tensor stays as it is."""
     for slot, inside, at, nbytes in owner.spans(place):
         if slot.key in tensors:
             ctypes.memmove(base + inside, tensors[slot.key].data_ptr() + at, nbytes)
 
 
-def settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
-    """Give the span's tensors, flat and in the order of `owner.slots`, what they begin with, or masters anew."""
+def begin_span(owner: OnDisk, place: RecordSpan, tensors: Sequence[Tensor]) -> None:
+    """Writes first values to the span's tensors, flat and in the order of `owner.slots`; or new masters, once it has
+    begun."""
     with present(owner.param, written=owner.exact is not None):
-        _settle(owner, place, tensors)
+        _begin_span(owner, place, tensors)
 
 
-def _settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
+def _begin_span(owner: OnDisk, place: RecordSpan, tensors: Sequence[Tensor]) -> None:
     mine = slice(place.start, place.start + place.numel)
     param = owner.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
     kept = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
@@ -166,7 +182,7 @@ def _settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def begin_with(owner: OnDisk, kept: Tensor | None) -> None:
-    """What is kept of the fp32 values that the parameter was rounded from, until its places begin with them.
+    """Keeps what is left of the fp32 values that the parameter was rounded from, until its places begin with them.
 
     Rounded to 24 bits some of them are nearer to the next bf16: the parameter becomes that at once, as it does where
     state lies in memory.
@@ -182,38 +198,38 @@ def begin_with(owner: OnDisk, kept: Tensor | None) -> None:
             begin(param, short, new, exact_of(param, old))
 
 
-Visit = tuple[OnDisk, Stretch, dict[str, Tensor]]
+Visit = tuple[OnDisk, RecordSpan, dict[str, Tensor]]
 
 
 class Disk(Stream):
-    """Optimizer state that passes through a ring, by parameter."""
+    """Streams optimizer state through a ring, by parameter."""
 
     def __init__(self, config: TierConfig, name: str) -> None:
         super().__init__(config.open(name, "optimizer state"), config.ring_nbytes, "optimizer state")
 
     def hold(self, spans: Sequence[tuple[int, tuple[Width, ...]]]) -> None:
-        """Room for state that is made next, by elements and columns: a disk that is too small shows beforehand."""
+        """Reserves room for state that is made next, by elements and columns, so that a full disk shows beforehand."""
         self.reserve([_wanted(piece) for piece in self._cut(spans)])
 
     def _cut(self, spans: Sequence[tuple[int, tuple[Width, ...]]]) -> list[Piece]:
         return plan([numel for numel, _ in spans], [widths for _, widths in spans], self.slot_nbytes)
 
     def make(self, wanted: Iterable[tuple[Tensor, Layout, float, bool]]) -> list[OnDisk]:
-        """Room on disk for the state of these (parameter, layout, initial moment, first): all of it, or an error."""
+        """Takes room on disk for the state of these (parameter, layout, initial moment, first), or raises."""
         made = [OnDisk(self, *one) for one in wanted]
         pieces = self._cut([(one.shape.numel(), one.widths) for one in made])
         for record, piece in zip(self.lay_out([_wanted(piece) for piece in pieces]), pieces, strict=True):
             for param, start, numel, offset in piece.segments:
-                made[param].places.append(Stretch(record, start, numel, offset))
+                made[param].places.append(RecordSpan(record, start, numel, offset))
         return made
 
     def sweep(self, owners: Iterable[OnDisk]) -> None:
-        """Drop the records that hold state of none of these."""
+        """Drops the records that hold state of none of these."""
         live = {id(place.record) for owner in owners for place in owner.places}
         self.evict([record for record in self.records.values() if id(record) not in live])
 
     def read(self, owners: Sequence[OnDisk]) -> list[dict[str, Tensor]]:
-        """All tensors of each, by key, in memory of their own: as much memory as they have on disk."""
+        """Reads all tensors of each, by key, into memory of their own: as much as they have on disk."""
         described = [owner.described() for owner in owners]
         wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
         cut = iter(DeviceTier(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
@@ -222,17 +238,17 @@ class Disk(Stream):
 
         def take(record: Record, slot: Cell) -> None:
             for owner, place, tensors in visits[record]:
-                copy_out(owner, place, slot.lease.ptr, tensors)
+                read_span(owner, place, slot.lease.ptr, tensors)
 
         self.read_through([record for record in visits if record.stored], take)
         for record, some in visits.items():
             for owner, place, tensors in some:
                 if place in record.unsettled:
-                    settle(owner, place, spans(owner, place, tensors))
+                    begin_span(owner, place, spans(owner, place, tensors))
         return made
 
     def write(self, owners: Sequence[OnDisk], entries: Sequence[dict[str, Any]]) -> None:
-        """Write the tensors of the entries, which have been checked. Nothing else survives in the records written."""
+        """Writes the tensors of the entries, which have been checked. Nothing else survives in the records written."""
         visits = _by_record(owners, entries)
         last: dict[int, dict[str, Tensor]] = {}
 
@@ -242,7 +258,7 @@ class Disk(Stream):
                 if id(owner) not in last:
                     last.clear()  # one parameter at a time: a copy may be needed to have it contiguous in host memory
                     last[id(owner)] = _contiguous(owner, entry)
-                fill(owner, place, slot.lease.ptr, last[id(owner)])
+                write_span(owner, place, slot.lease.ptr, last[id(owner)])
 
         self.write_through(list(visits), put_together)
         for record, some in visits.items():
@@ -255,14 +271,14 @@ def _wanted(piece: Piece) -> Wanted:
     return Wanted("state", torch.Size([piece.nbytes]), torch.uint8)
 
 
-def spans(owner: OnDisk, place: Stretch, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """The place's part of whole tensors, flat and in the order of `owner.slots`."""
+def spans(owner: OnDisk, place: RecordSpan, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Returns the place's part of whole tensors, flat and in the order of `owner.slots`."""
     parts = zip(owner.slots, owner.widths, strict=True)
     flat = [(tensors[slot.key].view(-1), width.per) for slot, width in parts]
     return [whole[place.start // per : -(-(place.start + place.numel) // per)] for whole, per in flat]
 
 
-def cells_of(owner: OnDisk, place: Stretch, cell: Cell) -> list[Tensor]:
+def cells_of(owner: OnDisk, place: RecordSpan, cell: Cell) -> list[Tensor]:
     """Returns the tensors of a place, 1-D, where they lie in a cell of the ring."""
     return [
         cell.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)
@@ -283,26 +299,26 @@ def _contiguous(owner: OnDisk, entry: dict[str, Any]) -> dict[str, Tensor]:
     return {key: value.detach().to("cpu").contiguous() for key, value in found.items() if value is not None}
 
 
-def stand_ins(state: Mapping[Any, Any]) -> list[OnDisk]:
-    """All state on disk that a state knows of."""
+def all_on_disk(state: Mapping[Any, Any]) -> list[OnDisk]:
+    """Returns all state on disk that a state refers to."""
     return [owner for entry in state.values() if (owner := on_disk_of(entry)) is not None]
 
 
 def in_memory(disk: Disk, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state with all tensors read back, in memory of their own, keys in the order of state that never left it."""
-    owners = stand_ins(state)
+    """Reads all tensors into memory of their own; keys have the order of state that never left it."""
+    owners = all_on_disk(state)
     tensors = iter(disk.read(owners) if owners else ())
     return {key: entry if on_disk_of(entry) is None else _rest(entry) | next(tensors) for key, entry in state.items()}
 
 
 def refuse_copy(state: Mapping[Any, Any]) -> None:
-    """State on disk has one optimizer."""
-    for owner in stand_ins(state):
+    """Refuses to copy state that lies on disk: it belongs to one optimizer."""
+    for owner in all_on_disk(state):
         owner.__reduce__()
 
 
 def described(disk: Disk, name: Callable[[], str], entry: Entry | None) -> Entry | None:
-    """The entry with tensors without memory for those on disk, so that it can be checked like any other."""
+    """Returns the entry with tensors without memory for those on disk, so that it can be checked like any other."""
     owner = on_disk_of(entry)
     if entry is None or owner is None:
         return entry
@@ -321,8 +337,8 @@ def described(disk: Disk, name: Callable[[], str], entry: Entry | None) -> Entry
     return _rest(entry) | owner.described()
 
 
-def housed(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> list[OnDisk | None]:
-    """Room for the tensors of checked entries: what their parameters have already where it fits, else new room."""
+def rooms_for(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> list[OnDisk | None]:
+    """Returns room for the tensors of checked entries: what their parameters have where it fits, else new room."""
     owners: list[OnDisk | None] = []
     new: list[int] = []
     for i, (param, _, layout) in enumerate(entries):
@@ -337,10 +353,10 @@ def housed(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> 
     return owners
 
 
-def put_down(
+def write_entries(
     disk: Disk, owners: Sequence[OnDisk | None], entries: Sequence[Checked], algorithm: Algorithm
 ) -> list[Entry]:
-    """Write the tensors of checked entries; returns what `optimizer.state` holds in their place."""
+    """Writes the tensors of checked entries; returns what `optimizer.state` holds in their place."""
     there = [(owner, entry) for owner, (_, entry, _) in zip(owners, entries, strict=True) if owner is not None]
     if there:
         with whole("writing optimizer state to disk"):
@@ -359,14 +375,14 @@ def put_down(
     return mine
 
 
-def moved_in(disk: Disk, entries: Sequence[Checked], algorithm: Algorithm) -> list[Entry]:
-    """Checked entries of any kind, in new records: tensors are written, what lies on disk is read and written again."""
+def move_to_disk(disk: Disk, entries: Sequence[Checked], algorithm: Algorithm) -> list[Entry]:
+    """Moves checked entries of any kind to new records; what lies on disk is read and written again."""
     mine: list[Entry] = []
     for batch in _batches(entries):
         owners = [owner for _, entry, _ in batch if (owner := on_disk_of(entry)) is not None]
         tensors = iter(disk.read(owners) if owners else ())
         full = [(p, e if on_disk_of(e) is None else _rest(e) | next(tensors), layout) for p, e, layout in batch]
-        mine += put_down(disk, housed(disk, full, {}), full, algorithm)
+        mine += write_entries(disk, rooms_for(disk, full, {}), full, algorithm)
     return mine
 
 
@@ -441,7 +457,7 @@ class StateOnDisk(StateTier):
                 fresh.append(i)
         if moving:
             wanted = [(survey.params[i], entry, survey.layouts[i]) for i, entry in moving]
-            self._put(moving, moved_in(disk, wanted, self.algorithm))
+            self._put(moving, move_to_disk(disk, wanted, self.algorithm))
         if fresh:
             self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._made(fresh))
 
@@ -473,7 +489,7 @@ class StateOnDisk(StateTier):
     def locate(self) -> None:
         self._owners = [on_disk_of(self.state.get(param)) for param in self.survey.params]
         if self.state.mark.changed:
-            self._disk.sweep(stand_ins(self.state))
+            self._disk.sweep(all_on_disk(self.state))
 
     def in_place(self) -> bool:
         return True
@@ -488,7 +504,7 @@ class StateOnDisk(StateTier):
             return [(None, None, 0, self.survey.numels[i])]
         return [(place.record, place, place.start, place.numel) for place in owner.places]
 
-    def row(self, i: int, place: Stretch | None, cell: Cell) -> SpanRow:
+    def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
@@ -511,7 +527,7 @@ class StateOnDisk(StateTier):
         for i, place in members:
             owner = self._owners[i]
             if owner is not None and place in record.unsettled:
-                settle(owner, place, cells_of(owner, place, cell))
+                begin_span(owner, place, cells_of(owner, place, cell))
 
     def store(self, record: Record | None, cell: Cell, members: Sequence[tuple[int, Any]]) -> Any:
         if record is None:

@@ -16,7 +16,17 @@ from torch import Tensor
 from zerokern.core.errors import StateError, got
 from zerokern.memory import HostTier, Slot
 from zerokern.memory.stream import Record
-from zerokern.optim.disk import Disk, OnDisk, Stretch, cells_of, housed, on_disk_of, put_down, settle, stand_ins
+from zerokern.optim.disk import (
+    Disk,
+    OnDisk,
+    RecordSpan,
+    all_on_disk,
+    begin_span,
+    cells_of,
+    on_disk_of,
+    rooms_for,
+    write_entries,
+)
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
@@ -88,9 +98,9 @@ def keep(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
     """Loaded entries as the optimizer holds them: copies in memory of our own, or on disk."""
     if here.disk is None:
         return copied(entries, room_for(here, entries))
-    owners = housed(here.disk, entries, here.held)
+    owners = rooms_for(here.disk, entries, here.held)
     here.torn = True  # from here on a failure leaves neither the old state nor the new one
-    return put_down(here.disk, owners, entries, here.algorithm)
+    return write_entries(here.disk, owners, entries, here.algorithm)
 
 
 def room_for(here: Holdings, entries: Sequence[Checked]) -> HostTier | None:
@@ -205,7 +215,7 @@ class Exchange:
     def entries(self) -> list[dict[str, Any] | None]:
         """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
         here, held = self._here, self._here.held
-        owners = stand_ins(held)
+        owners = all_on_disk(held)
         stream = Outflow(here.disk, owners) if here.disk is not None and owners else None
         made = dict(held) if here.bound.binding is None else dict(here.bound.binding.shown(held))
         optional = here.algorithm.optional
@@ -295,7 +305,7 @@ def _emptied(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
 def _roomed(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
     """Room on disk for checked entries, which nobody has written yet."""
     assert here.disk is not None
-    owners = housed(here.disk, entries, here.held)
+    owners = rooms_for(here.disk, entries, here.held)
     here.torn = True
     mine: list[Entry] = [{} for _ in entries]
     slots = [(param, one, layout) for (param, _, layout), one in zip(entries, mine, strict=True)]
@@ -329,11 +339,11 @@ class Column:
         """The disk that it is on."""
         return self.stream.disk
 
-    def read(self, place: Stretch) -> Tensor:
+    def read(self, place: RecordSpan) -> Tensor:
         """Its part in a place, 1-D: memory that holds it until records that come later are asked for."""
         return cells_of(self._owner, place, self.stream.slot(place.record))[self._number]
 
-    def order(self, place: Stretch) -> tuple[int, int, int]:
+    def order(self, place: RecordSpan) -> tuple[int, int, int]:
         """Sorts parts by the order in which they are best read."""
         return self.stream.number(place.record), place.offset, self._number
 
@@ -343,7 +353,7 @@ class Outflow:
 
     def __init__(self, disk: Disk, owners: Sequence[OnDisk]) -> None:
         self.disk, self._version = disk, disk.version
-        self._visits: dict[Record, list[tuple[OnDisk, Stretch]]] = {}
+        self._visits: dict[Record, list[tuple[OnDisk, RecordSpan]]] = {}
         for owner in owners:
             for place in owner.places:
                 self._visits.setdefault(place.record, []).append((owner, place))
@@ -397,7 +407,7 @@ class Outflow:
                     ticket = None
                 for owner, place in self._visits[record]:
                     if place in record.unsettled:
-                        settle(owner, place, cells_of(owner, place, slot))
+                        begin_span(owner, place, cells_of(owner, place, slot))
             disk.ahead[record] = slot, ticket
             self._next += 1
 
@@ -406,7 +416,7 @@ class Round(NamedTuple):
     """Records that are put together at the same time, and what belongs into each: (number of the parameter, place)."""
 
     records: list[tuple[Record, Slot]]
-    parts: list[tuple[int, Stretch, dict[str, Tensor]]]
+    parts: list[tuple[int, RecordSpan, dict[str, Tensor]]]
 
 
 class Inflow:
@@ -415,7 +425,7 @@ class Inflow:
     def __init__(self, disk: Disk, owners: Sequence[tuple[int, OnDisk]]) -> None:
         self._disk = disk
         self._owners = dict(owners)
-        self._visits: dict[Record, list[tuple[int, Stretch]]] = {}
+        self._visits: dict[Record, list[tuple[int, RecordSpan]]] = {}
         for number, owner in owners:
             for place in owner.places:
                 self._visits.setdefault(place.record, []).append((number, place))
@@ -430,7 +440,7 @@ class Inflow:
         for turn, begin in enumerate(range(0, len(records), half)):
             some = records[begin : begin + half]
             mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
-            parts: list[tuple[int, Stretch, dict[str, Tensor]]] = []
+            parts: list[tuple[int, RecordSpan, dict[str, Tensor]]] = []
             for record, slot in mine:
                 self._wait(slot)
                 disk.view(slot, record).zero_()

@@ -182,7 +182,7 @@ def layout_of(
 ) -> Layout:
     """The state of a parameter of this dtype. An fp32 parameter is its own master, whatever `master_format` says.
 
-    >>> from zerokern.optim.adam import Adam
+    >>> from zerokern.optim.optimizers import Adam
     >>> [slot.key for slot in layout_of(Adam._algorithm, torch.bfloat16, True, "fp32", None, False).slots]
     ['step', 'exp_avg', 'exp_avg_sq', 'remainder']
     """

@@ -1,4 +1,4 @@
-"""What an optimizer has: its state and where that lies, what stands for its parameters, and whether it is whole."""
+"""Holds what an optimizer has: its state, the tier it is in, the shards of its parameters, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOTHING_TO_OVERLAP = (
 
 
 class Chosen:
-    """An attribute of an optimizer that was chosen when it was built, and that its holdings follow: tier, schedule."""
+    """Shows what was chosen when an optimizer was built (tier, schedule) as its attribute; holdings have the value."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -62,7 +62,7 @@ def _has_company() -> bool:
 
 @dataclass
 class Bound:
-    """What was learned in earlier steps: all of it can be learned anew from parameters, groups and state."""
+    """Caches what earlier steps learned; all of it can be learned anew from parameters, groups and state."""
 
     binding: Binding | None = None
     witness: Witness | None = None
@@ -70,7 +70,7 @@ class Bound:
 
 
 class Holdings:
-    """Of one optimizer, called `name` where it asks for host memory.
+    """Holds the state of one optimizer, which is called `name` where it asks for host memory.
 
     `state` is by parameter, as its users see it; `held` by what is updated here.
     """
@@ -95,7 +95,7 @@ class Holdings:
         let_go_in_child(self)
 
     def change(self, name: str, value: Any) -> None:
-        """Of what was chosen, the step from which updates are delayed alone may change."""
+        """Refuses a change of what was chosen, but for the step from which updates are delayed."""
         if name == "schedule" and self.delays and isinstance(value, Delayed):
             self.schedule = value
         elif value != (now := getattr(self, name)):
@@ -126,12 +126,12 @@ class Holdings:
         return self.state if self.shards.in_place else self.shards.state
 
     def let_go(self) -> None:
-        """In a forked child, where memory of the room is not, whoever reads the state is told so by name."""
+        """Makes reading the state raise in a forked child, which has none of the memory of the room."""
         if self.room is not None and self.room.nbytes:
             self._left_behind, self.state = self.state, Elsewhere.of_the_parent()
 
     def close(self, because: str) -> None:
-        """Lets go of the state, of host memory and of the folder; whoever uses the optimizer is told why."""
+        """Frees state, host memory and the folder; using the optimizer raises `because` from then on."""
         if self.closed:
             return
         self.closed, self.state = because, Elsewhere(because)
@@ -144,7 +144,7 @@ class Holdings:
             raise StateError(self.closed)
 
     def refuse_elsewhere(self) -> None:
-        """The state must be here: not closed, and not in the memory of the process that this one was forked from."""
+        """Raises where the optimizer is closed, or its state is in memory of the process that forked this one."""
         self.refuse_if_closed()
         if self.room is not None:
             self.room.check()
@@ -168,7 +168,7 @@ class Holdings:
         return self.delays or (there and self.tier != "device")
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
-        """What makes copies of these parameters, if they are to have some."""
+        """Returns what makes host copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
         if self.host is None:
@@ -182,7 +182,7 @@ class Holdings:
         return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype).columns
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
-        """The shards of these parameters: those of before, or others where the parameters are, or are elsewhere.
+        """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.
 
         `hosted`: with copies in host memory, if the tier asks for such.
         """
@@ -191,14 +191,14 @@ class Holdings:
         return last if known else Shards(groups, host, last, self.group)
 
     def catch_up(self) -> None:
-        """Follow writes that no step has seen yet, so that what is saved is consistent."""
+        """Follows writes that no step has seen yet, so that what is saved is consistent."""
         self.shards.adopt(self.state)
         self.shards.look()
         if self.bound.witness is not None:
             self.bound.witness.catch_up(self.held)
 
     def refresh(self) -> None:
-        """Masters and remainders begin anew from the parameters, however these were written."""
+        """Makes masters and remainders anew from the parameters, however these were written."""
         self.shards.adopt(self.state)
         self.shards.refetch()
         follow(tracked(self.held), self.held)
@@ -206,7 +206,7 @@ class Holdings:
             self.bound.witness.look()
 
     def shown(self) -> WatchedState:
-        """The state as it is saved."""
+        """Returns the state as it is saved."""
         binding, made = self.bound.binding, self.held
         if self.disk is not None:
             made = WatchedState(in_memory(self.disk, made))
@@ -215,7 +215,7 @@ class Holdings:
         return self.shards.saved(made, self.state)
 
     def renew(self, *, loaded: bool = True) -> None:
-        """The state is another one: what points at it is made anew."""
+        """Forgets all that points at the state, which is another one now."""
         self.bound = Bound(witness=Witness(tracked(self.held), loaded=loaded))
         self.torn, self.untold = False, ""
 
@@ -229,7 +229,7 @@ class Holdings:
         *,
         intact: bool,
     ) -> Binding:
-        """The binding, or a new one where there is none that fits."""
+        """Returns the binding, or a new one where there is none that fits."""
         last, witness = self.bound.binding, self.bound.witness
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)

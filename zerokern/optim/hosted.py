@@ -33,7 +33,7 @@ from zerokern.zero.squares import GradReady
 __all__ = ["Departure", "HostCopies", "HostCopy", "Leaving"]
 
 ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
-"""Which tensors of its state lie beside a parameter's values, by its place and dtype."""
+"""Returns which tensors of its state lie beside a parameter's values, by its place and dtype."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
     "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
@@ -42,10 +42,10 @@ _DROPPED = (
 
 @dataclass(eq=False)
 class HostCopy:
-    """One parameter, `near` to the compute, and what the host has of it.
+    """Holds the host copy of one parameter, which is `near` to the compute.
 
-    `rest`: where its values are while nobody uses them, if the parameter rests too. They are the parameter's then, and
-    nowhere else, until an update changes them.
+    `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
+    are the parameter's own and take no room.
     """
 
     near: Tensor
@@ -64,7 +64,7 @@ class HostCopy:
     pending: bool = False  # the values are those of an update that has yet to be published
 
     def look(self) -> bool:
-        """Whether somebody wrote or moved the parameter. Who loads a model after its optimizer may change nothing."""
+        """Whether the parameter was written or moved. Loading a model after its optimizer may change nothing."""
         if (self.near._version, self.near.data_ptr()) == self.seen:
             return False
         if self.loaded is None or self.bits != self.loaded:
@@ -74,7 +74,7 @@ class HostCopy:
 
     @property
     def bits(self) -> int:
-        """The parameter's fingerprint."""
+        """Fingerprint of the parameter."""
         with present(self.near):
             return int(fingerprints(self.near.detach().contiguous()))
 
@@ -97,7 +97,7 @@ class HostCopy:
 
 @dataclass(eq=False)
 class HostCopies:
-    """The copies of one optimizer. `delays`: parameters change when they are published, not when copies are stored."""
+    """Holds the copies of one optimizer. `delays`: parameters change when published, not when copies are stored."""
 
     room: Any  # a HostTier; None where there are no copies
     delays: bool
@@ -111,7 +111,7 @@ class HostCopies:
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
 
     def reach(self, param: Tensor, *, measured: bool) -> None:
-        """Makes the way to the device that parameters lie on, if they do. `measured`: copies know when they ran."""
+        """Opens the link to the device that parameters lie on, if they do. `measured`: copies know when they ran."""
         if self.link is not None:
             return
         if device.serves(param.device):
@@ -125,7 +125,7 @@ class HostCopies:
     def take_in(
         self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
     ) -> list[Tensor]:
-        """What stands for each of these here: the values of its copy, or itself where it is not trained."""
+        """Makes copies; returns what is updated for each parameter: its copy's values, or itself if it is frozen."""
         trained = [i for i, one in enumerate(near) if one.requires_grad]
         new = [i for i in trained if id(near[i]) not in self.copies]
         if new:
@@ -179,7 +179,7 @@ class HostCopies:
         self.refetch(made)
 
     def _beside(self, near: Sequence[Tensor]) -> list[NextRest | None]:
-        """Where the values of copies rest: together with those of all whose parameters rest together."""
+        """Returns where the values of copies rest: in one place for all whose parameters rest in one place."""
         found = {copy.rest.base: copy.rest for copy in self.copies.values() if copy.rest is not None}
         bases = list(map(rest_of, near))
         for base in bases:
@@ -188,30 +188,30 @@ class HostCopies:
         return [None if base is None else found[base] for base in bases]
 
     def of(self, near: Iterable[Tensor]) -> list[HostCopy]:
-        """The copies of these; those that are not trained have none."""
+        """Returns the copies of these; frozen ones have none."""
         return [self.copies[id(one)] for one in near if id(one) in self.copies]
 
     def look(self) -> None:
-        """Follow what was written to parameters, or moved, since host and device last agreed."""
+        """Follows parameters that were written or moved since host and device last agreed."""
         changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.look()]
         if changed:
             self.follow(changed)
 
     def _follows(self, copy: HostCopy) -> bool:
-        """Frozen ones too, whose masters follow them, unless they are something else by now."""
+        """Whether a copy follows its parameter: frozen ones do too, unless their dtype, shape or device has changed."""
         near, values = copy.near, copy.values
         same = copy.rest is None and (near.dtype, near.shape) == (values.dtype, values.shape)
         return near.requires_grad or (same and device.is_apart(near) == (self.driver is not None))
 
     def follow(self, copies: Sequence[HostCopy]) -> None:
-        """These parameters were written: that counts, and not what an update has made of them meanwhile."""
+        """Copies written parameters to the host; what an update has made of them meanwhile is dropped."""
         lost = sum(copy.pending for copy in copies)
         if lost:
             warnings.warn(_DROPPED % lost, stacklevel=2)
         self.refetch(copies)
 
     def refetch(self, copies: Sequence[HostCopy]) -> None:
-        """The values of the copies are those of the parameters."""
+        """Copies parameters to their host copies."""
         if not copies:
             return
         for copy in copies:
@@ -229,7 +229,7 @@ class HostCopies:
             copy.agree()
 
     def _forget(self, copies: Sequence[HostCopy]) -> None:
-        """As `refetch`, where both rest: nothing is read unless what lies beside them is pending."""
+        """Does what `refetch` does where both rest: nothing is read, unless values that rest with them are pending."""
         needed = {copy.rest for copy in self.pending}
         for copy in copies:
             assert copy.rest is not None
@@ -242,7 +242,7 @@ class HostCopies:
     def fetch(
         self, pairs: Sequence[tuple[HostCopy, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
     ) -> Copy | None:
-        """Gradients to where the update reads them, once `ready`; a ticket where they are on their way.
+        """Copies gradients to where the update reads them, once `ready`; returns a ticket where they are on their way.
 
         `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
         """
@@ -269,7 +269,7 @@ class HostCopies:
         return ticket
 
     def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:
-        """Gradients come in another dtype from here on; what the old one took is kept for when it comes back."""
+        """Gives gradients of another dtype memory; the old dtype's is kept for when it comes back."""
         copy.others[copy.grad.dtype] = copy.grad
         found = copy.others.pop(dtype, None)
         if found is None:
@@ -277,7 +277,7 @@ class HostCopies:
         copy.grad, copy.values.grad_dtype, copy.checked = found, dtype, False
 
     def store(self, copies: Sequence[HostCopy], ready: Any) -> Copy | None:
-        """Updated values to the device, once `ready`; without one, `publish` takes them."""
+        """Copies updated values to the device, once `ready`; without a device, `publish` does."""
         if self.link is None:
             return None
         targets = [copy.near.detach() if copy.shadow is None else copy.shadow for copy in copies]
@@ -285,7 +285,7 @@ class HostCopies:
         return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
 
     def reading(self, value: Any) -> Callable[[], Any]:
-        """What a number on the device is now, for whoever asks later, on any thread, and waits for nothing else."""
+        """Returns a call that reads what a number on the device is now; any thread may make it later."""
         if not isinstance(value, Tensor):
             return lambda: value
         if self.link is None or value.is_cpu:
@@ -304,11 +304,11 @@ class HostCopies:
         return read
 
     def here(self) -> Copy | None:
-        """A ticket for all that the device has been given until now."""
+        """Returns a ticket for all that the device has been given until now."""
         return None if self.link is None else self.link.here()
 
     def consumed(self, copies: Sequence[HostCopy], *, updated: bool) -> None:
-        """The gradients of these are of no more use; with `updated`, their values are of the step to come."""
+        """Lets gradients of these be overwritten. `updated`: their values are pending now, if updates are delayed."""
         for copy in copies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if self._poisons:
@@ -321,7 +321,7 @@ class HostCopies:
         return [copy for copy in self.copies.values() if copy.pending]
 
     def publish(self, updated: Sequence[HostCopy]) -> None:
-        """What was `updated`, or is pending where updates are delayed, is what everybody sees: all of it at once."""
+        """Accounts for what was `updated`, or puts in place all that is pending where updates are delayed."""
         copies = list(updated)
         if self.delays:
             self.put(self.pending)
@@ -332,7 +332,7 @@ class HostCopies:
             copy.agree()
 
     def put(self, updated: Iterable[HostCopy]) -> Copy | None:
-        """What is pending of these is put where compute reads it, from here on; `publish` accounts for it."""
+        """Puts what is pending of these where compute reads it; `publish` accounts for it."""
         copies = [copy for copy in updated if copy.pending]
         if not copies:
             return None
@@ -355,7 +355,7 @@ class HostCopies:
         return self.here()
 
     def _put_rest(self, rest: NextRest, copies: Sequence[HostCopy]) -> None:
-        """What is pending of all that rest together; without a copy, unless others have written beside them."""
+        """Puts in place what is pending of all that rest together: by a swap, or a copy if others wrote beside them."""
         if rest.take_place():
             return
         with rest.base.used(), rest.used(), torch.no_grad():
@@ -365,7 +365,7 @@ class HostCopies:
         rest.forget()
 
     def pend(self, near: Tensor, values: Tensor) -> None:
-        """Values that were saved with their update yet to be published, if they are others than the copy's."""
+        """Takes values that were saved with their update yet to be published, if they differ from the copy's."""
         copy = self.copies[id(near)]
         with present(values), present(copy.values):
             if torch.equal(values.to(copy.values.device), copy.values):
@@ -375,7 +375,7 @@ class HostCopies:
         self.wait_for([copy])
 
     def wait_for(self, copies: Sequence[HostCopy]) -> None:
-        """These have been given values that wait to be published, where they are others than the parameters'."""
+        """Marks copies as pending whose values differ from their parameters."""
         ticket = self.store(copies, None) if copies else None
         if ticket is not None:
             ticket.wait()
@@ -386,7 +386,7 @@ class HostCopies:
 
 
 def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
-    """The copy of a parameter that rests; its values lie as the parameter's do."""
+    """Makes the copy of a parameter that rests; its values lie as the parameter's do."""
     with rest.adding_views():
         offset = int(near.storage_offset()) - int(rest.base.memory.storage_offset())
         values = nn.Parameter(alias(rest.memory, offset, near.shape))
@@ -397,7 +397,7 @@ def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
 
 
 class Departure:
-    """Gradients of one part that leave before `step()`: at once, or as soon as those before them have been read."""
+    """Copies gradients of one part to the host before `step()`: at once, or when the update has read the last ones."""
 
     def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
         self._host, self._pairs, self._handed_out = host, pairs, handed_out
@@ -413,12 +413,12 @@ class Departure:
         self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
 
     def compare(self) -> None:
-        """`step()` was called: gradients that somebody may have written without a count are fetched again."""
+        """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""
         if self._handed_out():
             self.forget()
 
     def forget(self) -> None:
-        """From here on nobody asks whether a gradient has left."""
+        """Has all gradients of the part fetched again."""
         for copy, _ in self._pairs:
             copy.fetched = None
 
@@ -454,7 +454,7 @@ class Leaving:
 
     @classmethod
     def of(cls, last: Leaving | None, shards: Any, parts: Sequence[Any], early: bool) -> Leaving:
-        """Those of other parameters are gone."""
+        """Listens to other parameters, and no more to those of `last`."""
         if last is not None:
             last.remove()
         return cls(shards, parts, early)
@@ -470,7 +470,7 @@ class Leaving:
         self.remove()
 
     def reduced(self, part: Any, ready: GradReady) -> None:
-        """zk.shard has reduced a bucket: what there is on this rank is final, if no other pass comes."""
+        """Fetches a bucket that zk.shard has reduced, if as many passes as in the last step have come."""
         key = id(part)
         self._arrived[key] = self._arrived.get(key, 0) + 1
         if self._arrived[key] != self._expected.get(key):
@@ -483,7 +483,7 @@ class Leaving:
         self._leave(part, [self.shards.near[place] for place in places], grads, bucket.handed_out)
 
     def _recall(self, part: Any) -> None:
-        """Another pass adds to what has left: it is fetched in `step()`."""
+        """Has a part fetched by `step()`, because another pass adds to its gradients."""
         with self._lock:
             departure = self._left.pop(part.name, None)
             if departure is not None:
@@ -517,7 +517,7 @@ class Leaving:
                     self._held_back.append(departure)
 
     def departures(self) -> dict[str, Departure]:
-        """What left since the last call, by part; a step is about to be made of it."""
+        """Returns what was fetched since the last call, by part; a step is about to be made of it."""
         with self._lock:
             left = {name: one for name, one in self._left.items() if one.ticket is not None}
             self._left, self._held_back = {}, []

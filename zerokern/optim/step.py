@@ -18,10 +18,10 @@ from torch import Tensor
 
 from zerokern.comm import during
 from zerokern.core.errors import CommError
+from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.hosted import Departure, Leaving
-from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey

@@ -1,4 +1,4 @@
-"""One update: what its ops do, the spans of its step program, and how far it came."""
+"""Describes one update: its parts, what the ops of its step program do, and how far it came."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's 
 
 @dataclass(frozen=True)
 class Part:
-    """`members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is."""
+    """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
+
+    `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is.
+    """
 
     name: str
     members: tuple[int, ...]
@@ -44,7 +47,7 @@ class Part:
 
 
 def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
-    """In the order in which forwards need them, as far as that is known: parameters in theirs, then buckets in theirs.
+    """Returns the parts in the order in which forwards need them: plain parameters in theirs, then buckets in theirs.
 
     >>> import torch
     >>> from zerokern.zero.shard import shards_of
@@ -79,14 +82,14 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
 
 
 class Update:
-    """One update that has been prepared, and how far it came. `by_parts`: it is made part by part, else at once."""
+    """Carries out one update that has been prepared. `by_parts`: it is made part by part, else at once."""
 
     def __init__(self, binding: Binding, decision: Decision, *, by_parts: bool) -> None:
         self.binding, self.decision, self.by_parts = binding, decision, by_parts
-        self.in_place = False  # gradients are read where the program has them
+        self.in_place = False  # gradients are read where the user's program has them, and could be edited
         self.publish_when_done = False
         self.failed = False  # here, and other ranks have yet to hear of it
-        self.began = False  # to be made, at once; of one before it the binding says the same
+        self.began = False  # an update at once: `binding.carried_out` and `torn` are about this one, not the last
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
@@ -143,8 +146,7 @@ class Update:
             self.binding.put_away()
 
     def gather(self, part: Part, driver: Any) -> Any:
-        """Sends this rank's span of an updated bucket to all. On a CPU the worker sees it through: nobody else has time
-        for it."""
+        """Sends this rank's span of an updated bucket to all ranks. On a CPU the worker waits for the end."""
         self.gathered.add(part.name)
         if driver is None:
             part.sharding.publisher.gather(part.bucket).wait()
@@ -153,7 +155,7 @@ class Update:
             return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
 
     def publish(self) -> None:
-        """Puts what a delayed update has made in place, part by part."""
+        """Publishes a delayed update, part by part."""
         for op in self.run.program.ops:
             if op.verb == "Publish":
                 self.run.perform(op.verb, op.what)
@@ -168,7 +170,7 @@ class Update:
         lazily: bool,
         inline: bool,
     ) -> Actions:
-        """What each op does that is the optimizer's. `parts`: those that are updated, in forward order.
+        """Yields the action of each op that is the optimizer's. `parts`: those that are updated, in forward order.
 
         `tickets`: of parts whose gradients are on their way. `late`: parts are updated in backward order. `lazily`:
         forwards wait for parts one by one.
@@ -215,7 +217,7 @@ class Update:
     def program(
         self, schedule: str | Delayed, shards: Shards, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
-        """The step program of this update."""
+        """Makes the step program of this update."""
         survey, rows = self.binding.survey, self._rows
         crosses = shards.host.link is not None
         parts = parts or [Part("all", tuple(survey.numbers))]
@@ -233,13 +235,13 @@ class Update:
 
 
 class _DeviceCollective:
-    """A collective on a device as a ticket."""
+    """Makes a collective on a device a ticket."""
 
     def __init__(self, handle: Any, driver: Any) -> None:
         self._handle, self._driver = handle, driver
 
     def gate(self) -> None:
-        """The current stream waits."""
+        """Makes the current stream wait."""
         self._handle.wait()
 
     def wait(self) -> None:
@@ -272,7 +274,7 @@ def _span_of(
 
 
 def _sent(part: Part) -> dict[str, Any]:
-    """What each rank sends of a part's gradients and parameters, as fields of its span."""
+    """Returns the bytes that each rank sends of a part's gradients and parameters, as fields of its span."""
     if part.sharding is None:
         return {}
     stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
@@ -292,7 +294,7 @@ def _gathered(sharding: Any, memory: Any) -> dict[str, Any]:
 
 
 def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
-    """The buckets of all models, by the names of their spans: those that none of the parts updates as well."""
+    """Yields the buckets of all models with the names of their spans, also those that none of the parts updates."""
     names = {id(part.sharding.gradient_buckets[part.bucket].memory): part.name for part in parts if part.bucket >= 0}
     for index, sharding in enumerate(shards.shardings):
         for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
@@ -300,7 +302,7 @@ def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any
 
 
 def _with_others(spans: Sequence[Span], buckets: Iterable[tuple[Any, Any, str]]) -> list[Span]:
-    """Spans in the order of the models' buckets; those that are gathered and not updated are spans of their own."""
+    """Orders spans as the models' buckets are; adds a span for each bucket that is gathered and not updated."""
     by_name = {span.name: span for span in spans}
     found = []
     for sharding, memory, name in buckets:
