@@ -131,9 +131,9 @@ class AdamW(Adam):
 class Lion(FusedOptimizer):
     """Lion: each element moves by `lr` in the direction of the sign of an interpolated momentum.
 
-    (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.) Weight decay is decoupled. It keeps one moment, half the state of Adam, and usually wants a learning rate three to
-    ten times lower than AdamW's and a weight decay as much higher. `betas`: what the momentum weighs in the sign, and
-    how it decays.
+    (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.) Weight decay is decoupled. It keeps one moment,
+    half the state of Adam, and usually wants a learning rate three to ten times lower than AdamW's and a weight decay
+    as much higher. `betas`: what the momentum weighs in the sign, and how it decays.
 
     state_format: "fp32" (exact), "bf16" or "int8" for exp_avg. master_format, max_grad_norm, group, stochastic_seed,
     tier and schedule: as `zerokern.optim.Adam` says.
