@@ -97,7 +97,8 @@ class Shards:
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = changes() if all(shard_of(param) is shard for param, shard in pairs) else None
         self._followed_params, self._followed_shards = [p for p, _ in self._followed], [s for _, s in self._followed]
-        self._counts_all = all(param is not shard.piece and shard.placed is None for param, shard in self._followed)
+        # a DTensor has two versions, its own and that of the tensor within
+        self._counts_all = all(param is not shard.piece and not is_divided(param) for param, shard in self._followed)
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
         self._of_piece = {id(piece): shard for piece, shard in zip(self.pieces, self.homes, strict=True)}
