@@ -184,14 +184,14 @@ class RowBatch:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """What several turns share comes with the first of them, and last there: rests come once for all of theirs."""
+        """Sorts what several turns share to the first of them, and last there, next to the batches of the second."""
         return min(self.turns), self.record is None, max(self.turns)
 
 
 class Binding:
-    """The update of a survey's parameters. It is valid as long as the survey is and `intact` says so.
+    """Updates a survey's parameters. It is valid as long as the survey is and `intact` says so.
 
-    `tier`: where state rests. `compute`: who runs the native table.
+    `tier`: where state rests. `compute`: what runs the native table.
     """
 
     def __init__(
@@ -246,12 +246,13 @@ class Binding:
         return known and self.tier.in_place() and self.compute.book.untouched()
 
     def arrange(self, turns: Turns, names: Sequence[str]) -> None:
-        """An update is to be made turn by turn: each has the parameters in these places of the optimizer's.
+        """Prepares for an update turn by turn: each has the parameters in these places of the optimizer's.
 
         `names`: of their spans in the step program.
         """
+        self._names = names
         if turns != self.turns:
-            self.turns, self._names, self._is_laid_out = turns, names, False
+            self.turns, self._is_laid_out = turns, False
 
     def _lay_out(self) -> None:
         """Puts the rows into batches in the order of the turns, and all of them into the table."""
@@ -328,6 +329,7 @@ class Binding:
             for batch in self._batches:
                 own = (rests[i] for i, _ in batch.members)
                 batch.gradients = list({id(rest): rest for rest in own if rest is not None}.values())
+        self._notes = None
         if self.moves and self.recorder is not None:
             moved = [tuple(self.on_disk(turn).values()) for turn in range(len(self._names))]
             spans = [(name, read + spilled, read) for name, (read, spilled) in zip(self._names, moved, strict=True)]
