@@ -1,8 +1,8 @@
-"""Memory at an address that stays, and is there only while somebody uses it; its contents rest in a place.
+"""Maps memory at a fixed address only while it is used; in between its contents rest in a tier.
 
-So tensors over it are made once, and what knows them by their address goes on knowing them. Without a user the memory
-is given back to the system, and to touch it is a fault: nobody can read what is not there and take it for values.
-Where somebody has kept a view of it, it stays until that has ended.
+Tensors over it are made once, and code that knows them by address goes on knowing them. Without a user the pages are
+given back to the system, and touching them is a fault, so that nobody reads stale values. Memory that somebody has a
+view of stays mapped until the view is gone.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PATIENCE_S = 10.0  # with an update that is under way beside its user's thread
 
 
 class Rests:
-    """What rests in one place. `leaving_nbytes`: how much may be in memory without a user: one half, but no more than
-    `GOING`, on its way there, before a new fetch waits for it; the rest is for who is about to use it.
+    """Holds all that rests in one tier. `leaving_nbytes`: how much may stay in memory without a user: one half, but no
+    more than `GOING`, while it is stored, before a new fetch waits for that; the rest for who is about to use it.
 
     >>> from zerokern.memory import HostTier
     >>> rests = Rests(HostTier("example"))
@@ -63,13 +63,13 @@ class Rests:
         self._all: weakref.WeakSet[Rest] = weakref.WeakSet()
 
     def make(self, role: str, numel: int, dtype: torch.dtype) -> Rest:
-        """Memory for so many elements, zeros as yet, with room for them in the place."""
+        """Makes memory for so many elements, zeros at first, with room for them in the tier."""
         self.check()
         self.evict()
         return Rest(self, role, numel, dtype)
 
     def close(self, because: str) -> bool:
-        """Nothing is fetched any more, and who asks is told why; the place may go. False: something stays in use.
+        """Ends all fetching: later calls raise `because`, and the tier may go. Returns False if something stays in use.
 
         An update that runs beside its user's thread ends by itself, and is waited for.
         """
@@ -93,12 +93,12 @@ class Rests:
             return any(one._users for one in list(self._all))
 
     def evict(self) -> None:
-        """Room that nobody has any more is free again."""
+        """Frees room in the tier whose owner is gone."""
         while self.unused:
             self.tier.evict([self.unused.pop()])
 
     def check(self) -> None:
-        """Raises in a forked child, where the memory is not, and where it was closed."""
+        """Raises in a forked child, which has none of the memory, and after `close`."""
         if self._closed:
             raise ShardError(self._closed)
         if os.getpid() != self._pid:
@@ -108,13 +108,13 @@ class Rests:
             )
 
     def sweep(self, room: int = 0) -> None:
-        """Give back what is stored, and what nobody has a view of any more; at most so much stays on its way, less
-        `room`. Raises what went wrong in storing: the memory stays then."""
+        """Frees memory that is stored, or that nobody has a view of any more. Up to a limit, less `room`, what is still
+        being stored may stay. Raises what went wrong in storing; the memory stays then."""
         with self.lock:
             kept = list(self.kept)
             self.kept.clear()
             for one in kept:
-                one.settle()
+                one.store_if_unused()
             going = [one for one in list(self.leaving) if not one.is_awaited]
             there = sum(one.nbytes for one in going)
             for one in going:
@@ -124,7 +124,7 @@ class Rests:
                     one.end()
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much more may stay for who is about to use it."""
+        """Whether so many more bytes may stay in memory for their next user."""
         awaited = sum(one.nbytes for one in list(self.leaving) if one.is_awaited)
         return awaited + nbytes <= self.leaving_nbytes - self._going_nbytes
 
@@ -133,7 +133,7 @@ class Rests:
         return min(GOING, self.leaving_nbytes // 2)
 
     def drain(self) -> None:
-        """Returns once nothing is on its way to the place, nor awaits its next user."""
+        """Returns once all memory without a user is stored and freed."""
         with self.lock:
             for one in list(self.leaving):
                 del self.leaving[one]
@@ -142,15 +142,15 @@ class Rests:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are in memory without a user."""
+        """Bytes in memory without a user."""
         with self.lock:
             return sum(one.nbytes for one in [*self.leaving, *self.kept]) + self.pages.nbytes
 
 
 class Rest:
-    """One stretch of memory. Made by `Rests.make`; a tensor over it, `memory`, has its elements while it is used.
+    """Is one range of memory, made by `Rests.make`. A tensor over it, `memory`, has its elements while it is used.
 
-    Users count: each `fetch` has its `leave`.
+    It counts users: each `fetch` has its `leave`.
     """
 
     def __init__(self, rests: Rests, role: str, numel: int, dtype: torch.dtype) -> None:
@@ -182,7 +182,7 @@ class Rest:
             self.rests.unused.append(self._kept)
 
     def fetch(self) -> None:
-        """One more user; what is not there is on its way from here on, and `wait` returns once it is."""
+        """Adds a user, and starts to fetch what is not there; `wait` returns once it is."""
         rests = self.rests
         rests.check()
         with rests.lock:
@@ -199,7 +199,7 @@ class Rest:
             self._users += 1
 
     def wait(self) -> None:
-        """Returns once the contents are there; raises what kept them from coming, to every user."""
+        """Returns once the contents are there; a failed fetch raises for every user."""
         coming = self._coming
         if coming is not None:
             try:
@@ -211,7 +211,7 @@ class Rest:
             raise self._failure
 
     def change(self) -> None:
-        """A user has written, or is about to: what is stored is not what is there. Returns once it may write."""
+        """Marks the contents as written by a user, so that they are stored again. Returns once it may write."""
         with self.rests.lock:
             going, self._going = self._going, None
             self._changed = True
@@ -220,12 +220,12 @@ class Rest:
             going.wait()
 
     def watch(self, tensor: Tensor) -> None:
-        """A view of it is handed out that shares this tensor's version: what is written there has changed it."""
+        """Watches the version of a view that is handed out: what is written there counts as a change."""
         if not any(one is tensor for one, _ in self._watched):
             self._watched.append((tensor, tensor._version))
 
     def lend(self, view: Tensor) -> Tensor:
-        """A view of it, with its version, for who may keep it: over a storage of its own, whose users alone count."""
+        """Returns a view, with its version, that may be kept: over a storage of its own, whose users alone count."""
         if self._lent is None:
             self._lent = torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.nbytes, offset=self._skip)
         shown = view.detach()
@@ -234,25 +234,24 @@ class Rest:
         return shown
 
     def forget(self) -> None:
-        """What it has is of no more use: the next fetch reads nothing, and finds what was left there, or zeros."""
+        """Drops the contents: the next fetch reads nothing, and finds what was left there, or zeros."""
         with self.rests.lock:
             self._has_contents = self._changed = False
 
     def leave(self, *, awaited: bool = False) -> None:
-        """One user less. The last one's memory is given back, once what has changed is stored.
+        """Removes a user. After the last one the memory is freed, once what has changed is stored.
 
-        `awaited`: somebody else is about to use it, so that it stays as long as there is room. Those that come first
-        are used first.
+        `awaited`: somebody else is about to use it, so it stays if there is room. What came first is used first.
         """
         with self.rests.lock:
             self._users -= 1
             if not self._users:
                 self.is_awaited = awaited and self.rests.has_room(self.nbytes)
-                self.settle()
+                self.store_if_unused()
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Within, it is there."""
+        """Context manager within which the contents are in memory."""
         self.fetch()
         try:
             self.wait()
@@ -262,22 +261,22 @@ class Rest:
 
     @property
     def is_stored(self) -> bool:
-        """Whether nothing of it is on its way to the place."""
+        """Whether nothing of it is being stored."""
         return self._going is None or self._going.done()
 
     def is_viewed(self) -> bool:
-        """Whether somebody has a view of the memory, beside those who always do: asked first while nobody else does."""
+        """Whether somebody has a view of the memory, besides those who always do; first asked when no other does."""
         views = self._count_views()
         self._views = min(self._views, views)
         return views > self._views or self.is_lent
 
     @property
     def is_lent(self) -> bool:
-        """Whether somebody has what was handed out to be kept."""
+        """Whether somebody has a view that was made to be kept."""
         return self._lent is not None and _users_of(self._lent) > _users_of(torch.empty(1))
 
-    def settle(self) -> None:
-        """Nobody uses it: on its way to the place, or kept, or given back. With the lock."""
+    def store_if_unused(self) -> None:
+        """Stores, keeps or frees memory that nobody uses. Called with the lock held."""
         if self._users or not self.is_here:
             return
         if self.rests._closed:  # a view that somebody has kept ends: there is no place for what it shows
@@ -305,7 +304,7 @@ class Rest:
             self.rests.leaving.setdefault(self)
 
     def end(self) -> None:
-        """It was on its way to the place. With the lock."""
+        """Waits for the store that is under way, then frees the memory. Called with the lock held."""
         going, self._going = self._going, None
         if going is not None:
             try:
@@ -319,15 +318,15 @@ class Rest:
             else:
                 self._give_back()
 
-    def come_to_rest(self) -> None:
-        """It is not in memory any more if it was on its way to the place. With the lock."""
+    def wait_until_stored(self) -> None:
+        """Waits for a store that is under way, if there is one, and frees the memory. Called with the lock held."""
         if not self._users and self in self.rests.leaving:
             del self.rests.leaving[self]
             self.end()
 
     @contextlib.contextmanager
     def adding_views(self) -> Iterator[None]:
-        """Views that are taken within will always be there: they do not keep the memory."""
+        """Context manager: views that are taken within live as long as this, and do not keep the memory mapped."""
         before = self._count_views()
         yield
         if self._views < sys.maxsize:
@@ -341,7 +340,7 @@ class Rest:
         self.rests.pages.take(self._address, self.nbytes)
 
     def _appear(self) -> None:
-        """Have memory: zeros where nothing is about to be read into it."""
+        """Maps memory: zeros where nothing is about to be read into it."""
         try:
             given = self.rests.pages.give(self._address, self.nbytes)
         except OSError as error:
@@ -355,8 +354,8 @@ class Rest:
 
 
 class NextRest(Rest):
-    """What is to become the contents of another: it begins as a copy of these when it is first fetched, is changed
-    beside them, and takes their place.
+    """Holds the next contents of another rest: begins as a copy of it when it is first fetched, is changed apart from
+    it, and takes its place without a copy.
 
     >>> import torch; from zerokern.memory import HostTier, Rests
     >>> rests = Rests(HostTier("example"))
@@ -407,7 +406,7 @@ class NextRest(Rest):
         self.base.leave()
 
     def leave(self, *, awaited: bool = False) -> None:
-        """As of any; nobody awaits it, for its contents are about to be the other's."""
+        """Removes a user; it never stays for the next one, for its contents are about to be the other's."""
         with self.rests.lock:
             if self._users == 1 and self._is_copying:  # nobody has waited
                 self._is_copying = False
@@ -415,12 +414,12 @@ class NextRest(Rest):
             super().leave()
 
     def take_place(self) -> bool:
-        """Its contents are the other's from here on, and it begins anew. False, and nothing has happened, where that
-        needs a copy: the other has been changed meanwhile, or somebody uses either."""
+        """Makes its contents the other's, and begins anew. Returns False, and does nothing, where that needs a copy:
+        the other has been changed meanwhile, or somebody uses either."""
         base = self.base
         with self.rests.lock:
             for one in (base, self):
-                one.come_to_rest()
+                one.wait_until_stored()
             if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:
                 return False
             base._kept, self._kept = self._kept, base._kept
@@ -430,7 +429,7 @@ class NextRest(Rest):
             return True
 
     def forget(self) -> None:
-        """What it holds is of no use: it begins anew. Nobody uses it."""
+        """Drops the contents, which nobody uses: the next fetch copies the other's."""
         with self.rests.lock:
             self._has_contents, self._begun_from, self._changed = False, None, False
 
@@ -441,5 +440,5 @@ class NextRest(Rest):
 
 
 def _users_of(tensor: Tensor) -> int:
-    """How often the storage of a tensor is referred to."""
+    """Returns how many references a tensor's storage has."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
