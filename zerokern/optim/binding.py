@@ -296,10 +296,6 @@ class Binding:
                     batch.params.append(rest)
         return sorted(found.values(), key=operator.attrgetter("order"))
 
-    def nbytes_of(self, param: Tensor) -> int:
-        """Returns the bytes of state that an update of this parameter reads and writes."""
-        return self.tier.nbytes_of(param)
-
     def on_disk(self, turn: int) -> dict[str, int]:
         """Returns the bytes that a turn fetches and stores, as fields of its span. It is known once prepared.
 

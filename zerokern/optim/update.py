@@ -264,7 +264,7 @@ def _span_of(
         sum(numels),
         grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
         param_nbytes=sum(survey.params[row].nbytes for row in taken),
-        state_nbytes=sum(binding.nbytes_of(survey.params[row]) for row in taken),
+        state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in taken),
         **on_disk,
         own_master=survey.layouts[taken[0]].master_format != "fp32",
         fetched=fetched,
