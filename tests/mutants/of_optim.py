@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "factor_of_a_failed_step_lost",
         "zerokern/optim/shards.py",
-        "for sharding, factor in self._folds if undone else ():",
-        "for sharding, factor in () if undone else ():",
+        "sharding.fold(factor) if undone else sharding.folded(factor)",
+        "undone or sharding.folded(factor)",
         "A clip factor that a failed step took up is not there for the next one.",
         ("tests/optim/test_shard_clip.py",),
     ),
