@@ -117,12 +117,12 @@ class Whole:
     """Counts the tiles that are whole at one time."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.most, units = 0, sharding_of(model).gatherer.units
+        self.most, units = 0, sharding_of(model).runner.units
         allocate = params.BucketMemory.allocate
 
         def counted(memory: params.BucketMemory) -> bool:
             kept = allocate(memory)
-            self.most = max(self.most, sum(unit.whole for unit in units if ".tiles." in unit.name))
+            self.most = max(self.most, sum(not unit.is_sharded for unit in units if ".tiles." in unit.name))
             return kept
 
         monkeypatch.setattr(params.BucketMemory, "allocate", counted)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from zerokern.memory.here import Cuboid, chunk_list, write_items
 from zerokern.zero.kinds import here_of
-from zerokern.zero.sharded_functions import METADATA, methods
-from zerokern.zero.sharded_refusals import ShardedUseError
+from zerokern.zero.sharded_ops import METADATA, ShardedUseError, methods
 
 __all__ = ["Joined"]
 

@@ -26,7 +26,7 @@ from zerokern.memory.blocks import Blocks, BlockTier
 from zerokern.memory.staging import Ticket, driver_of
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero import hooks
-from zerokern.zero.resting import own_name
+from zerokern.zero.tiers import own_name
 
 __all__ = ["ROLE", "Keeper", "Kept", "Turn", "View"]
 

@@ -20,7 +20,7 @@ from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.kinds import is_placed, known_shard
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.units import Unit, UnitModule
+from zerokern.zero.units import UnitModule, UnitSpec
 
 __all__ = ["Cut", "Tile", "Tiled", "cut", "rows_of", "tile", "units_with_tiles"]
 
@@ -279,7 +279,7 @@ def cut(module: nn.Module) -> None:
         weight.__class__ = Former
 
 
-def units_with_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[nn.Parameter]]]:
+def units_with_tiles(units: Sequence[UnitSpec]) -> tuple[list[UnitSpec], dict[int, list[nn.Parameter]]]:
     """The units that there will be at stage 3, and by the id of each tiled weight stand-ins for its pieces (on meta).
 
     >>> from zerokern.zero.units import units_of
@@ -288,17 +288,17 @@ def units_with_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[
     (['', 'tiles.0', 'tiles.1'], 1)
     """
     tiled = {id(one.weight): one for unit in units for one in unit.module.modules() if type(one) is Tiled}
-    made: list[Unit] = []
+    made: list[UnitSpec] = []
     pieces: dict[int, list[nn.Parameter]] = {}
     for unit in units:
-        made.append(Unit(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
+        made.append(UnitSpec(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
         for name, weight in unit.params:
             for number, rows in enumerate(tiled[id(weight)].rows if id(weight) in tiled else ()):
                 blank = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device="meta")
                 piece = nn.Parameter(blank, weight.requires_grad)
                 pieces.setdefault(id(weight), []).append(piece)
                 at = f"{name.removesuffix('weight')}tiles.{number}"
-                made.append(Unit(at, unit.module, [(f"{at}.weight", piece)]))
+                made.append(UnitSpec(at, unit.module, [(f"{at}.weight", piece)]))
     return [made[0], *(unit for unit in made[1:] if unit.params)], pieces
 
 

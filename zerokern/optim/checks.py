@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.optim import device
-from zerokern.zero.computing import stands_for
+from zerokern.zero.params import stands_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"

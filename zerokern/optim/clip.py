@@ -19,10 +19,10 @@ from zerokern.optim.accord import norm_of_all
 from zerokern.optim.scaling import gradient_of, scale_gradients
 from zerokern.optim.shards import with_gradients
 from zerokern.optim.survey import added
-from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import is_divided
+from zerokern.zero.reducing import KnownSquares, Seen, sumsq_of_each
 from zerokern.zero.shard import Shard, gradients_of_dtensors, shard_of
-from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
+from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["clip_grad_norm_"]
 

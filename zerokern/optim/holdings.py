@@ -29,7 +29,7 @@ from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.resting import own_name
+from zerokern.zero.tiers import own_name
 
 __all__ = ["Bound", "Chosen", "Holdings"]
 

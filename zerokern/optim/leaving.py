@@ -18,7 +18,7 @@ from torch import Tensor
 from zerokern.optim.hosted import HostCopies, HostCopy
 from zerokern.optim.parts import Part
 from zerokern.optim.shards import Shards
-from zerokern.zero.squares import GradReady
+from zerokern.zero.reducing import GradReady
 
 __all__ = ["Departure", "Leaving"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.shard import Shard, shard_of
+from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["gradient_of", "scale_gradients"]
 

@@ -22,8 +22,8 @@ from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.kinds import is_divided, present, shardings_of
+from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, plain_shard, shard_of, shards_of
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "sharded"]

@@ -17,7 +17,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, got
 from zerokern.parallel.tensor_parallel import groups_on, mesh_of
 from zerokern.zero import hooks
-from zerokern.zero.groups import ModuleGroups, RankGroups
+from zerokern.zero.units import ModuleGroups, RankGroups
 
 __all__ = ["groups_of"]
 

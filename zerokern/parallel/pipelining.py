@@ -20,8 +20,8 @@ from zerokern.core.errors import StateError, got
 from zerokern.parallel.backward_halves import for_inputs, for_weights
 from zerokern.parallel.tied_stages import Ties, refuse_replaced, refuse_strange
 from zerokern.zero import hooks
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.kinds import shardings_of
+from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 
@@ -255,15 +255,15 @@ class PipelineStage(TorchStage):
     def _keep(self, keeps: bool) -> None:
         """Whether parameters at stage 3 stay whole from here on."""
         for sharding in self._shardings:
-            if sharding.gatherer is not None:
-                sharding.gatherer.keep(keeps)
+            if sharding.runner is not None:
+                sharding.runner.keep_unsharded(keeps)
 
     def _let_go(self) -> None:
         """Nothing stays whole."""
         self._keep(False)
         for sharding in self._shardings:
-            if sharding.gatherer is not None:
-                sharding.gatherer.settle()
+            if sharding.runner is not None:
+                sharding.runner.reshard_all()
 
     @contextmanager
     def _or_let_go(self) -> Iterator[None]:
@@ -340,8 +340,8 @@ def _in_one_pass(shardings: Sequence[Sharding], device: torch.device, work: Call
 
     def within() -> None:
         for sharding in shardings:
-            if sharding.gatherer is not None:
-                sharding.gatherer.joins_backward()
+            if sharding.runner is not None:
+                sharding.runner.join_backward()
             if sharding.gradient_buckets:
                 sharding.reduction.joins_backward()
         with hooks.within_pass():

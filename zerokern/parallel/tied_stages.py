@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Party, during
 from zerokern.core.errors import StateError, got
-from zerokern.zero.fetching import fetched
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tiers import fetched
 
 __all__ = ["Ties", "refuse_replaced", "refuse_strange"]
 

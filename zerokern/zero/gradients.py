@@ -15,20 +15,15 @@ from torch import Tensor
 
 from zerokern.comm import Handle
 from zerokern.zero import checks
-from zerokern.zero.awaited import without_waiting
-from zerokern.zero.fetching import fetched
-from zerokern.zero.flattening import Flattening
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
 from zerokern.zero.kinds import local_of
-from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.partition import shards_gradients, shards_state
-from zerokern.zero.references import References, shares
+from zerokern.zero.publishing import without_waiting
+from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, IntoHost, References, Summing, shares
 from zerokern.zero.shard import Shard, alias, strides
-from zerokern.zero.sharded import Sharded
-from zerokern.zero.span_gradients import SpanGradient
-from zerokern.zero.squares import BucketSquares, GradReady
-from zerokern.zero.summing import Summing
+from zerokern.zero.sharded import Sharded, SpanGradient
+from zerokern.zero.tiers import fetched
 
 __all__ = ["GradientBucket"]
 

@@ -1,14 +1,17 @@
-"""The memory of parameters: a flat bucket that they are views of, whole or this rank's shard of it. How they come
-there: the object that the user knows stays, what it consists of changes."""
+"""Lays parameters out in flat buckets, whole or this rank's shard, and makes the tensors that modules compute with.
+
+The parameter object that the user knows stays; what it consists of changes. At stage 3 modules compute with leaves of
+autograd's over the gathered bucket. While it is not gathered, a leaf stands for the parameter.
+"""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +25,112 @@ from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.tier import DevicePool
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
-from zerokern.zero.computing import leaf_over
-from zerokern.zero.kinds import Placed, here_of, local_of, version_of
-from zerokern.zero.lifting import Lift, Lifting
+from zerokern.zero.kinds import Distributed, Placed, ShardedDTensor, here_of, is_placed, local_of, version_of
 from zerokern.zero.partition import Bucket, Piece
-from zerokern.zero.placed import ShardedDTensor
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tiers import Lift, Lifting
 from zerokern.zero.units import Owner
 
-if TYPE_CHECKING:
-    from zerokern.zero.sharding import Sharding
+__all__ = [
+    "BucketMemory",
+    "Gathered",
+    "Tenant",
+    "be_gathered",
+    "be_resting",
+    "exchange_bodies",
+    "leaf_over",
+    "place",
+    "stands_for",
+    "whole_like",
+]
 
-__all__ = ["BucketMemory", "Tenant", "exchange_bodies", "place", "whole_like"]
+
+class Gathered(nn.Parameter):
+    """A parameter over gathered memory. Writes by way of `.data` count here, and assigning it writes in place."""
+
+    resting_for: nn.Parameter  # what the user knows
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()  # torch's own has a version of its own: what is written to it would be lost
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise ShardError(
+                f"`.data =` would make a parameter {value.dtype} of shape {tuple(value.shape)} on {value.device}; "
+                f"allowed: what it is, {self.dtype} of shape {tuple(self.shape)} on {self.device}. Convert a model "
+                "before zk.shard"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+class _Absent:
+    """Functions that are given it get the parameter instead."""
+
+    __slots__ = ()
+    resting_for: nn.Parameter
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*_awake(args), **_awake(dict(kwargs or {})))
+
+
+class Resting(_Absent, Gathered):
+    """What is `Gathered` while it has no memory; a module may have kept it."""
+
+
+class RestingDTensor(_Absent, Distributed):
+    """The same of a DTensor, which is of torch's own class while it is whole: others cost more in each call."""
+
+
+_RESTING: dict[type, type] = {Gathered: Resting, Distributed: RestingDTensor}
+_GATHERED: dict[type, type] = {rests: whole for whole, rests in _RESTING.items()}
+
+
+def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
+    """What modules compute with in the place of a parameter, over gathered memory."""
+    kind = nn.Parameter if is_placed(view) else Gathered
+    leaf: Any = kind(view, requires_grad=param.requires_grad)
+    leaf.__dict__.update(param.__dict__)
+    leaf.resting_for = param
+    return leaf
+
+
+def be_gathered(leaves: Iterable[Tensor]) -> None:
+    """From now on these are what they show."""
+    for leaf in leaves:
+        leaf.__class__ = _GATHERED.get(type(leaf), type(leaf))
+
+
+def be_resting(leaves: Iterable[Tensor]) -> None:
+    """From now on these stand for what the user knows."""
+    for leaf in leaves:
+        leaf.__class__ = _RESTING.get(type(leaf), type(leaf))
+
+
+def stands_for(param: Tensor) -> nn.Parameter | None:
+    """The parameter that the user knows in the place of this; None of what is none of these leaves.
+
+    >>> stands_for(nn.Parameter(torch.ones(1))) is None
+    True
+    """
+    return getattr(param, "resting_for", None)
+
+
+def _awake(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.resting_for if isinstance(value, _Absent) else value
+    if isinstance(value, dict):
+        return {key: _awake(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_awake, value))
+    return type(value)(map(_awake, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass
@@ -299,9 +395,7 @@ class BucketMemory:
                     )
 
 
-def place(
-    sharding: Sharding, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]
-) -> list[Shard]:
+def place(sharding: Any, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]) -> list[Shard]:
     """Point the parameters of a filled bucket at it, at their shard of it where it is sharded; returns their homes."""
     mine = {piece.param: piece for piece in memory.bucket.pieces(memory.group.rank)}
     homes = []

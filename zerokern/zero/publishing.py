@@ -1,26 +1,98 @@
-"""Buckets whose update is under way: a forward waits for those that it needs, and for no others."""
+"""Publishes updated parameters: at once, or bucket by bucket while an update is under way, and then readers wait.
+
+A forward waits for the buckets that it needs, and for no others; any other use of a parameter waits for its own.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
-from zerokern.zero import hooks
-from zerokern.zero.awaited import arrived, awaited, without_waiting
-from zerokern.zero.gather import Gatherer
-from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.kinds import Distributed, known_shard
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
-from zerokern.zero.units import Unit
+from zerokern.zero.sharded import leaves
+from zerokern.zero.sharded_ops import METADATA
+from zerokern.zero.units import UnitSpec
 
-__all__ = ["Publication", "Publisher"]
+__all__ = ["Publication", "Publisher", "arrived", "awaited", "without_waiting"]
+
+
+_ASKS_NO_VALUES = METADATA - {torch.Tensor.__format__, torch.Tensor.contiguous}
+
+
+class _Waits:
+    """Of a parameter whose update is under way; its object, memory and graph are what they were."""
+
+    __slots__ = ()
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given: Any = kwargs or {}
+        found = () if func in _ASKS_NO_VALUES else [one for one in leaves((args, given)) if isinstance(one, _Waits)]
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        for one in found:
+            _wait(one)
+        return func(*args, **given)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        _wait(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _wait(self)
+        return self.__reduce_ex__(protocol)
+
+
+class Awaited(_Waits, nn.Parameter):
+    """A plain parameter pays for none of this: it is of torch's own class before and after."""
+
+
+class AwaitedDTensor(_Waits, Distributed):
+    """A DTensor, likewise."""
+
+
+_WAITS: dict[type, type] = {nn.Parameter: Awaited, Distributed: AwaitedDTensor}
+_ARRIVED: dict[type, type] = {waits: there for there, waits in _WAITS.items()}
+
+
+def _wait(param: Any) -> None:
+    home = known_shard(param)
+    if home is not None:
+        home.sharding.publisher.arrive(home.gradients.number)
+    arrived([param])
+
+
+def awaited(params: Sequence[Tensor]) -> None:
+    """From now on who asks one of these for its values waits until it has arrived."""
+    for param in params:
+        param.__class__ = _WAITS.get(type(param), type(param))
+
+
+def arrived(params: Sequence[Tensor]) -> None:
+    """These are as they should be, or nobody will make them so."""
+    for param in params:
+        if isinstance(param, _Waits):
+            param.__class__ = _ARRIVED[type(param)]
+
+
+def without_waiting() -> Any:
+    """Within, parameters are looked at as they are."""
+    return torch._C.DisableTorchFunctionSubclass()
+
 
 _WRITTEN = (
     "{name!r} was written while its update was under way, and the two cannot be told apart any more; load the model, "
@@ -78,14 +150,11 @@ class Publisher:
     Parameters are then whole on every rank between steps, and updated in part on each.
     """
 
-    def __init__(self, units: Sequence[Unit], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
-        self._modules = [weakref.ref(unit.module) for unit in units]
+    def __init__(self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
         self._memories = [memory for memory in memories if memory.bucket.trainable]
         self.gathers = gathers and any(not memory.group.alone for memory in memories)
-        self.gatherer: Gatherer | None = None
-        self.gradient_buckets: Sequence[GradientBucket] = ()
+        self.keep_writes: Callable[[], None] = _nothing  # to full parameters, into the shards of stage 3
         self._publication: Publication | None = None
-        self._hooked = False
         tenants = [tenant for memory in self._memories for tenant in memory.tenants]
         self._read = [one.param if one.full is None else one.full for one in tenants]
         homes = [shard_of(one) for one in self._read]
@@ -145,31 +214,11 @@ class Publisher:
 
         `upto(0)` comes next: modules that belong to no unit have no forward that would wait.
         """
-        if not self._hooked:
-            self._hooked = True
-            self._hook()
         self._publication = Publication(self._memories, ready)
         self._tears, self.failure = tears, None
 
-    def _hook(self) -> None:
-        """Once an optimizer leaves updates under way: who needs parameters waits for them."""
-        settle = self.settle
-        for bucket in self.gradient_buckets:
-            bucket.settles(settle)
-        if self.gatherer is None:
-            for number, reference in enumerate(self._modules[1:], 1):
-                module = reference()
-                if module is not None:
-                    hooks.wrap_forward(module, partial(hooks.weakly(self._before_forward), number), _unchanged)
-            return
-        self.gatherer.publishing = hooks.weakly(self._unfinished)
-        for number, gathered in enumerate(self.gatherer.units):
-            gathered.prepare = partial(hooks.weakly(self._before_forward), number)
-
-    def _before_forward(self, number: int, *_: Any) -> None:
-        self._wait(lambda publication: publication.upto(self._last_of[number]))
-
-    def _unfinished(self) -> bool:
+    def is_updating(self) -> bool:
+        """Whether an update is under way."""
         return self._publication is not None and not self._publication.complete
 
     def upto(self, unit: int) -> None:
@@ -197,8 +246,7 @@ class Publisher:
 
     def complete(self) -> None:
         """As `finish`, and raises nothing of an update that failed: other ranks wait for what this one does next."""
-        if self.gatherer is not None:
-            self.gatherer.keep_writes()
+        self.keep_writes()
         self._wait(Publication.finish)
         self.retire()
 
@@ -232,10 +280,6 @@ def _finish(publisher: weakref.ref[Publisher]) -> None:
     there = publisher()
     if there is not None:
         there.finish()
-
-
-def _unchanged(result: Any) -> None:
-    pass
 
 
 def _nothing() -> None:

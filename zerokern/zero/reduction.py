@@ -21,9 +21,9 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
 from zerokern.zero import hooks
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.groups import RankGroups
+from zerokern.zero.publishing import without_waiting
+from zerokern.zero.units import RankGroups
 
 __all__ = ["Reduction"]
 

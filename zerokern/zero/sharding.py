@@ -19,25 +19,23 @@ from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.room import takes_half
 from zerokern.memory.tier import AnyTier, DevicePool, name_of
-from zerokern.zero import checks, guards, hooks
-from zerokern.zero.awaited import without_waiting
-from zerokern.zero.gather import Gatherer
-from zerokern.zero.gathered_unit import GatheredUnit, Place
+from zerokern.zero import checks, hooks
+from zerokern.zero.checks import cast_floats, check_policy, wire_dtype
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.groups import PLACE, GroupsOf, one_group
 from zerokern.zero.kinds import local_of, version_of
-from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
 from zerokern.zero.params import BucketMemory, Tenant, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
-from zerokern.zero.publishing import Publisher
+from zerokern.zero.publishing import Publisher, without_waiting
 from zerokern.zero.reduction import Reduction
-from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
 from zerokern.zero.sharded import Sharded, leaves
-from zerokern.zero.sharded_functions import GET_DATA
+from zerokern.zero.sharded_ops import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own
-from zerokern.zero.units import Unit, Units, UnitWrapper, members, owners_of, units_of
+from zerokern.zero.tiers import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.unit import Registration, Unit
+from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
 
 __all__ = ["Sharding"]
 
@@ -59,7 +57,7 @@ class Sharding:
         bucket_bytes: int = 32 << 20,
         tier: AnyTier = "device",
         wrapper: UnitWrapper | None = None,
-        materialize: Callable[[Unit], None] | None = None,
+        materialize: Callable[[UnitSpec], None] | None = None,
         reduce: str = "mean",
         groups: GroupsOf = one_group,
     ) -> None:
@@ -72,6 +70,7 @@ class Sharding:
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
         self.rests = rests_on(check_tier(tier, stage), group.everyone)
+        self._waits_for_updates = False
         self._nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
         found = units_of(module, units)
         checks.no_other_wrapper(module)
@@ -111,8 +110,8 @@ class Sharding:
         for memory in self.memories:
             if memory.rest is not None:
                 memory.rest.is_viewed()
-        self.watch = guards.Guard(self)
-        guards.install()
+        self.watch = checks.Guard(self)
+        checks.install()
         weakref.finalize(module, _ended, weakref.ref(self.publisher)).atexit = False
 
     @property
@@ -124,10 +123,10 @@ class Sharding:
 
     def _take_in(
         self,
-        units: Sequence[Unit],
+        units: Sequence[UnitSpec],
         device: torch.device,
         bucket_bytes: int,
-        materialize: Callable[[Unit], None] | None,
+        materialize: Callable[[UnitSpec], None] | None,
         tier: AnyTier,
     ) -> None:
         """Parameters into buckets, one bucket at a time."""
@@ -138,7 +137,7 @@ class Sharding:
         self.memories: list[BucketMemory] = []
         homes: dict[int, Shard] = {}
         owners = owners_of(self.module)
-        self._owners: dict[int, list[Place]] = {}
+        self._owners: dict[int, list[Registration]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = driver_of(device, [param for _, param, _ in named])
@@ -165,6 +164,7 @@ class Sharding:
         tenants = [tenant for memory in self.memories for tenant in memory.tenants]
         self.tenants = {id(tenant.param): tenant for tenant in tenants}
         self.tenants.update({id(tenant.full): tenant for tenant in tenants if tenant.full is not None})
+        self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
         self.publisher = Publisher(units, self.memories, gathers=in_parts)
 
@@ -193,26 +193,26 @@ class Sharding:
                 if dtype != memory.dtype:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
-        self.publisher.gradient_buckets = self.gradient_buckets
         self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
         for tenant, home in self._trained():
             home.land(tenant.param if tenant.full is None else tenant.full)
             if tenant.full is not None:  # a Function can be given the parameter itself
                 self._nodes.append(home.hand_over(tenant.param))
 
-    def _hook_forwards(self, units: Sequence[Unit]) -> None:
-        self.gatherer: Gatherer | None = None
-        whole: list[GatheredUnit] = []
+    def _hook_forwards(self, units: Sequence[UnitSpec]) -> None:
+        self.runner: UnitRunner | None = None
+        made: list[Unit] = []
         if shards_parameters(self.stage):
             for number, unit in enumerate(units):
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
-                whole.append(GatheredUnit(number, unit, memories, self._owners))
-            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, hooks.weakly(self._flush))
+                made.append(Unit(number, unit, memories, self._owners, hooks.weakly(self._reduce)))
+            self.runner = UnitRunner(made, self.group)
+            self.publisher.keep_writes = hooks.weakly(self.runner.keep_writes)
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
-                kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
+                kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in made)
                 short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
                 map_large() if short else keep_freed(kept)
-            for number, gathered in enumerate(whole):
+            for number, gathered in enumerate(made):
                 for tenant in gathered.tenants:
                     body = tenant.param
                     assert isinstance(body, Sharded)
@@ -220,8 +220,8 @@ class Sharding:
                     body.in_forward = partial(_in_forward, weakref.ref(self))
                     body.settle = self.publisher.settle
         hooks.wrap_forward(self.module, self._before_root, self._after_root)
-        self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in whole]
-        for unit, gathered in zip(units[1:], whole[1:], strict=False):
+        self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in made]
+        for unit, gathered in zip(units[1:], made[1:], strict=False):
             before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
             hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
 
@@ -235,7 +235,7 @@ class Sharding:
         found = [there.get(attribute) for there, attribute in self._owners[id(param)]]
         return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
 
-    def _flush(self, unit: GatheredUnit) -> None:
+    def _reduce(self, unit: Unit) -> None:
         self.reduction.flush(self._buckets_of[unit.number])
 
     def _before_root(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -244,9 +244,9 @@ class Sharding:
             if torch.is_grad_enabled():
                 checks.not_reduced_by_ddp(self.module)
                 self.watch.look()
-        if self.gatherer is not None:
-            self.gatherer.begin()
-            self.gatherer.before_forward(self.gatherer.root)
+        if self.runner is not None:
+            self.runner.begin_forward()
+            self.runner.before_forward(self.runner.root)
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return None
@@ -259,54 +259,54 @@ class Sharding:
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
             self.publisher.complete()
-        if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
+        if self.runner is None and torch.is_grad_enabled() and self.gradient_buckets:
             for output in hooks.graph_tensors(result):
                 hooks.when_gradient_is_there(output, partial(_backward_begins, weakref.ref(self)))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
-        if self.gatherer is not None:
-            self._after_unit(self.gatherer.root, result)
+        if self.runner is not None:
+            self._after_unit(self.runner.root, result)
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
             self.publisher.finish()
         return result
 
-    def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
-        assert self.gatherer is not None
-        self.gatherer.before_forward(unit)
+    def _before_unit(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert self.runner is not None
+        self.runner.before_forward(unit)
 
-    def _after_unit(self, unit: GatheredUnit, result: Any) -> None:
-        assert self.gatherer is not None
+    def _after_unit(self, unit: Unit, result: Any) -> None:
+        assert self.runner is not None
         begins = partial(hooks.weakly(self._unit_backward_begins, _refuse_gradients), unit, [-1])
-        for output in self.gatherer.after_forward(unit, result):
+        for output in self.runner.after_forward(unit, result):
             hooks.when_gradient_is_there(output, begins)
 
-    def _unit_backward_begins(self, unit: GatheredUnit, told: list[int]) -> None:
+    def _unit_backward_begins(self, unit: Unit, told: list[int]) -> None:
         """`told`: the pass that this was last called in, which does nothing for further outputs."""
         task = hooks.current_pass()
         if task != told[0]:
             told[0] = task
-            assert self.gatherer is not None
-            self.gatherer.before_backward(unit)
+            assert self.runner is not None
+            self.runner.before_backward(unit)
 
-    def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def use_outside(self, unit: Unit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
-        assert self.gatherer is not None
+        assert self.runner is not None
         if torch.is_grad_enabled() and any(map(is_leaf_of_its_own, leaves((args, kwargs)))):
             return NotImplemented
         if func is torch.autograd.grad:  # looks at the graph, and not at values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
         given = ids((args, kwargs))
-        for one in self.gatherer.units:
+        for one in self.runner.units:
             if any(id(tenant.param) in given and isinstance(tenant.param, Sharded) for tenant in one.tenants):
-                self.gatherer.use_outside(one)
-        hearing = torch.is_grad_enabled() and self.gatherer.reads.begin()
+                self.runner.use_outside(one)
+        hearing = torch.is_grad_enabled() and self.runner.saved.begin()
         try:
             func = Tensor.detach if func == GET_DATA else func  # so that writes to it count
             return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
         finally:
             if hearing:
-                self.gatherer.reads.end()
+                self.runner.saved.end()
 
     def publish(self) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
@@ -326,11 +326,28 @@ class Sharding:
         waited for at the latest when the root's forward ends.
         """
         self._announce()
+        if not self._waits_for_updates:
+            self._waits_for_updates = True
+            self._hook_updates()
         self.publisher.begin(ready, tears)
 
+    def _hook_updates(self) -> None:
+        """Once an optimizer leaves updates under way: whoever needs parameters or gradients waits for them."""
+        for bucket in self.gradient_buckets:
+            bucket.settles(self.publisher.settle)
+        if self.runner is not None:
+            self.runner.is_updating = hooks.weakly(self.publisher.is_updating)
+            for unit in self.runner.units:
+                unit.wait_for_update = partial(hooks.weakly(self.publisher.upto), unit.number)
+            return
+        for number, module in enumerate(self._unit_modules):
+            there = module()
+            if number and there is not None:
+                hooks.wrap_forward(there, partial(_wait_for_update, weakref.ref(self.publisher), number), _unchanged)
+
     def _announce(self) -> None:
-        if self.gatherer is not None:
-            self.gatherer.settle()
+        if self.runner is not None:
+            self.runner.reshard_all()
         if shards_parameters(self.stage):  # pieces are written, and what is shown of them has no version of its own
             self.publisher.announce()
             return
@@ -404,9 +421,19 @@ def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
 def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a parameter is told of, which must not keep its model: see `Shard`."""
     there = sharding()
-    if there is None or there.gatherer is None:
+    if there is None or there.runner is None:
         return NotImplemented
-    return there.use_outside(there.gatherer.units[number], func, args, kwargs)
+    return there.use_outside(there.runner.units[number], func, args, kwargs)
+
+
+def _wait_for_update(publisher: weakref.ref[Publisher], unit: int, *_: Any) -> None:
+    there = publisher()
+    if there is not None:
+        there.upto(unit)
+
+
+def _unchanged(result: Any) -> None:
+    pass
 
 
 def _ended(publisher: weakref.ref[Publisher]) -> None:
@@ -420,10 +447,10 @@ def _refuse_gradients(*_: Any) -> None:
     raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
 
 
-def _refuse_gone(unit: GatheredUnit, *_: Any) -> None:
+def _refuse_gone(unit: Unit, *_: Any) -> None:
     raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")
 
 
 def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
     there = sharding()
-    return there is not None and there.gatherer is not None and there.gatherer.root.computing > 0
+    return there is not None and there.runner is not None and there.runner.root.computing > 0

@@ -17,8 +17,8 @@ from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
 from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.room import amount, takes_half
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.publishing import without_waiting
 
 __all__ = ["SpilledBucket", "kind_of_bucket"]
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from zerokern.comm import during
 from zerokern.core.errors import ShardError
 from zerokern.zero import hooks
-from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.kinds import SLOTS, is_placed, present, shardings_of
 from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.shard import alias, shard_of
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.unit import Unit
 
 __all__ = ["whole"]
 
@@ -26,7 +26,7 @@ _OF_THE_SHARDED = Sharded.__annotations__.keys() | {"_is_param"}
 class Loan:
     """A parameter that is whole for a while. Graphs made with it may outlive that: their gradients are reduced."""
 
-    def __init__(self, unit: GatheredUnit, tenant: Tenant, values: Tensor) -> None:
+    def __init__(self, unit: Unit, tenant: Tenant, values: Tensor) -> None:
         home = shard_of(tenant.param)
         assert home is not None
         self._unit, self._tenant, self._home = unit, tenant, home
@@ -49,13 +49,13 @@ class Loan:
 
     def begin(self) -> None:
         _exchange(self._tenant.param, self._body)
-        self._unit.lent += 1
+        self._unit.materialized += 1
         self._home.loan = self
 
     def end(self) -> None:
         """The parameter is what it was, with what was done to it: gradients, attributes, whether it is trained."""
         param, body = self._tenant.param, self._body
-        self._unit.lent -= 1
+        self._unit.materialized -= 1
         self._home.loan = None
         _exchange(param, body)
         param.__dict__.update(_of_the_user(body))
@@ -100,8 +100,8 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
     loans = [
         loan
         for sharding in shardings
-        if sharding.gatherer is not None
-        for unit in sharding.gatherer.units
+        if sharding.runner is not None
+        for unit in sharding.runner.units
         for memory in unit.memories
         for loan in _lend(unit, memory, [tenant for tenant in memory.tenants if id(tenant.param) in asked])
     ]
@@ -130,7 +130,7 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
         )
 
 
-def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -> list[Loan]:
+def _lend(unit: Unit, memory: BucketMemory, tenants: Sequence[Tenant]) -> list[Loan]:
     """Full values in memory of their own, which lives for as long as anything refers to it."""
     if not tenants:
         return []

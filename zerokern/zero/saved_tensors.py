@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.zero import hooks
-from zerokern.zero.computing import Gathered
 from zerokern.zero.kinds import is_placed, local_of, shown_as
-from zerokern.zero.params import BucketMemory
+from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Reads"]
+__all__ = ["SavedTensors"]
 
 PLAIN = (Tensor, nn.Parameter, Gathered)
 INPLACE = (
@@ -54,7 +53,7 @@ def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> Non
     raise RuntimeError(INPLACE.format(what=what, shape=shape, found=found, expected=expected))
 
 
-class Reads:
+class SavedTensors:
     """Hooks for what autograd saves while a unit computes.
 
     `memories`: by their storage, each with what makes the call before it is read. A graph keeps what that belongs to.
@@ -62,7 +61,7 @@ class Reads:
 
     def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], Callable[[], None]]]]) -> None:
         self._memories = dict(memories)
-        self._beside: tuple[Reads, Reads] | None = None
+        self._beside: tuple[SavedTensors, SavedTensors] | None = None
 
     def begin(self) -> bool:
         """From here on they are asked; whether `end` is to be called. Hooks of others are left to do their work.
@@ -76,10 +75,10 @@ class Reads:
             hooks.hear_saved(self.pack, unpack)
             return True
         other = getattr(top[0], "__self__", None)
-        if other is self or not isinstance(other, Reads) or self._memories.keys() <= other._memories.keys():
+        if other is self or not isinstance(other, SavedTensors) or self._memories.keys() <= other._memories.keys():
             return False
         if self._beside is None or self._beside[0] is not other:
-            self._beside = other, Reads({**other._memories, **self._memories})
+            self._beside = other, SavedTensors({**other._memories, **self._memories})
         hooks.hear_saved(self._beside[1].pack, unpack)
         return True
 
