@@ -171,18 +171,18 @@ def working_memory(world: World, hidden: int, tiles: int, folder: Path | None) -
     for _ in range(2):
         model(x).sum().backward()
     rest, most, reduction = pages(), [0], type(sharding_of(model).reduction)
-    landed = reduction.landed
+    joins = reduction.joins_backward
 
     def looked(*args: Any) -> Any:
         most[0] = max(most[0], pages(collected=False) - rest)
-        return landed(*args)
+        return joins(*args)
 
-    reduction.landed = looked  # a bucket's gradients are complete, units are whole
+    reduction.joins_backward = looked  # a gradient arrives: a bucket's gradients are complete, units are whole
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(lambda *_: most.__setitem__(0, max(most[0], pages(collected=False) - rest)))
     model(x).sum().backward()
-    reduction.landed = landed
+    reduction.joins_backward = joins
     return most[0]
 
 

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.zero import hooks
-from zerokern.zero.containers import mapped
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
 from zerokern.zero.params import stands_for
 from zerokern.zero.partition import shards_parameters
@@ -39,7 +38,6 @@ from zerokern.zero.units import PLACE, UnitSpec
 __all__ = [
     "Guard",
     "bucket_bytes",
-    "cast_floats",
     "check_policy",
     "gradient",
     "install",
@@ -56,7 +54,6 @@ __all__ = [
     "same_on_all_ranks",
     "thawed",
     "unreduced",
-    "wire_dtype",
 ]
 
 
@@ -566,17 +563,3 @@ def check_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(got(f"mp_policy.{name}", dtype, "None, torch.float32, torch.bfloat16 or torch.float16"))
     return policy
-
-
-def wire_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.dtype:
-    """What gradients of parameters of a dtype are reduced in.
-
-    >>> wire_dtype(MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16)
-    torch.bfloat16
-    """
-    return policy.reduce_dtype or param_dtype
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same containers with every floating-point tensor in them in `dtype`."""
-    return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

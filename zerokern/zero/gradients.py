@@ -142,6 +142,12 @@ class GradientBucket:
         if not self.closed:
             self.arrived.add(place)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more gradients are expected in this pass."""
+        there = self.arrived | self.absent if self.absent else self.arrived
+        return self.inbox.expected <= len(there)
+
     def hand_over(self, place: int, grad: Tensor) -> None:
         """A gradient from besides the usual leaf waits for the bucket's end.
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
+
+from zerokern.core.errors import StateError
 
 __all__ = [
     "NO_PASS",
@@ -53,6 +55,7 @@ __all__ = [
     "on_registration",
     "outside_of_transforms",
     "received",
+    "refuse_gradients",
     "share_hooks",
     "weakly",
     "when_gradient_is_there",
@@ -188,6 +191,11 @@ def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = No
         return None if otherwise is None else otherwise(*args, **kwargs)
 
     return call
+
+
+def refuse_gradients(*_: Any) -> NoReturn:
+    """Raise: a graph outlived the model that its gradients are of."""
+    raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
 
 
 class _Own:

@@ -7,7 +7,6 @@ the reduction that holds the one it needs.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,7 +55,7 @@ class Reduction:
         self._pooled = 0
         self.scratch: list[Tensor] = []
         for bucket in buckets:
-            bucket.receive = partial(_received, weakref.ref(self), bucket.number)
+            bucket.receive = partial(hooks.weakly(self.received), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
 
     @property
@@ -64,14 +63,16 @@ class Reduction:
         """The shared buffers, wherever they are."""
         return [*self._free, *self._lent.values()]
 
-    def landed(self, bucket: GradientBucket, place: int) -> None:
+    def landed(self, number: int, place: int) -> None:
         """Autograd has accumulated a gradient that the inbox does not take: the first, the last, a large one."""
+        bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         at_once = not bucket.waits[place] or hooks.is_within_pass()
         if at_once and not bucket.opened:
             self._open(bucket)
         bucket.land(place, at_once=at_once)
-        self._complete_if_full(bucket)
+        if bucket.is_full:
+            self._complete(bucket)
 
     def handed(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
         """Autograd hands over a gradient of a leaf besides the usual one; nothing is left to accumulate."""
@@ -80,8 +81,9 @@ class Reduction:
             bucket.hand_over(place, grads[0])
         return (None,)
 
-    def received(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
+    def received(self, number: int, place: int, grad: Tensor) -> None:
         """Autograd adds a gradient to what `.grad` shows: the first of a pass that nobody has seen begin."""
+        bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         if not bucket.opened:
             self._open(bucket)
@@ -92,17 +94,13 @@ class Reduction:
         self.joins_backward()
         bucket.absent.add(place)
         bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
-        self._complete_if_full(bucket)
+        if bucket.is_full:
+            self._complete(bucket)
 
     def _broken(self, task: int) -> None:
         """An error has ended the pass: `.grad` is what it was; `abandon` does the rest, where ranks are in step."""
         for bucket in self.buckets if self.active and self._task == task else ():
             bucket.put_back()
-
-    def _complete_if_full(self, bucket: GradientBucket) -> None:
-        there = bucket.arrived | bucket.absent if bucket.absent else bucket.arrived
-        if bucket.inbox.expected <= len(there):
-            self._complete(bucket)
 
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
         """Gradients come in this pass, the first perhaps in one within it; that of a place may have landed."""
@@ -117,7 +115,7 @@ class Reduction:
 
     def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
-            raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
+            hooks.refuse_gradients()
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
@@ -330,13 +328,6 @@ class Reduction:
             self._take_back(bucket)
             bucket.reset()
         self.active = False
-
-
-def _received(reduction: weakref.ref[Reduction], number: int, place: int, grad: Tensor) -> None:
-    """What a gradient that is shown is told of, which must not keep its model."""
-    there = reduction()
-    if there is not None:
-        there.received(there.buckets[number], place, grad)
 
 
 def _of_a_step(factor: float | Tensor) -> float | Tensor:

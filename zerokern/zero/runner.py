@@ -14,13 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerokern.comm import Group, during
+from zerokern.core.errors import StateError
 from zerokern.schedule.passes import Ahead, Order, turn
 from zerokern.zero import hooks
+from zerokern.zero.containers import mapped
 from zerokern.zero.hooks import in_backward
 from zerokern.zero.saved_tensors import SavedTensors
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded_ops import GET_DATA, leaves
 from zerokern.zero.unit import WHOLE, Unit
 
 __all__ = ["UnitRunner"]
@@ -41,6 +45,7 @@ class UnitRunner:
         self._moves = bool(sharded)  # on one rank parameters stay where they are
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
+        self._of_param = {id(tenant.param): (unit, tenant) for unit in units for tenant in unit.tenants}
         here = weakref.ref(self)
         self.saved = SavedTensors(
             {memory.full.untyped_storage()._cdata: (memory, partial(_reading, here, unit)) for unit, memory in sharded}
@@ -50,6 +55,20 @@ class UnitRunner:
         self._active: set[int] = set()
         for unit in units:
             unit.active = self._active
+
+    def hook_units(self, modules: Sequence[nn.Module], settle: Callable[[], None]) -> None:
+        """Hook the forwards of all units but the root's, and calls on their parameters.
+
+        Modules and parameters must not keep the runner. `settle`: returns once no update of a parameter is under way.
+        """
+        before, after = hooks.weakly(self.before_forward, _refuse_gone), hooks.weakly(self.after_forward)
+        for unit, module in zip(self.units[1:], modules[1:], strict=True):
+            hooks.wrap_forward(module, partial(before, unit), partial(after, unit))
+        call, in_forward = hooks.weakly(self._call_outside, _not_implemented), hooks.weakly(self._in_forward)
+        for unit in self.units:
+            for tenant in unit.tenants:
+                assert isinstance(tenant.param, Sharded)
+                tenant.param.use, tenant.param.in_forward, tenant.param.settle = call, in_forward, settle
 
     def _active_units(self) -> list[Unit]:
         """Those that `reshard` does something for, in one order on all ranks."""
@@ -87,7 +106,7 @@ class UnitRunner:
     def _all_materialized(self) -> bool:
         return all(unit.all_materialized for unit in self.units)
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit, *_: Any) -> None:
         """Unshard a unit, and let its modules compute with the full parameters."""
         if unit.all_materialized and (unit is not self.root or self._all_materialized()):
             unit.bypassed += 1
@@ -154,16 +173,16 @@ class UnitRunner:
                 if not self.is_updating():
                     self.units[number].prefetch()
 
-    def after_forward(self, unit: Unit, result: Any) -> list[Tensor]:
-        """End a unit's forward; return the outputs that it has computed: with their gradients its backward begins."""
+    def after_forward(self, unit: Unit, result: Any) -> None:
+        """End a unit's forward. With the gradients of the outputs that it has computed its backward begins."""
         if unit.bypassed:
             unit.bypassed -= 1
-            return []
+            return
         first = self._end_forward(unit)
         unit.computing = max(0, unit.computing - 1)
         unit.keep_writes()
         if unit.computing or in_backward():
-            return []
+            return
         unit.register_sharded()
         outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
         recorded = bool(outputs)
@@ -175,7 +194,9 @@ class UnitRunner:
             self.forward.end()
         elif not self.keeps and not unit.outside and not (recorded and self.forward.last(unit.number)):
             unit.reshard()
-        return outputs
+        begins = partial(hooks.weakly(self.before_backward, hooks.refuse_gradients), unit, [-1])
+        for output in outputs:
+            hooks.when_gradient_is_there(output, begins)
 
     def join_backward(self) -> None:
         """Begin a backward pass, if this is the first that happens in it."""
@@ -185,8 +206,12 @@ class UnitRunner:
             self.backward.begin()
             hooks.at_end_of_backward(self.end_backward)
 
-    def before_backward(self, unit: Unit) -> None:
-        """Unshard a unit: gradients of a forward's outputs are there."""
+    def before_backward(self, unit: Unit, begun: list[int]) -> None:
+        """Unshard a unit: the gradient of an output is there. `begun`: the pass in which that of another came first."""
+        task = hooks.current_pass()
+        if task == begun[0]:
+            return
+        begun[0] = task
         unit.pending -= 1
         self._begin_backward(unit)
         unit.register_full()  # for forwards within it that are repeated for their activations
@@ -234,6 +259,37 @@ class UnitRunner:
             unit.wait_for_copies()  # between steps anybody may write next
         unit.watch_writes()
 
+    def _call_outside(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a function that was given sharded parameters, with the full ones in their place."""
+        given = [one for one in leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if torch.is_grad_enabled() and any(map(_is_detached_leaf, given)):
+            return NotImplemented
+        full = partial(mapped, change=self._full_for)
+        if func is torch.autograd.grad:  # looks at the graph, and not at values
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*full(args), **full(kwargs))
+        known = (self._of_param.get(id(one)) for one in map(_original, given) if isinstance(one, Sharded))
+        for number in sorted({found[0].number for found in known if found is not None}):
+            self.use_outside(self.units[number])
+        packs = torch.is_grad_enabled() and self.saved.begin()
+        try:
+            func = Tensor.detach if func == GET_DATA else func  # so that writes to it count
+            return func(*full(args), **full(kwargs))
+        finally:
+            if packs:
+                self.saved.end()
+
+    def _full_for(self, given: Tensor) -> Tensor:
+        known = _original(given)
+        found = self._of_param.get(id(known)) if isinstance(known, Sharded) else None
+        if found is None:
+            return given
+        full: Tensor = found[1].full
+        return full if given is known else full.detach()  # as a Function is given again what it has saved
+
+    def _in_forward(self) -> bool:
+        return self.root.computing > 0
+
     def end_backward(self) -> None:
         """Reshard what is still whole."""
         for unit in self.units:
@@ -246,3 +302,22 @@ def _reading(runner: weakref.ref[UnitRunner], unit: Unit) -> Callable[[], None]:
     there = runner()
     assert there is not None
     return partial(there.before_reading, unit)
+
+
+def _original(value: Tensor) -> Tensor:
+    """What a sharded parameter was detached of, or the tensor itself."""
+    found: Tensor | None = getattr(value, "original", None)
+    return value if found is None else found
+
+
+def _is_detached_leaf(value: Tensor) -> bool:
+    """Whether this is `p.detach().requires_grad_()`, whose gradients are none of the parameter's."""
+    return isinstance(value, Sharded) and value.original is not None and value.requires_grad
+
+
+def _not_implemented(*_: Any) -> Any:
+    return NotImplemented
+
+
+def _refuse_gone(unit: Unit, *_: Any) -> None:
+    raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")

@@ -40,13 +40,6 @@ class _Reference(weakref.ref):
         return type(None), ()
 
 
-def _landed(sharding: weakref.ref[Any], number: int, place: int) -> None:
-    there = sharding()
-    if there is None:  # a graph outlived it
-        raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
-    there.reduction.landed(there.gradient_buckets[number], place)
-
-
 def give_shard(param: Tensor, shard: Shard) -> None:
     """From now on `shard_of` finds it, as long as its sharding lives."""
     param._zk_shard = _Reference(shard)  # type: ignore[attr-defined]
@@ -298,9 +291,9 @@ class Shard:
 
     def land(self, leaf: Tensor) -> None:
         """Gradients of the leaf that modules compute with go from its `.grad` to the sharding's reduction."""
-        bucket = self.gradients
-        receive = partial(_landed, self._sharding, bucket.number, self.place)
-        note = hooks.landing(bucket.inbox, self.place, receive, waits=bucket.waits[self.place])
+        bucket, number, place = self.gradients, self.gradients.number, self.place
+        landed = hooks.weakly(self.sharding.reduction.landed, hooks.refuse_gradients)  # a graph may outlive the model
+        note = hooks.landing(bucket.inbox, place, partial(landed, number, place), waits=bucket.waits[place])
         hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
     def hand_over(self, leaf: Tensor) -> object:

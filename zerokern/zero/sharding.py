@@ -20,7 +20,8 @@ from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.room import takes_half
 from zerokern.memory.tier import AnyTier, DevicePool, name_of
 from zerokern.zero import checks, hooks
-from zerokern.zero.checks import cast_floats, check_policy, wire_dtype
+from zerokern.zero.checks import check_policy
+from zerokern.zero.containers import cast_floats
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.kinds import local_of, version_of
 from zerokern.zero.params import BucketMemory, Tenant, place
@@ -29,10 +30,7 @@ from zerokern.zero.publishing import Publisher, without_waiting
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
-from zerokern.zero.sharded import Sharded, leaves
-from zerokern.zero.sharded_ops import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
-from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own
 from zerokern.zero.tiers import check_tier, driver_of, laid_out, lies_on, rests_on
 from zerokern.zero.unit import Registration, Unit
 from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
@@ -112,7 +110,8 @@ class Sharding:
                 memory.rest.is_viewed()
         self.watch = checks.Guard(self)
         checks.install()
-        weakref.finalize(module, _ended, weakref.ref(self.publisher)).atexit = False
+        # nobody waits for an update of a model that is gone, and its optimizer is not kept for that
+        weakref.finalize(module, hooks.weakly(self.publisher.retire)).atexit = False
 
     @property
     def module(self) -> nn.Module:
@@ -180,7 +179,7 @@ class Sharding:
     def _hook_gradients(self) -> None:
         by_name = {home.name: home for home in self.homes}
         self.gradient_buckets: list[GradientBucket] = []
-        trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
+        trained = [(one, self.policy.reduce_dtype or one.dtype) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
         losses = self.groups.losses if self.op == "mean" else None
@@ -212,18 +211,10 @@ class Sharding:
                 kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in made)
                 short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
                 map_large() if short else keep_freed(kept)
-            for number, gathered in enumerate(made):
-                for tenant in gathered.tenants:
-                    body = tenant.param
-                    assert isinstance(body, Sharded)
-                    body.use = partial(_use, weakref.ref(self), number)
-                    body.in_forward = partial(_in_forward, weakref.ref(self))
-                    body.settle = self.publisher.settle
-        hooks.wrap_forward(self.module, self._before_root, self._after_root)
         self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in made]
-        for unit, gathered in zip(units[1:], made[1:], strict=False):
-            before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
-            hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
+        hooks.wrap_forward(self.module, self._before_root, self._after_root)
+        if self.runner is not None:
+            self.runner.hook_units([unit.module for unit in units], self.publisher.settle)
 
     def nodes(self) -> Iterator[Any]:
         """The nodes that accumulate the gradients of the parameters that are trained."""
@@ -261,52 +252,19 @@ class Sharding:
             self.publisher.complete()
         if self.runner is None and torch.is_grad_enabled() and self.gradient_buckets:
             for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, partial(_backward_begins, weakref.ref(self)))
+                hooks.when_gradient_is_there(output, hooks.weakly(self._begin_backward, hooks.refuse_gradients))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.runner is not None:
-            self._after_unit(self.runner.root, result)
+            self.runner.after_forward(self.runner.root, result)
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
             self.publisher.finish()
         return result
 
-    def _before_unit(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> None:
-        assert self.runner is not None
-        self.runner.before_forward(unit)
-
-    def _after_unit(self, unit: Unit, result: Any) -> None:
-        assert self.runner is not None
-        begins = partial(hooks.weakly(self._unit_backward_begins, _refuse_gradients), unit, [-1])
-        for output in self.runner.after_forward(unit, result):
-            hooks.when_gradient_is_there(output, begins)
-
-    def _unit_backward_begins(self, unit: Unit, told: list[int]) -> None:
-        """`told`: the pass that this was last called in, which does nothing for further outputs."""
-        task = hooks.current_pass()
-        if task != told[0]:
-            told[0] = task
-            assert self.runner is not None
-            self.runner.before_backward(unit)
-
-    def use_outside(self, unit: Unit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
-        assert self.runner is not None
-        if torch.is_grad_enabled() and any(map(is_leaf_of_its_own, leaves((args, kwargs)))):
-            return NotImplemented
-        if func is torch.autograd.grad:  # looks at the graph, and not at values
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
-        given = ids((args, kwargs))
-        for one in self.runner.units:
-            if any(id(tenant.param) in given and isinstance(tenant.param, Sharded) for tenant in one.tenants):
-                self.runner.use_outside(one)
-        hearing = torch.is_grad_enabled() and self.runner.saved.begin()
-        try:
-            func = Tensor.detach if func == GET_DATA else func  # so that writes to it count
-            return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
-        finally:
-            if hearing:
-                self.runner.saved.end()
+    def _begin_backward(self) -> None:
+        """The gradient of an output is there. Passes that reach no parameter are none of ours."""
+        if any(map(hooks.is_accumulated, self.nodes())):
+            self.reduction.joins_backward()
 
     def publish(self) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
@@ -343,7 +301,7 @@ class Sharding:
         for number, module in enumerate(self._unit_modules):
             there = module()
             if number and there is not None:
-                hooks.wrap_forward(there, partial(_wait_for_update, weakref.ref(self.publisher), number), _unchanged)
+                hooks.wrap_forward(there, partial(hooks.weakly(self.publisher.upto), number), _unchanged)
 
     def _announce(self) -> None:
         if self.runner is not None:
@@ -409,48 +367,5 @@ class Sharding:
         }
 
 
-def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
-    """The gradient of an output is there. Passes that reach no parameter are none of ours."""
-    there = sharding()
-    if there is None:
-        _refuse_gradients()
-    elif any(map(hooks.is_accumulated, there.nodes())):
-        there.reduction.joins_backward()
-
-
-def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a parameter is told of, which must not keep its model: see `Shard`."""
-    there = sharding()
-    if there is None or there.runner is None:
-        return NotImplemented
-    return there.use_outside(there.runner.units[number], func, args, kwargs)
-
-
-def _wait_for_update(publisher: weakref.ref[Publisher], unit: int, *_: Any) -> None:
-    there = publisher()
-    if there is not None:
-        there.upto(unit)
-
-
 def _unchanged(result: Any) -> None:
     pass
-
-
-def _ended(publisher: weakref.ref[Publisher]) -> None:
-    """The model is gone, and nobody waits for an update of it that is under way: its optimizer is not kept for that."""
-    there = publisher()
-    if there is not None:
-        there.retire()
-
-
-def _refuse_gradients(*_: Any) -> None:
-    raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
-
-
-def _refuse_gone(unit: Unit, *_: Any) -> None:
-    raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")
-
-
-def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
-    there = sharding()
-    return there is not None and there.runner is not None and there.runner.root.computing > 0
