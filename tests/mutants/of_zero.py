@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_second_leaf_lost",
         "zerokern/zero/gradients.py",
-        "for place, grad in self.beside:\n            self.store(place, grad)",
-        "for place, grad in self.beside[1:]:\n            self.store(place, grad)",
+        "for place, grad in self.from_other_leaves:\n            self.store(place, grad)",
+        "for place, grad in self.from_other_leaves[1:]:\n            self.store(place, grad)",
         "The gradient of a parameter that is used outside of its module as well is not added.",
         (
             "tests/zero/test_gathered.py",
@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "late_gradients_not_told",
         "zerokern/zero/gradients.py",
-        "self.late_places.add(place)",
-        "self.late_places.discard(place)",
+        "self.places_after_launch.add(place)",
+        "self.places_after_launch.discard(place)",
         "A gradient that arrives after its bucket was sent is reduced on no rank.",
         ("tests/zero/test_penalties.py", "tests/conformance/test_conformance.py"),
     ),

@@ -268,7 +268,7 @@ class Turn:
     def __init__(self, keeper: Keeper) -> None:
         self.kept: list[Kept] = []
         self._keeper = keeper
-        self._others: tuple[Pack, Unpack] | None = hooks.hears_saved()
+        self._others: tuple[Pack, Unpack] | None = hooks.top_saved_hooks()
 
     def pack(self, saved: Tensor) -> Any:
         with self._keeper.lock:

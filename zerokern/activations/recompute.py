@@ -197,13 +197,13 @@ def recompute_with(
     def compute(tensors: Sequence[Tensor]) -> Any:
         call = _Call(fn, arguments, (args, kwargs) if micro == 1 else None, ModuleState(module))
         if turn is not None:
-            hooks.hear_saved(turn.pack, turn.unpack)
+            hooks.push_saved_hooks(turn.pack, turn.unpack)
         try:
             return checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
             call.end_forward()
             if turn is not None:
-                hooks.hear_saved_no_more()
+                hooks.pop_saved_hooks()
 
     return compute(tensors) if micro == 1 else in_slices(compute, tensors, micro, fn)
 
@@ -262,9 +262,9 @@ class _Call:
 
 def _turn_of(keeper: Keeper | None) -> Turn | None:
     """Returns the keeper's hooks for one call; None if autograd takes no hooks now, or those of others decide."""
-    if keeper is None or not torch.is_grad_enabled() or not hooks.hears_of_saved():
+    if keeper is None or not torch.is_grad_enabled() or not hooks.allows_saved_hooks():
         return None
-    top = hooks.hears_saved()
+    top = hooks.top_saved_hooks()
     decides = top is None or isinstance(getattr(top[0], "__self__", None), SavedTensors)
     return keeper.begin() if decides else None
 

@@ -153,15 +153,15 @@ def way_to(node: Any, leaf: Tensor) -> Way:
     accumulates = hooks.is_accumulated(node)
     if accumulates is False:
         return NotWanted()
-    home = shard_of(leaf)
+    shard = shard_of(leaf)
     if accumulates is None:  # torch.autograd.grad
         return Summed()
-    if home is not None:
-        bucket = home.gradients
-        if bucket is None or not (home.leaf is leaf or home.whole is leaf):
+    if shard is not None:
+        bucket = shard.gradients
+        if bucket is None or not (shard.leaf is leaf or shard.whole is leaf):
             return Summed()
-        home.sharding.reduction.joins_backward()
-        return HandedOver(leaf, partial(home.sharding.reduction.add, bucket, home.place))
+        shard.sharding.reduction.joins_backward()
+        return HandedOver(leaf, partial(shard.sharding.reduction.add, bucket, shard.place))
     there = leaf.grad
     if type(there) is Tensor and there.layout is torch.strided and type(leaf.detach()) is Tensor:
         return HandedOver(leaf, partial(_add_to_grad, leaf))
@@ -309,9 +309,9 @@ class _Graph:
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         ends = [InParts(shape) if cut else Summed() for shape, cut in self._like]
         given = {node: way_to(node, leaf) for node, leaf in self.leaves.items()}
-        for home in filter(None, map(shard_of, self.leaves.values())):
-            if home.sharding.runner is not None:  # whose pass this is, not that of the first slice
-                home.sharding.runner.join_backward()
+        for shard in filter(None, map(shard_of, self.leaves.values())):
+            if shard.sharding.runner is not None:  # whose pass this is, not that of the first slice
+                shard.sharding.runner.join_backward()
         entries = [weakref.ref(one.inputs[0].node) for one in self._slices if one is not None and one.inputs]
         with hooks.within_pass(), _one_recomputation():
             for number, one in enumerate(self._slices):

@@ -200,7 +200,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
-        zero_checks.refuse_lent(shards.homes)
+        zero_checks.refuse_materialized(shards.homes)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None

@@ -96,8 +96,8 @@ class _ExpertGroups(ModuleGroups):
             places = [
                 (bucket, place)
                 for bucket in sharding.gradient_buckets
-                for place, tenant in enumerate(bucket.tenants)
-                if id(tenant.param) in mine
+                for place, entry in enumerate(bucket.entries)
+                if id(entry.param) in mine
             ]
             if places:
                 _Watch(places, sharding.reduction).begin(module)

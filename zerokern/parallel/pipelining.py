@@ -231,7 +231,7 @@ class PipelineStage(TorchStage):
             for place in bucket.local if bucket.summing.needed else ():
                 if _finder(bucket, place).grad is not None:
                     raise StateError(
-                        f"the gradient of {bucket.homes[place].name!r} is that of a step which broke off, or of "
+                        f"the gradient of {bucket.shards[place].name!r} is that of a step which broke off, or of "
                         "zk.no_sync, and was not reduced; call zero_grad() before the next schedule.step()"
                     )
 
@@ -290,7 +290,7 @@ class PipelineStage(TorchStage):
         with without_waiting():
             for sharding in self._shardings:
                 for bucket in sharding.gradient_buckets:
-                    for place in range(len(bucket.tenants)):
+                    for place in range(len(bucket.entries)):
                         finder = _finder(bucket, place)
                         if finder.grad is not None:
                             found.append((finder, finder.grad))
@@ -299,14 +299,14 @@ class PipelineStage(TorchStage):
 
     def _leaves(self) -> list[Tensor]:
         """What autograd meets of the parameters that are trained."""
-        tenants = [tenant for one in self._shardings for bucket in one.gradient_buckets for tenant in bucket.tenants]
-        leaves = [tenant.param if tenant.full is None else tenant.full for tenant in tenants]
+        entries = [entry for one in self._shardings for bucket in one.gradient_buckets for entry in bucket.entries]
+        leaves = [entry.param if entry.full is None else entry.full for entry in entries]
         return [leaf for leaf in leaves if leaf.requires_grad]
 
 
 def _finder(bucket: Any, place: int) -> Tensor:
     """Where the user looks for a gradient."""
-    return bucket.homes[place].piece if bucket.exposed else bucket.tenants[place].param
+    return bucket.shards[place].piece if bucket.exposed else bucket.entries[place].param
 
 
 def _divide(sharding: Sharding, count: int) -> None:
@@ -315,7 +315,7 @@ def _divide(sharding: Sharding, count: int) -> None:
         if count & (count - 1) == 0:
             bucket.scale(1.0 / count)
             continue
-        for place in range(len(bucket.tenants)):
+        for place in range(len(bucket.entries)):
             grad = _finder(bucket, place).grad
             if grad is not None:
                 grad.div_(count)

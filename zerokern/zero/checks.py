@@ -28,7 +28,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
-from zerokern.zero.params import stands_for
+from zerokern.zero.params import sharded_parameter_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, give_shard, shard_of
@@ -49,7 +49,7 @@ __all__ = [
     "not_reduced_by_ddp",
     "one_unit",
     "reduce",
-    "refuse_lent",
+    "refuse_materialized",
     "refuse_stranger",
     "same_on_all_ranks",
     "thawed",
@@ -347,52 +347,52 @@ def install() -> None:
 
 def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
     """A module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there."""
-    return stands_for(param)
+    return sharded_parameter_of(param)
 
 
-def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
+def _shards(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
     everyone = ((param, shard_of(param)) for group in optimizer.param_groups for param in group["params"])
-    return [(param, home) for param, home in everyone if home is not None]
+    return [(param, shard) for param, shard in everyone if shard is not None]
 
 
 def _before(optimizer: torch.optim.Optimizer) -> None:
     if getattr(optimizer, "_zk_shards", False):
         return
-    homes = _homes(optimizer)
-    for param, home in homes:
-        if param is home.piece:
+    shards = _shards(optimizer)
+    for param, shard in shards:
+        if param is shard.piece:
             if isinstance(optimizer, MIXING):
                 kind = type(optimizer).__name__
                 raise StateError(
-                    f"{kind} mixes elements, of a parameter or of all, and got {home.name!r} by zk.shards(model), "
+                    f"{kind} mixes elements, of a parameter or of all, and got {shard.name!r} by zk.shards(model), "
                     "of which each rank has a flat part alone; allowed: optimizers that take each element by itself. "
                     f"For {kind} use stage 0 and model.parameters()"
                 )
-            home.local_gradient(param)
-        elif not home.sharding.replicated:
+            shard.local_gradient(param)
+        elif not shard.sharding.replicated:
             raise StateError(
-                f"{type(optimizer).__name__} was given {home.name!r}, which is sharded at stage {home.sharding.stage}: "
-                "it would update parts of it that are not this rank's. Use zk.AdamW (or Adam, Lion, Adagrad, SGD) on "
+                f"{type(optimizer).__name__} was given {shard.name!r}, which is sharded at stage "
+                f"{shard.sharding.stage}: it would update parts of it that are not this rank's. Use zk.AdamW (or Adam, Lion, Adagrad, SGD) on "
                 f"model.parameters(), or give {type(optimizer).__name__} the parameters zk.shards(model)"
             )
-    refuse_lent(home for _, home in homes)
-    for sharding in shardings_of(home for _, home in homes):
+    refuse_materialized(shard for _, shard in shards)
+    for sharding in shardings_of(shard for _, shard in shards):
         sharding.settle()
 
 
-def refuse_lent(homes: Iterable[Shard | None]) -> None:
+def refuse_materialized(shards: Iterable[Shard | None]) -> None:
     """A step within zk.gathered would not be seen there, and be overwritten at its end."""
-    for home in homes:
-        if home is not None and home.loan is not None:
+    for shard in shards:
+        if shard is not None and shard.materialized is not None:
             raise StateError(
-                f"{home.name!r} is whole within zk.gathered, where a step would not be seen, and be lost with "
+                f"{shard.name!r} is whole within zk.gathered, where a step would not be seen, and be lost with "
                 "write=True; call step() after the context has ended"
             )
 
 
 def _after(optimizer: torch.optim.Optimizer) -> None:
     if not getattr(optimizer, "_zk_shards", False):
-        for sharding in shardings_of(home for param, home in _homes(optimizer) if param is home.piece):
+        for sharding in shardings_of(shard for param, shard in _shards(optimizer) if param is shard.piece):
             sharding.publish()
 
 
@@ -406,15 +406,15 @@ class Guard:
         self._sharding = weakref.ref(sharding)
         self._tables: list[dict[str, Any]] = []
         self._found: list[Any] = []
-        tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
-        frozen = [tenant for memory in sharding.memories if not memory.bucket.trainable for tenant in memory.tenants]
-        self._frozen = [tenant.param for tenant in frozen]
+        entries = [entry for memory in sharding.memories for entry in memory.entries]
+        frozen = [entry for memory in sharding.memories if not memory.bucket.trainable for entry in memory.entries]
+        self._frozen = [entry.param for entry in frozen]
         self.before_forward: list[Callable[[], None]] = []  # other checks of a forward with gradients
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
-        self._plain = [] if shards_parameters(sharding.stage) else tenants
-        self._params = [tenant.param for tenant in self._plain]
-        homes = {home.name: home for home in sharding.homes}
-        self._homes = [homes[tenant.name] for tenant in self._plain]
+        self._plain = [] if shards_parameters(sharding.stage) else entries
+        self._params = [entry.param for entry in self._plain]
+        shards = {shard.name: shard for shard in sharding.shards}
+        self._shards = [shards[entry.name] for entry in self._plain]
         self._references = list(map(_reference_of, self._params))
         self._addresses = self._whereabouts()
         self._versions = list(map(_version_of, self._params))
@@ -442,16 +442,16 @@ class Guard:
 
     def _walk(self) -> None:
         """What takes a parameter's place and is none (functional_call puts plain tensors there) is to compute."""
-        known = self.sharding.tenants
+        known = self.sharding.entries
         there = set()
         for name, module in self.sharding.module.named_modules():
             for attribute, param in module._parameters.items():
-                tenant = known.get(id(param))
-                if tenant is not None:
-                    there.add(tenant.name)
+                entry = known.get(id(param))
+                if entry is not None:
+                    there.add(entry.name)
                 elif is_trained(param):
                     refuse_stranger(f"{name}.{attribute}" if name else attribute, param)
-        missing = {tenant.name: tenant.param for tenant in known.values() if tenant.name not in there}
+        missing = {entry.name: entry.param for entry in known.values() if entry.name not in there}
         lost = [name for name, param in missing.items() if not self.sharding.has_substitute(param)]
         if lost:
             raise ShardError(
@@ -466,16 +466,16 @@ class Guard:
         self._found = list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _refuse_unfrozen(self) -> None:
-        tenants = [tenant for memory in self.sharding.memories for tenant in memory.tenants]
+        entries = [entry for memory in self.sharding.memories for entry in memory.entries]
         known = set(map(id, self._frozen))
-        name = next(one.name for one in tenants if id(one.param) in known and one.param.requires_grad)
+        name = next(one.name for one in entries if id(one.param) in known and one.param.requires_grad)
         raise ShardError(
             f"{name!r} was frozen when the model was sharded, and has no place for gradients; "
             "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
         )
 
     def _whereabouts(self) -> list[int]:
-        placed = any(tenant.placed is not None for tenant in self._plain)
+        placed = any(entry.placed is not None for entry in self._plain)
         return list(map(_pointer_of, map(local_of, self._params) if placed else self._params))
 
     def attend(self) -> None:
@@ -483,7 +483,7 @@ class Guard:
         addresses = self._whereabouts()
         if addresses != self._addresses:
             known = zip(self._plain, addresses, self._addresses, strict=True)
-            moved = next(tenant.name for tenant, address, before in known if address != before)
+            moved = next(entry.name for entry, address, before in known if address != before)
             raise ShardError(
                 f"the memory of {moved!r} was exchanged after zk.shard (by .data, set_, .to(), .half() or resize_, or "
                 "by a parametrization that computes its original); allowed: writing into it (copy_, load_state_dict). "
@@ -498,22 +498,22 @@ class Guard:
         if here and versions == self._versions:
             return
         whose = list(map(shard_of, self._params))
-        for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
-            if versions[place] != self._versions[place] or whose[place] is not home:
-                self._take_back(param, home)
+        for place, (param, shard) in enumerate(zip(self._params, self._shards, strict=True)):
+            if versions[place] != self._versions[place] or whose[place] is not shard:
+                self._take_back(param, shard)
         self._versions = versions
 
-    def _take_back(self, param: nn.Parameter, home: Shard) -> None:
-        if shard_of(param) is home:
+    def _take_back(self, param: nn.Parameter, shard: Shard) -> None:
+        if shard_of(param) is shard:
             return
-        give_shard(param, home)  # with it went what hears of its gradients
-        if home.gradients is None:
+        give_shard(param, shard)  # with it went what hears of its gradients
+        if shard.gradients is None:
             return
-        dtype, trained = home.piece.grad_dtype, param.requires_grad
+        dtype, trained = shard.piece.grad_dtype, param.requires_grad
         param.requires_grad_()
         if param.grad_dtype != dtype:
             param.grad_dtype = dtype
-        home.land(param)
+        shard.take_arrived(param)
         param.requires_grad_(trained)
 
     @contextmanager

@@ -29,19 +29,19 @@ from zerokern.zero.kinds import Distributed, Placed, ShardedDTensor, here_of, is
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.tiers import Lift, Lifting
+from zerokern.zero.tiers import DiskCopier, DiskCopy
 from zerokern.zero.units import Owner
 
 __all__ = [
+    "BucketEntry",
     "BucketMemory",
     "Gathered",
-    "Tenant",
-    "be_gathered",
-    "be_resting",
     "exchange_bodies",
     "leaf_over",
+    "mark_gathered",
+    "mark_released",
     "place",
-    "stands_for",
+    "sharded_parameter_of",
     "whole_like",
 ]
 
@@ -49,7 +49,7 @@ __all__ = [
 class Gathered(nn.Parameter):
     """A parameter over gathered memory. Writes by way of `.data` count here, and assigning it writes in place."""
 
-    resting_for: nn.Parameter  # what the user knows
+    sharded_parameter: nn.Parameter  # what the user knows
 
     @property
     def data(self) -> Tensor:
@@ -71,7 +71,7 @@ class _Absent:
     """Functions that are given it get the parameter instead."""
 
     __slots__ = ()
-    resting_for: nn.Parameter
+    sharded_parameter: nn.Parameter
 
     @classmethod
     @torch._disable_dynamo
@@ -81,16 +81,16 @@ class _Absent:
         return func(*_awake(args), **_awake(dict(kwargs or {})))
 
 
-class Resting(_Absent, Gathered):
+class ReleasedParameter(_Absent, Gathered):
     """What is `Gathered` while it has no memory; a module may have kept it."""
 
 
-class RestingDTensor(_Absent, Distributed):
+class ReleasedDTensor(_Absent, Distributed):
     """The same of a DTensor, which is of torch's own class while it is whole: others cost more in each call."""
 
 
-_RESTING: dict[type, type] = {Gathered: Resting, Distributed: RestingDTensor}
-_GATHERED: dict[type, type] = {rests: whole for whole, rests in _RESTING.items()}
+_RELEASED: dict[type, type] = {Gathered: ReleasedParameter, Distributed: ReleasedDTensor}
+_GATHERED: dict[type, type] = {rests: whole for whole, rests in _RELEASED.items()}
 
 
 def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
@@ -98,34 +98,34 @@ def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
     kind = nn.Parameter if is_placed(view) else Gathered
     leaf: Any = kind(view, requires_grad=param.requires_grad)
     leaf.__dict__.update(param.__dict__)
-    leaf.resting_for = param
+    leaf.sharded_parameter = param
     return leaf
 
 
-def be_gathered(leaves: Iterable[Tensor]) -> None:
+def mark_gathered(leaves: Iterable[Tensor]) -> None:
     """From now on these are what they show."""
     for leaf in leaves:
         leaf.__class__ = _GATHERED.get(type(leaf), type(leaf))
 
 
-def be_resting(leaves: Iterable[Tensor]) -> None:
+def mark_released(leaves: Iterable[Tensor]) -> None:
     """From now on these stand for what the user knows."""
     for leaf in leaves:
-        leaf.__class__ = _RESTING.get(type(leaf), type(leaf))
+        leaf.__class__ = _RELEASED.get(type(leaf), type(leaf))
 
 
-def stands_for(param: Tensor) -> nn.Parameter | None:
+def sharded_parameter_of(param: Tensor) -> nn.Parameter | None:
     """The parameter that the user knows in the place of this; None of what is none of these leaves.
 
-    >>> stands_for(nn.Parameter(torch.ones(1))) is None
+    >>> sharded_parameter_of(nn.Parameter(torch.ones(1))) is None
     True
     """
-    return getattr(param, "resting_for", None)
+    return getattr(param, "sharded_parameter", None)
 
 
 def _awake(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.resting_for if isinstance(value, _Absent) else value
+        return value.sharded_parameter if isinstance(value, _Absent) else value
     if isinstance(value, dict):
         return {key: _awake(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -134,7 +134,7 @@ def _awake(value: Any) -> Any:
 
 
 @dataclass
-class Tenant:
+class BucketEntry:
     """A parameter in its bucket; `full` is what modules compute with while it is gathered (stage 3).
 
     `shape`: what lies in the bucket, which of a DTensor that is `placed` is this rank's local tensor.
@@ -148,9 +148,9 @@ class Tenant:
     full: Any = None
 
     @staticmethod
-    def of(name: str, param: nn.Parameter, place: Piece) -> Tenant:
+    def of(name: str, param: nn.Parameter, place: Piece) -> BucketEntry:
         here = here_of(param)
-        return Tenant(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
+        return BucketEntry(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
 
     def show(self, local: Tensor) -> Tensor:
         """What has its shape, as what the parameter is."""
@@ -184,8 +184,8 @@ class BucketMemory:
     """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
 
     With a `rest` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
-    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a `lift` does,
-    from where it rests.
+    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a
+    `disk_copier` does, from where it rests.
     """
 
     recorder: SpanRecorder | None = None  # of the optimizer that steps it
@@ -200,22 +200,22 @@ class BucketMemory:
         rest: Rest | None = None,
         host: HostTier | None = None,
         kept: Tensor | None = None,
-        lift: Lift | None = None,
+        disk_copier: DiskCopier | None = None,
     ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self.pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
         self.rest = rest
-        self.host, self.lift = host, lift
+        self.host, self.disk_copier = host, disk_copier
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
-        self.tenants: list[Tenant] = []
-        self._sorted: list[Tenant] = []
+        self.entries: list[BucketEntry] = []
+        self._sorted: list[BucketEntry] = []
         self._begins: list[int] = []
         self.gathered = not self.sharded
         begin, numel = group.rank * bucket.shard_numel, bucket.shard_numel
         self._fetched = False
         self.fetch()
-        if self.rest is not None and group.alone and lift is None:
+        if self.rest is not None and group.alone and disk_copier is None:
             self.full = self.rest.memory
         elif self.sharded:
             with pool.allocating():
@@ -224,37 +224,37 @@ class BucketMemory:
             self.full = pool.empty(bucket.padded_numel, self.dtype)
         self.own = alias(self.full, begin, (numel,))
         if self.rest is not None:
-            self.shard = self.own if group.alone and lift is None else self.rest.memory
+            self.shard = self.own if group.alone and disk_copier is None else self.rest.memory
         elif kept is not None:
             self.shard = kept
         else:
             self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
-        self._coming: Copy | Lifting | None = None  # what last left the host
-        self._parts = [] if lift is None else lift.parts(self.own)
+        self._coming: Copy | DiskCopy | None = None  # what last left the host
+        self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
 
     @property
     def called(self) -> str:
         """The name of its first parameter, for messages."""
-        return repr(self.tenants[0].name) if self.tenants else "nothing"
+        return repr(self.entries[0].name) if self.entries else "nothing"
 
     @property
     def nbytes(self) -> int:
         return self.bucket.padded_numel * self.dtype.itemsize
 
-    def fill(self, tenants: Sequence[Tenant], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
+    def fill(self, entries: Sequence[BucketEntry], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
         """Take rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
 
         A remainder where bf16 was rounded to as the optimizers do, else the values themselves.
         """
-        self.tenants = list(tenants)
+        self.entries = list(entries)
         self.full.zero_()  # the padding too: what is never written would differ between ranks
-        wide = any(tenant.param.dtype != self.dtype for tenant in tenants)
+        wide = any(entry.param.dtype != self.dtype for entry in entries)
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
-        for tenant in tenants:
-            span = source[tenant.place.offset : tenant.place.offset + tenant.place.numel]
-            span.view(tenant.shape).copy_(local_of(tenant.param).detach())
+        for entry in entries:
+            span = source[entry.place.offset : entry.place.offset + entry.place.numel]
+            span.view(entry.shape).copy_(local_of(entry.param).detach())
         self.group.broadcast(source).wait()
         lost: dict[int, Tensor] = {}
         if wide:
@@ -285,15 +285,15 @@ class BucketMemory:
             for piece in self.bucket.pieces(self.group.rank)
         }
 
-    def view(self, tenant: Tenant) -> Tensor:
+    def view(self, entry: BucketEntry) -> Tensor:
         """A parameter of the full bucket, in its shape."""
-        return alias(self.full, tenant.place.offset, tenant.shape)
+        return alias(self.full, entry.place.offset, entry.shape)
 
     def full_at(self, offset: int) -> Any:
         """What modules compute with that the element at this offset belongs to (stage 3)."""
         if not self._begins:
-            self._sorted = sorted(self.tenants, key=lambda one: (one.place.offset, one.place.numel))
-            self._begins = [tenant.place.offset for tenant in self._sorted]
+            self._sorted = sorted(self.entries, key=lambda one: (one.place.offset, one.place.numel))
+            self._begins = [entry.place.offset for entry in self._sorted]
         full = self._sorted[bisect_right(self._begins, offset) - 1].full
         assert full is not None
         return full
@@ -307,7 +307,7 @@ class BucketMemory:
         if self.rest is not None and not self._fetched:
             self.rest.fetch()
             self._fetched = True
-            if self.recorder is not None and self.lift is None:
+            if self.recorder is not None and self.disk_copier is None:
                 self.recorder.fetching("read", self.bucket.shard_numel * self.dtype.itemsize)
 
     def let_go(self) -> None:
@@ -338,12 +338,12 @@ class BucketMemory:
             copy.gate()
             return self.group.all_gather(self.full if full is None else full)
 
-    def _lifted(self, own: Tensor) -> Copy | Lifting:
+    def _lifted(self, own: Tensor) -> Copy | DiskCopy:
         assert self.host is not None
-        if self.lift is None:
+        if self.disk_copier is None:
             return self.host.fetch(self.shard, own)
         assert self.rest is not None
-        return self.lift.start(self.rest, self._parts if own is self.own else self.lift.parts(own))
+        return self.disk_copier.start(self.rest, self._parts if own is self.own else self.disk_copier.parts(own))
 
     def settle(self) -> None:
         """Returns once nothing reads the shard on its way to the device, so that it may be written."""
@@ -396,29 +396,29 @@ class BucketMemory:
 
 
 def place(sharding: Any, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]) -> list[Shard]:
-    """Point the parameters of a filled bucket at it, at their shard of it where it is sharded; returns their homes."""
+    """Point the parameters of a filled bucket at it, at their shard of it where it is sharded; returns their shards."""
     mine = {piece.param: piece for piece in memory.bucket.pieces(memory.group.rank)}
-    homes = []
-    for tenant in memory.tenants:
-        number, param = tenant.place.param, tenant.param
+    shards = []
+    for entry in memory.entries:
+        number, param = entry.place.param, entry.param
         if sharding.replicated:
-            start, span = 0, memory.view(tenant).view(-1)
+            start, span = 0, memory.view(entry).view(-1)
         else:
             piece = mine.get(number)
             start, span = (0, memory.piece(None)) if piece is None else (piece.start, memory.piece(piece))
         ranks = sharding.groups.each[memory.bucket.ranks]
-        home = Shard.of_model(tenant.name, param, start, span, sharding, lost.get(number), ranks)
+        shard = Shard.of_model(entry.name, param, start, span, sharding, lost.get(number), ranks)
         if sharding.stage >= 3:
             _forget_weak_references(owners[id(param)])
             _forget_graphs(owners[id(param)])
-            _shard(tenant, memory, home)
+            _shard(entry, memory, shard)
         else:
-            _lay(tenant, memory)
-            give_shard(param, home)
-            home.seen_version = version_of(param)
-        homes.append(home)
+            _lay(entry, memory)
+            give_shard(param, shard)
+            shard.seen_version = version_of(param)
+        shards.append(shard)
     memory.release()
-    return homes
+    return shards
 
 
 def _forget_weak_references(owners: list[Owner]) -> None:
@@ -445,33 +445,33 @@ def _refuse_early(attribute: str, _: Tensor) -> NoReturn:
     )
 
 
-def _lay(tenant: Tenant, memory: BucketMemory) -> None:
+def _lay(entry: BucketEntry, memory: BucketMemory) -> None:
     """The parameter lies in its bucket from now on."""
-    param, view = tenant.param, tenant.show(memory.view(tenant))
-    if tenant.placed is None:
+    param, view = entry.param, entry.show(memory.view(entry))
+    if entry.placed is None:
         param.data = view
         return
     body = nn.Parameter(view, requires_grad=param.requires_grad)
     body.__dict__.update(param.__dict__)
     hooks.share_hooks(param, body)
-    exchange_bodies(param, body, tenant.name)
+    exchange_bodies(param, body, entry.name)
 
 
-def _shard(tenant: Tenant, memory: BucketMemory, home: Shard) -> None:
-    param, view = tenant.param, tenant.show(memory.view(tenant))
+def _shard(entry: BucketEntry, memory: BucketMemory, shard: Shard) -> None:
+    param, view = entry.param, entry.show(memory.view(entry))
     full = leaf_over(view, param)
-    give_shard(full, home)
-    tenant.full = home.leaf = full
+    give_shard(full, shard)
+    entry.full = shard.leaf = full
     hooks.share_hooks(param, full)
-    local = home.piece.detach()
-    body = (Sharded if tenant.placed is None else ShardedDTensor).of(local, home.here, name=home.name)
-    home.rest = local.zk_rest = memory.rest
-    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place, tenant.placed)
+    local = shard.piece.detach()
+    body = (Sharded if entry.placed is None else ShardedDTensor).of(local, shard.here, name=shard.name)
+    shard.rest = local.zk_rest = memory.rest
+    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, entry.place, entry.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)
     body._is_param = True
-    give_shard(body, home)
-    exchange_bodies(param, body, home.name)
+    give_shard(body, shard)
+    exchange_bodies(param, body, shard.name)
 
 
 def exchange_bodies(param: Tensor, body: Tensor, name: str) -> None:

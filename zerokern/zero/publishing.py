@@ -100,8 +100,8 @@ def without_waiting() -> Any:
 class Publisher:
     """Shows updated buckets of one model to whoever reads its parameters.
 
-    `gathers`: by a collective, where ranks update a part each of parameters that all of them have. Waiting for an update
-    talks to no other rank: one rank may save its model while the others go on.
+    `gathers`: by a collective, where each rank updates a part of parameters that all have. Waiting for an update talks
+    to no other rank: one rank may save its model while the others go on.
     """
 
     def __init__(self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
@@ -110,8 +110,8 @@ class Publisher:
         self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers}
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
-        tenants = [tenant for memory in self._memories for tenant in memory.tenants]
-        self._read = [one.param if one.full is None else one.full for one in tenants]
+        entries = [entry for memory in self._memories for entry in memory.entries]
+        self._read = [one.param if one.full is None else one.full for one in entries]
         shards = [shard_of(one) for one in self._read]
         self._pieces = [shard.piece for shard in shards if shard is not None]
         self._announced = [piece._version for piece in self._pieces]
@@ -119,7 +119,7 @@ class Publisher:
         self._ready: Callable[[int], None] | None = None
         self._tears: Callable[[], object] = _nothing
         self._next = 0  # the first bucket that nobody has waited for
-        self._params = [[tenant.param for tenant in memory.tenants] for memory in self._memories]
+        self._params = [[entry.param for entry in memory.entries] for memory in self._memories]
         self._versions: list[list[int]] = []
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
@@ -230,13 +230,12 @@ class Publisher:
 
     def _refuse_writes(self) -> None:
         assert self._ready is not None
-        for place, (param, version) in enumerate(
-            zip(self._params[self._next], self._versions[self._next], strict=True)
-        ):
-            if param._version != version:
+        entries, versions = self._memories[self._next].entries, self._versions[self._next]
+        for entry, version in zip(entries, versions, strict=True):
+            if entry.param._version != version:
                 for number in range(self._next, len(self._memories)):
                     self._ready(number)  # nothing is written any more when this is heard of
-                raise StateError(_WRITTEN.format(name=self._memories[self._next].tenants[place].name))
+                raise StateError(_WRITTEN.format(name=entry.name))
 
 
 def _nothing() -> None:

@@ -33,7 +33,7 @@ __all__ = [
     "BucketSquares",
     "Flattening",
     "GradReady",
-    "IntoHost",
+    "HostReducer",
     "KnownSquares",
     "References",
     "Seen",
@@ -120,7 +120,7 @@ class Flattening:
         return self._columns[1:]
 
 
-class IntoHost:
+class HostReducer:
     """Where one bucket's reduced gradients go: `host`, by one copy for each reduction, beside what computes."""
 
     def __init__(self, group: Group, host: HostTier) -> None:
@@ -170,9 +170,9 @@ class Summing:
     False
     """
 
-    def __init__(self, group: Group, losses: int | None, *, whole: bool, landing: IntoHost | None = None) -> None:
+    def __init__(self, group: Group, losses: int | None, *, whole: bool, host: HostReducer | None = None) -> None:
         self._group, self._everyone = group, group.everyone
-        self._whole, self._landing = whole, landing
+        self._whole, self._host = whole, host
         self._losses = losses or 1
         self._others = not self._everyone.alone
         self._op = "mean" if losses == self._everyone.size else "sum"
@@ -198,7 +198,7 @@ class Summing:
             if self._divides:
                 buffer.mul_(scale)
             return self._everyone.all_reduce(buffer, self._op, scratch=scratch) if self._others else None
-        reduce = (self._landing or self._group).reduce_scatter
+        reduce = (self._host or self._group).reduce_scatter
         return reduce(buffer, out, scale=scale, add=add, scratch=scratch, squares=squares)
 
     def scratch_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -275,17 +275,17 @@ class BucketSquares:
 class KnownSquares:
     """Sums of squares of the gradients of some parameters, as far as they were measured where they were reduced.
 
-    `homes`: of the parameters; None of one that zk.shard knows nothing of.
+    `shards`: of the parameters; None of one that zk.shard knows nothing of.
     """
 
-    def __init__(self, homes: Sequence[Any]) -> None:
+    def __init__(self, shards: Sequence[Any]) -> None:
         found: dict[int, tuple[Any, list[int], list[int]]] = {}
-        for row, home in enumerate(homes):
-            bucket = None if home is None else home.gradients
+        for row, shard in enumerate(shards):
+            bucket = None if shard is None else shard.gradients
             if bucket is not None:
                 _, rows, places = found.setdefault(id(bucket), (bucket, [], []))
                 rows.append(row)
-                places.append(home.place)
+                places.append(shard.place)
         self._buckets = list(found.values())
 
     def of(self, grads: Sequence[Tensor]) -> list[float | None]:

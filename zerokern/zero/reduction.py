@@ -27,7 +27,8 @@ from zerokern.zero.units import RankGroups
 __all__ = ["Reduction"]
 
 BACKWARD = "a backward pass"
-ARRIVED, LATE = 1, 2  # of a parameter's gradient, in one pass: in time to be reduced with its bucket, or after that
+# of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
+ARRIVED, AFTER_LAUNCH = 1, 2
 
 
 class Reduction:
@@ -63,22 +64,22 @@ class Reduction:
         """The shared buffers, wherever they are."""
         return [*self._free, *self._lent.values()]
 
-    def landed(self, number: int, place: int) -> None:
+    def gradient_arrived(self, number: int, place: int) -> None:
         """Autograd has accumulated a gradient that the inbox does not take: the first, the last, a large one."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         at_once = not bucket.waits[place] or hooks.is_within_pass()
         if at_once and not bucket.opened:
             self._open(bucket)
-        bucket.land(place, at_once=at_once)
+        bucket.take_arrived(place, at_once=at_once)
         if bucket.is_full:
             self._complete(bucket)
 
-    def handed(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
+    def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
         """Autograd hands over a gradient of a leaf besides the usual one; nothing is left to accumulate."""
         if grads[0] is not None:
             self.joins_backward()
-            bucket.hand_over(place, grads[0])
+            bucket.take_from_other_leaf(place, grads[0])
         return (None,)
 
     def received(self, number: int, place: int, grad: Tensor) -> None:
@@ -103,7 +104,7 @@ class Reduction:
             bucket.put_back()
 
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
-        """Gradients come in this pass, the first perhaps in one within it; that of a place may have landed."""
+        """Gradients come in this pass, the first perhaps in one within it; that of a place may be there."""
         if not self.active or self._task != hooks.current_pass():
             self._begin(bucket, place)
 
@@ -159,7 +160,7 @@ class Reduction:
 
     def _open(self, bucket: GradientBucket) -> None:
         """Find a buffer for what arrives."""
-        bucket.spare_what_is_kept()
+        bucket.spare_kept_gradients()
         if bucket.buffer is not None:
             bucket.open(bucket.buffer)
         elif self.synchronizes and bucket.lends_buffer:
@@ -252,10 +253,10 @@ class Reduction:
         while self._outstanding:
             self._wait_for_oldest()
         given: list[list[int]] = []
-        for bucket, end in zip(self.buckets, accumulate(len(one.tenants) for one in self.buckets), strict=True):
-            mine = marks[end - len(bucket.tenants) : end]
-            if LATE in mine:
-                bucket.reduce_late(self._scratch_for(bucket))
+        for bucket, end in zip(self.buckets, accumulate(len(one.entries) for one in self.buckets), strict=True):
+            mine = marks[end - len(bucket.entries) : end]
+            if AFTER_LAUNCH in mine:
+                bucket.reduce_after_launch(self._scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
         self._land()
         with without_waiting():
@@ -273,7 +274,7 @@ class Reduction:
 
     def _heard(self, marks: bytearray) -> bytearray:
         """The marks of this rank, and of those that divide each bucket."""
-        numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.tenants]
+        numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.entries]
         for number, part in enumerate(self._parts):
             mine = [place for place, one in enumerate(numbers) if one == number]
             if part.hearing.size > 1 and mine:
@@ -285,9 +286,9 @@ class Reduction:
     def _agreed(self, hearing: Any, marks: bytearray) -> bytearray:
         """What arrived of each parameter on any rank. All ask; on a device only those that lack something wait."""
         on_host = self.group.device.type == "cpu"
-        late, usual = LATE in marks, marks.count(ARRIVED) == len(marks)
+        after_launch, usual = AFTER_LAUNCH in marks, marks.count(ARRIVED) == len(marks)
         if not on_host:  # where some do not wait for what the others say, all must say the same of this
-            hearing.agree("late gradients") if late else hearing.follow("no late gradients")
+            hearing.agree("late gradients") if after_launch else hearing.follow("no late gradients")
         whole = torch.frombuffer(marks, dtype=torch.uint8)
         # made there, where nothing is missing: a copy from the host would wait for the device
         there = torch.ones_like(whole, device=self.group.device) if usual else whole.to(self.group.device)
@@ -302,8 +303,8 @@ class Reduction:
     def _land(self) -> None:
         """Returns once what is reduced is where it is shown."""
         for bucket in self.buckets:
-            if bucket.landing is not None:
-                bucket.landing.wait()
+            if bucket.host_reducer is not None:
+                bucket.host_reducer.wait()
 
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
@@ -339,9 +340,9 @@ def _of_a_step(factor: float | Tensor) -> float | Tensor:
 
 def _marks(bucket: GradientBucket) -> bytearray:
     """What arrived of a bucket in this pass, by place."""
-    found = bytearray(len(bucket.tenants))
+    found = bytearray(len(bucket.entries))
     for place in bucket.arrived_places:
         found[place] = ARRIVED
-    for place in bucket.late_places:
-        found[place] = LATE
+    for place in bucket.places_after_launch:
+        found[place] = AFTER_LAUNCH
     return found

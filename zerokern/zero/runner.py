@@ -45,7 +45,7 @@ class UnitRunner:
         self._moves = bool(sharded)  # on one rank parameters stay where they are
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
-        self._of_param = {id(tenant.param): (unit, tenant) for unit in units for tenant in unit.tenants}
+        self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
         here = weakref.ref(self)
         self.saved = SavedTensors(
             {memory.full.untyped_storage()._cdata: (memory, partial(_reading, here, unit)) for unit, memory in sharded}
@@ -66,9 +66,9 @@ class UnitRunner:
             hooks.wrap_forward(module, partial(before, unit), partial(after, unit))
         call, in_forward = hooks.weakly(self._call_outside, _not_implemented), hooks.weakly(self._in_forward)
         for unit in self.units:
-            for tenant in unit.tenants:
-                assert isinstance(tenant.param, Sharded)
-                tenant.param.use, tenant.param.in_forward, tenant.param.settle = call, in_forward, settle
+            for entry in unit.entries:
+                assert isinstance(entry.param, Sharded)
+                entry.param.use, entry.param.in_forward, entry.param.settle = call, in_forward, settle
 
     def _active_units(self) -> list[Unit]:
         """Those that `reshard` does something for, in one order on all ranks."""

@@ -68,23 +68,23 @@ class SavedTensors:
 
         What those keep of a parameter keeps its memory.
         """
-        if not hooks.hears_of_saved():
+        if not hooks.allows_saved_hooks():
             return False
-        top = hooks.hears_saved()
+        top = hooks.top_saved_hooks()
         if top is None:
-            hooks.hear_saved(self.pack, unpack)
+            hooks.push_saved_hooks(self.pack, unpack)
             return True
         other = getattr(top[0], "__self__", None)
         if other is self or not isinstance(other, SavedTensors) or self._memories.keys() <= other._memories.keys():
             return False
         if self._beside is None or self._beside[0] is not other:
             self._beside = other, SavedTensors({**other._memories, **self._memories})
-        hooks.hear_saved(self._beside[1].pack, unpack)
+        hooks.push_saved_hooks(self._beside[1].pack, unpack)
         return True
 
     @staticmethod
     def end() -> None:
-        hooks.hear_saved_no_more()
+        hooks.pop_saved_hooks()
 
     @torch._disable_dynamo
     def pack(self, saved: Tensor) -> Any:

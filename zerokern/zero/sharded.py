@@ -215,14 +215,14 @@ class Sharded(torch.Tensor):
         """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
         if self._leaf is None:
             refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
-        return self._home.call_after_reduction(hook)
+        return self._known_shard.call_after_reduction(hook)
 
     @property
     def _leaf(self) -> torch.Tensor | None:
-        return getattr(self._home, "leaf", None)
+        return getattr(self._known_shard, "leaf", None)
 
     @property
-    def _home(self) -> Any:
+    def _known_shard(self) -> Any:
         reference = getattr(self, "_zk_shard", None)
         return None if reference is None else reference()
 
@@ -270,8 +270,8 @@ class Sharded(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 reference = getattr(args[0], "_zk_shard", None) if func in FREEZING else None
-                if reference is not None and (home := reference()) is not None:
-                    home.is_frozen_or_thawed()
+                if reference is not None and (shard := reference()) is not None:
+                    shard.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up
             return rebind(*args)

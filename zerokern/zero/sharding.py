@@ -1,4 +1,4 @@
-"""One model under zk.shard: its buckets, homes, gradients and units, and what its hooks do."""
+"""One model under zk.shard: its buckets, shards, gradients and units, and what its hooks do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerokern.zero.checks import check_policy
 from zerokern.zero.containers import cast_floats
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.kinds import local_of, version_of
-from zerokern.zero.params import BucketMemory, Tenant, place
+from zerokern.zero.params import BucketEntry, BucketMemory, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher, without_waiting
 from zerokern.zero.reduction import Reduction
@@ -134,7 +134,7 @@ class Sharding:
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
         buckets = partition(listed, self.groups.sizes, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
-        homes: dict[int, Shard] = {}
+        shards: dict[int, Shard] = {}
         owners = owners_of(self.module)
         self._owners: dict[int, list[Registration]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
@@ -149,20 +149,20 @@ class Sharding:
             group = self.groups.each[bucket.ranks].group
             memory = BucketMemory(bucket, group, sharded=divided, pool=pool, **room)
             there = [(spot, *named[spot.param]) for spot in bucket.places]
-            tenants = [Tenant.of(name, param, spot) for spot, name, param, _ in there]
-            lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
-            for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
-                homes[tenant.place.param] = home
-                places = [(owner.module._parameters, owner.attribute) for owner in owners[id(tenant.param)]]
-                self._owners[id(tenant.param)] = places  # not the modules, which would be kept
+            entries = [BucketEntry.of(name, param, spot) for spot, name, param, _ in there]
+            lost = memory.fill(entries, keeps_initial=bucket.trainable, replicated=self.replicated)
+            for entry, shard in zip(entries, place(self, memory, lost, owners), strict=True):
+                shards[entry.place.param] = shard
+                places = [(owner.module._parameters, owner.attribute) for owner in owners[id(entry.param)]]
+                self._owners[id(entry.param)] = places  # not the modules, which would be kept
             self.memories.append(memory)
-        self.homes = [homes[number] for number in range(len(named))]
+        self.shards = [shards[number] for number in range(len(named))]
         if tier == "device":
-            lies_on(driver, [*(param for _, param, _ in named), *(home.piece for home in self.homes)])
+            lies_on(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
-        tenants = [tenant for memory in self.memories for tenant in memory.tenants]
-        self.tenants = {id(tenant.param): tenant for tenant in tenants}
-        self.tenants.update({id(tenant.full): tenant for tenant in tenants if tenant.full is not None})
+        entries = [entry for memory in self.memories for entry in memory.entries]
+        self.entries = {id(entry.param): entry for entry in entries}
+        self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
         self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
         self.publisher = Publisher(units, self.memories, gathers=in_parts)
@@ -177,26 +177,26 @@ class Sharding:
                 local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
     def _hook_gradients(self) -> None:
-        by_name = {home.name: home for home in self.homes}
+        by_name = {shard.name: shard for shard in self.shards}
         self.gradient_buckets: list[GradientBucket] = []
         trained = [(one, self.policy.reduce_dtype or one.dtype) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
         losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
-            homes = [by_name[tenant.name] for tenant in memory.tenants]
-            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, losses)
+            shards = [by_name[entry.name] for entry in memory.entries]
+            bucket = kind(len(self.gradient_buckets), memory, shards, self.stage, dtype, losses)
             self.gradient_buckets.append(bucket)
-            for number, (tenant, home) in enumerate(zip(memory.tenants, homes, strict=True)):
-                home.gradients, home.place = bucket, number
+            for number, (entry, shard) in enumerate(zip(memory.entries, shards, strict=True)):
+                shard.gradients, shard.place = bucket, number
                 if dtype != memory.dtype:
-                    home.piece.grad_dtype = tenant.param.grad_dtype = dtype
+                    shard.piece.grad_dtype = entry.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
-        for tenant, home in self._trained():
-            home.land(tenant.param if tenant.full is None else tenant.full)
-            if tenant.full is not None:  # a Function can be given the parameter itself
-                self._nodes.append(home.hand_over(tenant.param))
+        for entry, shard in self._trained():
+            shard.take_arrived(entry.param if entry.full is None else entry.full)
+            if entry.full is not None:  # a Function can be given the parameter itself
+                self._nodes.append(shard.take_from_other_leaf(entry.param))
 
     def _hook_forwards(self, units: Sequence[UnitSpec]) -> None:
         self.runner: UnitRunner | None = None
@@ -243,9 +243,9 @@ class Sharding:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _trained(self) -> Iterator[tuple[Tenant, Shard]]:
+    def _trained(self) -> Iterator[tuple[BucketEntry, Shard]]:
         for bucket in self.gradient_buckets:
-            yield from zip(bucket.tenants, bucket.homes, strict=True)
+            yield from zip(bucket.entries, bucket.shards, strict=True)
 
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
@@ -310,14 +310,14 @@ class Sharding:
             self.publisher.announce()
             return
         with without_waiting():
-            version = version_of if any(home.placed is not None for home in self.homes) else _version_of
-            seen, versions = list(map(_seen_version, self.homes)), list(map(version, self.zero_order))
+            version = version_of if any(shard.placed is not None for shard in self.shards) else _version_of
+            seen, versions = list(map(_seen_version, self.shards)), list(map(version, self.zero_order))
             with self.watch.following():
                 self.publisher.announce()
             now = map(version, self.zero_order)
-            for home, known, before, after in zip(self.homes, seen, versions, now, strict=True):
+            for shard, known, before, after in zip(self.shards, seen, versions, now, strict=True):
                 if known == before:  # the optimizer that owns what was written by others has yet to notice
-                    home.seen_version = after
+                    shard.seen_version = after
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
@@ -350,7 +350,7 @@ class Sharding:
             )
         for bucket in self.gradient_buckets:
             bucket.exposed = True
-        return [home.piece for home in self.homes if home.gradients is not None]
+        return [shard.piece for shard in self.shards if shard.gradients is not None]
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """The tensors that memory is held by, by role."""

@@ -28,8 +28,8 @@ from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.partition import Bucket, shards_parameters
 
 __all__ = [
-    "Lift",
-    "Lifting",
+    "DiskCopier",
+    "DiskCopy",
     "by_rests",
     "check_tier",
     "driver_of",
@@ -117,8 +117,8 @@ def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[
             return found
         config = config_of(tier)
         assert config is not None
-        lift = Lift(driver, config.ring_nbytes, "zk.shard")
-        return [{**one, "lift": lift, "host": lift.host} for one in found]
+        disk_copier = DiskCopier(driver, config.ring_nbytes, "zk.shard")
+        return [{**one, "disk_copier": disk_copier, "host": disk_copier.host} for one in found]
     if driver is None or tier == "device":
         return [{}] * len(buckets)
     host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
@@ -206,7 +206,7 @@ def _is_parallel(value: Any, length: int) -> bool:
 LARGEST = 16 << 20
 
 
-class Lifting:
+class DiskCopy:
     """The ticket of one shard: nobody touches where it goes before `gate` or `wait`, which raise what went wrong."""
 
     def __init__(self, future: Future[Copy | None]) -> None:
@@ -233,7 +233,7 @@ class Lifting:
         return last is None or last.done()
 
 
-class Lift:
+class DiskCopier:
     """What takes shards up, one after the other. `host`: memory that its copies reach."""
 
     def __init__(self, driver: Any, ring_nbytes: int, owner: str) -> None:
@@ -244,19 +244,19 @@ class Lift:
         self._slots = self.host.lay_out([slot] * max(2, ring_nbytes // self._slot_nbytes))
         self._drained: list[Any] = [None] * len(self._slots)
         self._next = 0
-        self._thread = ThreadPoolExecutor(1, "zerokern lift")
+        self._thread = ThreadPoolExecutor(1, "zerokern disk_copier")
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
 
     def parts(self, span: Tensor) -> list[Tensor]:
         """A span of the device's memory as it is filled: one slot after the other."""
         return list(span.view(torch.uint8).split(self._slot_nbytes))
 
-    def start(self, rest: Rest, parts: Sequence[Tensor]) -> Lifting:
+    def start(self, rest: Rest, parts: Sequence[Tensor]) -> DiskCopy:
         """What rests, and has been fetched by the caller, is on its way into memory that the current stream has left.
 
         The caller lets go of it once the ticket has been waited for.
         """
-        return Lifting(self._thread.submit(self._carry, rest, parts, self.copies.here()))
+        return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
 
     def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy | None:
         last: Copy | None = None

@@ -23,7 +23,7 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import IoError, StateError
 from zerokern.zero import checks, hooks
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.params import BucketMemory, Tenant, be_gathered, be_resting
+from zerokern.zero.params import BucketEntry, BucketMemory, mark_gathered, mark_released
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
@@ -76,9 +76,9 @@ class Unit:
         self.active: set[int] = set()  # numbers of units, of all of the model, that `reshard` does something for
         self.nbytes = sum(memory.nbytes for memory in memories)
         self._module, self._modules = id(spec.module), {id(module) for module in spec.module.modules()}
-        self.tenants = [tenant for memory in memories for tenant in memory.tenants]
-        self._params = [tenant.param for tenant in self.tenants]
-        self._fulls = [tenant.full for tenant in self.tenants if tenant.full is not None]
+        self.entries = [entry for memory in memories for entry in memory.entries]
+        self._params = [entry.param for entry in self.entries]
+        self._fulls = [entry.full for entry in self.entries if entry.full is not None]
         pairs = zip(self._fulls, self._params, strict=True)
         self._places = [(*place, param, full) for full, param in pairs for place in registrations[id(param)]]
         self.sharded = [memory for memory in memories if memory.sharded]
@@ -92,13 +92,13 @@ class Unit:
         tables = {id(table) for table, *_ in self._places}
         rnns = [one for one in spec.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
         self._rnns = list(map(weakref.ref, rnns))
-        self._pieces = [shard.piece for tenant in self.tenants if (shard := shard_of(tenant.param)) is not None]
+        self._pieces = [shard.piece for entry in self.entries if (shard := shard_of(entry.param)) is not None]
         self._versions = list(map(_version_of, self._pieces))
         self._handles: list[Handle] = []
         self._in_place: list[BucketMemory] = []  # on one rank, shards that are fetched and computed with as they are
         self._unwritten: list[int] | None = None  # versions of full parameters, while somebody may write to them
         if self.sharded:
-            be_resting(self._fulls)
+            mark_released(self._fulls)
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies within this one's."""
@@ -117,7 +117,7 @@ class Unit:
     @property
     def all_materialized(self) -> bool:
         """Whether zk.gathered holds all parameters in full."""
-        return self.materialized == len(self.tenants)
+        return self.materialized == len(self.entries)
 
     def _check(self, verb: str) -> None:
         if self.state not in self.LEGAL[verb]:
@@ -174,7 +174,7 @@ class Unit:
         if self.computing:
             raise StateError(f"reshard() of {self.called}, which is {self.state.name}, within its forward")
         self._in_place.clear()
-        if any(memory.lift is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
+        if any(memory.disk_copier is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
             handles, self._handles = self._handles, []
             for handle in handles:
                 with contextlib.suppress(IoError):
@@ -185,7 +185,7 @@ class Unit:
         for memory in self.sharded:
             memory.release()
         if self.sharded:
-            be_resting(self._fulls)
+            mark_released(self._fulls)
         self.state = SHARDED
         self.active.discard(self.number)  # last: where Ctrl-C has broken this off, it is done again
 
@@ -193,7 +193,7 @@ class Unit:
         if memory.shard is memory.own:
             self._in_place.append(memory)
             return
-        if memory.lift is None or not memory.group.alone:
+        if memory.disk_copier is None or not memory.group.alone:
             self._wait_for_shard(memory)
         self._handles.append(memory.gather())
 
@@ -227,7 +227,7 @@ class Unit:
         for memory in self.sharded:
             if memory.shard is not memory.own:
                 memory.let_go()
-        be_gathered(self._fulls)
+        mark_gathered(self._fulls)
 
     def _name(self, error: Exception) -> None:
         if self.called not in str(error):
@@ -259,14 +259,14 @@ class Unit:
         now = list(map(_version_of, self._fulls))
         if now != before:
             with torch.no_grad():
-                for tenant, piece, was, found in zip(self.tenants, self._pieces, before, now, strict=True):
+                for entry, piece, was, found in zip(self.entries, self._pieces, before, now, strict=True):
                     if was != found:
-                        self._keep(tenant, piece)
+                        self._keep(entry, piece)
             self._versions = list(map(_version_of, self._pieces))
 
     @staticmethod
-    def _keep(tenant: Tenant, piece: Tensor) -> None:
-        shard, full = shard_of(tenant.param), tenant.full
+    def _keep(entry: BucketEntry, piece: Tensor) -> None:
+        shard, full = shard_of(entry.param), entry.full
         assert shard is not None and full is not None
         written = shard.here.cut(full).to(piece.device)
         with nullcontext() if shard.rest is None else shard.rest.used():
@@ -307,7 +307,7 @@ class Unit:
     def _refuse_stranger(self, found: Tensor | None, param: Tensor) -> None:
         if checks.is_trained(found) and torch.is_grad_enabled() and not in_backward():
             assert found is not None
-            checks.refuse_stranger(next(tenant.name for tenant in self.tenants if tenant.param is param), found)
+            checks.refuse_stranger(next(entry.name for entry in self.entries if entry.param is param), found)
 
     def _refresh_rnns(self) -> None:
         """Recurrent modules keep a list of their parameters besides."""
