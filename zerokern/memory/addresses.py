@@ -110,6 +110,7 @@ class GradientReader:
         self._columns = (
             self.cells.bodies,
             array("Q", addresses or ()),
+            array("Q"),
             array("q", numels),
             array("i", [numbers[dtype] for dtype in dtypes]),
             array("i", [numbers[dtype] for dtype in grad_dtypes]),
@@ -118,13 +119,16 @@ class GradientReader:
         self._list = native.TensorList(*columns, len(params), strided)
         self._read = native.library().zk_gradients
 
-    def read(self) -> array[int] | None:
-        """The gradients' addresses; None where one is missing or not as it was, or where a parameter is not.
+    def read(self, grads: Sequence[Tensor] | None = None) -> array[int] | None:
+        """The addresses of the parameters' gradients, or of these; None where one is missing or not as it was, or where
+        a parameter is not.
 
         A parameter may have been given another tensor's body (`torch.utils.swap_tensors`), so these are read first.
         """
         if not self.cells.unchanged():
             return None
+        bodies = None if grads is None else array("Q", map(_tensor_of, grads))
+        self._list.gradients = None if bodies is None else bodies.buffer_info()[0]
         found = array("Q", bytes(8 * len(self.cells.bodies)))
         count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), found.buffer_info()[0])
         return found if count == len(found) else None

@@ -335,6 +335,7 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
+_materialized_of = operator.attrgetter("materialized")
 _reference_of = operator.attrgetter("_zk_shard")
 
 
@@ -371,8 +372,8 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
             shard.local_gradient(param)
         elif not shard.sharding.replicated:
             raise StateError(
-                f"{type(optimizer).__name__} was given {shard.name!r}, which is sharded at stage "
-                f"{shard.sharding.stage}: it would update parts of it that are not this rank's. Use zk.AdamW (or Adam, Lion, Adagrad, SGD) on "
+                f"{type(optimizer).__name__} was given {shard.name!r}, which is sharded at stage {shard.sharding.stage}"
+                ": it would update parts of it that are not this rank's. Use zk.AdamW (or Adam, Lion, Adagrad, SGD) on "
                 f"model.parameters(), or give {type(optimizer).__name__} the parameters zk.shards(model)"
             )
     refuse_materialized(shard for _, shard in shards)
@@ -382,8 +383,9 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
 
 def refuse_materialized(shards: Iterable[Shard | None]) -> None:
     """A step within zk.gathered would not be seen there, and be overwritten at its end."""
-    for shard in shards:
-        if shard is not None and shard.materialized is not None:
+    known = [shard for shard in shards if shard is not None]
+    for shard in known if list(map(_materialized_of, known)).count(None) < len(known) else ():
+        if shard.materialized is not None:
             raise StateError(
                 f"{shard.name!r} is whole within zk.gathered, where a step would not be seen, and be lost with "
                 "write=True; call step() after the context has ended"

@@ -77,9 +77,7 @@ class GradientBucket:
         self.running = False
         self.arrived_places: tuple[int, ...] = ()
         self.from_other_leaves: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
-        self.after_launch: Tensor | None = (
-            None  # what arrived after the buffer had been sent: reduced at the end of the pass
-        )
+        self.after_launch: Tensor | None = None  # what came after the buffer was sent: reduced at the end of the pass
         self.places_after_launch: set[int] = set()
         self.local: set[int] = set()  # places with gradients of passes under no_sync
         self.held: set[int] = set()  # places whose reduced span holds a reduced gradient
@@ -178,7 +176,7 @@ class GradientBucket:
         self._stored.add(place)
 
     def receive_one(self, place: int, grad: Tensor) -> None:
-        """A whole gradient, which nobody has looked at, goes into the buffer, or to those that are reduced at the end."""
+        """Checks a whole gradient and copies it into the buffer, or adds it to those reduced at the end."""
         grad = self._checked(place, grad)
         self._take_after_launch(place, grad) if self.closed else self.store(place, grad)
 
