@@ -1,4 +1,4 @@
-"""Full parameters for a while, in the objects that the user knows."""
+"""Materializes full parameters in place, in the user's objects, within a context manager."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from zerokern.zero.shard import alias, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.unit import Unit
 
-__all__ = ["whole"]
+__all__ = ["full_parameters"]
 
 _OF_THE_SHARDED = Sharded.__annotations__.keys() | {"_is_param"}
 
 
 class MaterializedParameter:
-    """A parameter that is whole for a while. Graphs made with it may outlive that: their gradients are reduced."""
+    """A parameter that is full within zk.gathered. Gradients of graphs that outlive that are reduced."""
 
     def __init__(self, unit: Unit, entry: BucketEntry, values: Tensor) -> None:
         shard = shard_of(entry.param)
         assert shard is not None
-        self._unit, self._tenant, self._shard = unit, entry, shard
+        self._unit, self._entry, self._shard = unit, entry, shard
         self.kept = False
         self._body = nn.Parameter(entry.show(values), requires_grad=False)
         self._body.__dict__.update(_of_the_user(entry.param))
@@ -41,20 +41,20 @@ class MaterializedParameter:
             if shard.leaf is not None:
                 hooks.share_hooks(shard.leaf, self._body)
         self._body.requires_grad_(entry.param.requires_grad)
-        self._beside = values.device == entry.param.device  # else gradients stay where their parameter rests
-        self._body.grad = entry.param.grad if self._beside else None
+        self._on_same_device = values.device == entry.param.device  # else gradients stay where their parameter rests
+        self._body.grad = entry.param.grad if self._on_same_device else None
         self._was = _kind(self._body)
         self._version = self._body._version
         self._dropped = False
 
     def begin(self) -> None:
-        _exchange(self._tenant.param, self._body)
+        _exchange(self._entry.param, self._body)
         self._unit.materialized += 1
         self._shard.materialized = self
 
     def end(self) -> None:
-        """The parameter is what it was, with what was done to it: gradients, attributes, whether it is trained."""
-        param, body = self._tenant.param, self._body
+        """Restores the shard, with what was done to the parameter: gradients, attributes, `requires_grad`."""
+        param, body = self._entry.param, self._body
         self._unit.materialized -= 1
         self._shard.materialized = None
         _exchange(param, body)
@@ -62,7 +62,7 @@ class MaterializedParameter:
         if param.requires_grad != body.requires_grad:
             param.requires_grad_(body.requires_grad)
         if not self._changed:
-            param.grad = body.grad if self._beside else param.grad
+            param.grad = body.grad if self._on_same_device else param.grad
             self._dropped = not self.kept and body._version != self._version
             if self.kept:
                 self._keep()
@@ -72,7 +72,7 @@ class MaterializedParameter:
         return _kind(self._body) != self._was
 
     def _keep(self) -> None:
-        """This rank's span of what was written."""
+        """Copies this rank's span of what was written into the shard."""
         shard = self._shard
         with torch.no_grad(), present(shard.piece, written=True):
             shard.piece.copy_(shard.here.cut(self._body))
@@ -91,8 +91,8 @@ class MaterializedParameter:
 
 
 @contextmanager
-def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
-    """Sharded parameters among `params` have their full values within; `write` keeps this rank's span of them."""
+def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
+    """Context manager that gives sharded parameters their full values; `write` keeps what is written to them."""
     shardings = shardings_of(map(shard_of, params))
     for sharding in shardings:
         sharding.publisher.complete()
@@ -131,7 +131,7 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
 
 
 def _materialize(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEntry]) -> list[MaterializedParameter]:
-    """Full values in memory of their own, which lives for as long as anything refers to it."""
+    """Gathers full values into memory of their own, which lives for as long as anything refers to it."""
     if not entries:
         return []
     full = torch.empty(memory.bucket.padded_numel, dtype=memory.dtype, device=memory.device)
@@ -145,7 +145,7 @@ def _materialize(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEntry
 
 
 def _keep(params: Sequence[nn.Parameter]) -> None:
-    """What was written is to last: here, or when the context ends that made a parameter whole."""
+    """Keeps what was written: here, or when the context ends that materialized a parameter."""
     shards = [shard_of(param) for param in params]
     for shard in shards:
         if shard is not None and shard.materialized is not None:
@@ -167,7 +167,7 @@ def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 
 def _exchange(left: Tensor, right: Tensor) -> None:
-    """As `torch.utils.swap_tensors`, which refuses what graphs refer to; here they are to keep the body they met."""
+    """Swaps the contents of two tensors, as `torch.utils.swap_tensors`, which refuses what graphs refer to."""
     slots = SLOTS if is_placed(left) or is_placed(right) else ()
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__

@@ -1,6 +1,6 @@
-"""The gradients of one bucket: from autograd's tensors into a buffer in one pass, from there into this rank's shard.
+"""Collects the gradients of one bucket in a buffer, reduces them, and shows this rank's shard in `.grad`.
 
-What gradients are added to is decided by what the user left in `.grad`: None begins anew.
+Gradients are added to what the user left in `.grad`; None begins anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _handed_out = attrgetter("zk_handed_out")
 
 
 class GradientBucket:
-    """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
+    """One bucket's gradients: which have arrived, the `buffer` they are collected in, and what is `reduced`."""
 
     leaves_memory = False  # whether what is reduced goes elsewhere until it is used
 
@@ -103,7 +103,7 @@ class GradientBucket:
         self.squares = BucketSquares(params, here, counted=divided)
 
     def begin(self, task: int, arrived: int | None) -> None:
-        """A pass begins: from here on gradients arrive in empty `.grad`s. `arrived`: the place of one that is there."""
+        """Begins a pass: empties `.grad`, where gradients arrive. `arrived`: the place of one that has already."""
         trained, leaves = list(map(_is_trained, self._params)), self.leaves
         alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
         self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
@@ -118,7 +118,7 @@ class GradientBucket:
                 self._aside[place] = grad
 
     def put_back(self) -> None:
-        """Shows again what was put aside, in the place of what has arrived."""
+        """Puts back into `.grad` what was there before the pass."""
         for place in self.arrived - self._stored:
             self._take_out(place)
         with without_waiting():
@@ -128,7 +128,7 @@ class GradientBucket:
         self.running = False
 
     def take_arrived(self, place: int, *, at_once: bool) -> None:
-        """A gradient of this pass lies in its leaf's `.grad`, or was added to what is shown there."""
+        """Notes a gradient that lies in its leaf's `.grad`, or was added to what is shown there."""
         if not self._counts(place):
             return
         if self.closed or at_once:
@@ -149,7 +149,7 @@ class GradientBucket:
         return self.inbox.expected <= len(there)
 
     def take_from_other_leaf(self, place: int, grad: Tensor) -> None:
-        """A gradient from besides the usual leaf waits for the bucket's end.
+        """Keeps a gradient of another leaf until the bucket is closed.
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
@@ -160,7 +160,7 @@ class GradientBucket:
             )
 
     def add(self, place: int, grad: Tensor) -> None:
-        """A part of one that arrives later: it lies there as what an earlier pass has left, to be added to."""
+        """Adds a part of a gradient; the rest arrives later and is added to it."""
         if not self._counts(place):
             return
         grad = self._checked(place, grad)
@@ -171,7 +171,7 @@ class GradientBucket:
             self._kept.add(place)
 
     def store(self, place: int, grad: Tensor) -> None:
-        """A whole gradient goes into the buffer before the others."""
+        """Copies a whole gradient into the buffer before the others."""
         self._write(place, grad)
         self._stored.add(place)
 
@@ -181,7 +181,7 @@ class GradientBucket:
         self._take_after_launch(place, grad) if self.closed else self.store(place, grad)
 
     def _counts(self, place: int) -> bool:
-        """Whether what arrives there is a gradient: it is dropped if the parameter was frozen since the forward."""
+        """Returns whether the parameter is trained; what arrives after it was frozen is dropped."""
         with without_waiting():
             trained = self._params[place].requires_grad
         if not trained:
@@ -195,7 +195,7 @@ class GradientBucket:
         return checks.gradient(entry.name, grad, entry.placed)
 
     def refuse_mixed(self, place: int, *, scaled: bool) -> None:
-        """The first gradient of a pass that nobody saw begin went to what is shown, before that could be scaled."""
+        """Refuses a first gradient that was added to a shown one before that could be scaled."""
         grad = self.leaves[place].grad
         if self.replicated and (scaled or self.summing.counts_again) and grad is not None and self.shows(place, grad):
             checks.mixed(self.entries[place].name)
@@ -205,7 +205,7 @@ class GradientBucket:
         self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
 
     def _arrived_gradient(self, place: int) -> Tensor | None:
-        """The gradient in a leaf's `.grad`; None where that is what is shown to the user, or an addition to it."""
+        """Returns the gradient in a leaf's `.grad`; None where that is the one shown to the user."""
         leaf = self.leaves[place]
         with without_waiting():  # at stage 3 a leaf without memory stands for the parameter
             grad = leaf.grad
@@ -220,7 +220,7 @@ class GradientBucket:
         return grad
 
     def _drop(self, place: int) -> None:
-        """Frozen since the forward: autograd drops what arrives then, and all that it would have been added to."""
+        """Drops the gradient of a parameter that was frozen since the forward, as autograd does."""
         if place in (self.arrived_places if self.closed else self._kept & self.arrived):
             checks.thawed(self.entries[place].name)
         self._take_out(place)
@@ -231,7 +231,7 @@ class GradientBucket:
         self.from_other_leaves = [one for one in self.from_other_leaves if one[0] != place]
 
     def _take_after_launch(self, place: int, grad: Tensor) -> None:
-        """The order of the units did not show that more would come."""
+        """Adds a gradient that arrived after the bucket was closed."""
         into = self.buffer
         if self.launched:
             self.places_after_launch.add(place)
@@ -246,7 +246,7 @@ class GradientBucket:
         return self.memory.pool.zeros(self.bucket.padded_numel, self.dtype)
 
     def kept_gradients(self) -> dict[int, Tensor]:
-        """What the user has in `.grad`, by place, whatever lands there now."""
+        """Returns what the user has in `.grad`, by place, whatever arrives there now."""
         if self.running and self.lands_in_params and not self.exposed:
             return self._aside
         with without_waiting():
@@ -254,7 +254,7 @@ class GradientBucket:
         return {place: grad for place, grad in enumerate(found) if grad is not None}
 
     def _lives(self) -> set[int]:
-        """Places where the user kept what `.grad` held, so that it is to be added to."""
+        """Returns the places where the user kept `.grad`, so that it is added to."""
         kept = self.kept_gradients()
         if not self.exposed:
             for place, grad in list(kept.items()):
@@ -263,7 +263,7 @@ class GradientBucket:
         return set(kept)
 
     def _adopt(self, place: int, grad: Tensor) -> None:
-        """A gradient that was set by hand: it counts as reduced already."""
+        """Takes a gradient that was set by hand; it counts as reduced already."""
         shard = self.shards[place]
         self._show()
         with fetched([grad], written=()):
@@ -277,14 +277,14 @@ class GradientBucket:
         return bool(self.shown) and self._own(place) is grad
 
     def _own(self, place: int) -> Tensor:
-        """What shows a gradient; anew where it was given other memory (`.data =`), which nothing is reduced into."""
+        """Returns what shows a gradient; makes it anew where it was given other memory (`.data =`)."""
         shown, entry = self.shown[place], self.entries[place]
         if self.replicated and self.reduced is not None and not shares(local_of(shown), self.reduced):
             self.shown[place] = entry.show(alias(self.reduced, entry.place.offset, entry.shape))
         return self.shown[place]
 
     def reduced_span(self, place: int) -> Tensor:
-        """This rank's part of what is reduced of a parameter, as `.grad` shows it."""
+        """Returns this rank's part of what is reduced of a parameter."""
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
 
@@ -293,7 +293,7 @@ class GradientBucket:
         return self.exposed or self.replicated or any(map(_handed_out, self._pieces))
 
     def spare_kept_gradients(self) -> None:
-        """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
+        """Moves to other memory if the program has kept a gradient that `.grad` shows no more (gradient surgery)."""
         self.ready = None
         if self.reduced is None or self._references is None:
             return
@@ -303,7 +303,7 @@ class GradientBucket:
             self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
-        """To other memory, with the values that are still shown; `out` of the buffer, which is about to be written."""
+        """Moves what is reduced to other memory, with what is shown of it; `out` of the buffer, if it lies there."""
         if self.in_place and not out:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
@@ -314,13 +314,13 @@ class GradientBucket:
         self.give(live)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply what is reduced; each gets a version of its own, by which whoever has fetched it sees this."""
+        """Multiplies what is reduced, and counts that as a write to each."""
         if self.held and self.reduced is not None:
             self.reduced.mul_(factor)
             torch.autograd.graph.increment_version([self.reduced_span(at) for at in self.held])
 
     def open(self, buffer: Tensor) -> None:
-        """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
+        """Collects this pass in `buffer`, added to what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
         self.ready = None
@@ -341,14 +341,14 @@ class GradientBucket:
         self.opened = True
 
     def _lay(self, buffer: Tensor) -> Tensor:
-        """What arrives goes there. The spans are kept, and made before anybody counts who refers to the memory."""
+        """Sets the buffer. Its spans are cached, and made before references to the memory are counted."""
         self.buffer = buffer
         if not self._spans or self._spans[0].untyped_storage()._cdata != buffer.untyped_storage()._cdata:
             self._spans = [buffer.as_strided(*spot) for spot in self._spots]
         return buffer
 
     def close(self, *, reduces: bool) -> bool:
-        """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
+        """Completes the buffer, with zeros where nothing arrived; returns whether to add to `reduced`."""
         assert self.buffer is not None
         self.closed, self.inbox.task = True, NO_PASS
         self._collect(self.buffer)
@@ -394,7 +394,7 @@ class GradientBucket:
         return self.reduced is not None and self.buffer is not None and shares(self.reduced, self.buffer)
 
     def reduce(self, buffer: Tensor, add: bool, scratch: Tensor | None) -> Handle | None:
-        """Send the buffer on its way; None where there is nothing to wait for."""
+        """Launches the reduction; returns None where there is nothing to wait for."""
         self.launched = True
         self.local.clear()
         self._show()
@@ -428,7 +428,7 @@ class GradientBucket:
         return alias(self.whole_buffer(), self.group.rank * numel, (numel,))
 
     def whole_buffer(self) -> Tensor:
-        """A buffer of this bucket's own, for as long as it is needed."""
+        """Returns a buffer of this bucket's own."""
         return self._lay(self._zeros()) if self.buffer is None else self.buffer
 
     def _make_shown(self) -> None:
@@ -452,7 +452,7 @@ class GradientBucket:
         self._references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
-        """What is reduced is there: for the caller, or, on a device, for its current stream."""
+        """Tells listeners that what is reduced is there, on a device for the current stream."""
         assert self.reduced is not None
         pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self._pieces
         sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
@@ -461,7 +461,7 @@ class GradientBucket:
             listener(self.ready)
 
     def reads_until(self, wait: Callable[[], None]) -> None:
-        """Something reads what is reduced: whoever writes it calls `wait` first."""
+        """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
         self._guards.append(wait)
         if self.settle is None:
             for shown in self.shown:
@@ -473,14 +473,14 @@ class GradientBucket:
             wait()
 
     def settles(self, settle: Callable[[], None]) -> None:
-        """From now on updates may be under way: who does anything with a gradient that is shown waits for them."""
+        """Makes whoever uses a shown gradient call `settle` first: updates that read it may be under way."""
         self.settle = settle
         for shown in self.shown:
             if isinstance(shown, Sharded):
                 shown.settle = settle
 
     def give(self, places: Iterable[int]) -> None:
-        """Put the gradients where the user looks for them."""
+        """Shows the gradients in `.grad`."""
         self._show()
         aside = self._aside if self.running and self.lands_in_params else None
         for place in places:
@@ -495,19 +495,19 @@ class GradientBucket:
                 aside[place] = shown
 
     def call_hooks(self, places: Iterable[int]) -> None:
-        """Hooks on the accumulation of these gradients, which are reduced, in the order of the model's parameters."""
+        """Calls users' hooks on the accumulation of these gradients, in the order of the model's parameters."""
         some = [place for place in places if self.shards[place].has_hooks] if any(self._user_hooks) else []
         for place in sorted(some, key=lambda place: self.bucket.places[place].param):
             self.shards[place].call_hooks(self.shards[place].piece if self.exposed else self.entries[place].param)
 
     def refuse_unreduced(self) -> None:
-        """A step on gradients that other ranks know nothing of would let the ranks drift apart."""
+        """Refuses a step on gradients of passes under no_sync alone, of which other ranks know nothing."""
         apart = not self.replicated or self.summing.counts_again  # as in DDP, means at stage 0 are each rank's affair
         if self.local and apart and self.summing.needed:
             checks.unreduced([self.entries[place].name for place in sorted(self.local)])
 
     def reset(self) -> None:
-        """Forget a pass, or be ready for the next one."""
+        """Ends a pass, whether it finished or not."""
         self.put_back()
         self.arrived.clear()
         self._stored.clear()

@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Gathered(nn.Parameter):
-    """A parameter over gathered memory. Writes by way of `.data` count here, and assigning it writes in place."""
+    """A full parameter over its gathered bucket. Writes through `.data` count, and assigning it writes in place."""
 
     sharded_parameter: nn.Parameter  # what the user knows
 
@@ -68,7 +68,7 @@ class Gathered(nn.Parameter):
 
 
 class _Absent:
-    """Functions that are given it get the parameter instead."""
+    """Makes functions that are given this leaf get the user's parameter instead."""
 
     __slots__ = ()
     sharded_parameter: nn.Parameter
@@ -82,11 +82,11 @@ class _Absent:
 
 
 class ReleasedParameter(_Absent, Gathered):
-    """What is `Gathered` while it has no memory; a module may have kept it."""
+    """The class of a `Gathered` while its bucket has no memory; a module may have kept it."""
 
 
 class ReleasedDTensor(_Absent, Distributed):
-    """The same of a DTensor, which is of torch's own class while it is whole: others cost more in each call."""
+    """The same for a DTensor, which is of torch's own class while it is full: any other costs more in each call."""
 
 
 _RELEASED: dict[type, type] = {Gathered: ReleasedParameter, Distributed: ReleasedDTensor}
@@ -94,7 +94,7 @@ _GATHERED: dict[type, type] = {rests: whole for whole, rests in _RELEASED.items(
 
 
 def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
-    """What modules compute with in the place of a parameter, over gathered memory."""
+    """Makes the leaf over gathered memory that modules compute with in the place of a parameter."""
     kind = nn.Parameter if is_placed(view) else Gathered
     leaf: Any = kind(view, requires_grad=param.requires_grad)
     leaf.__dict__.update(param.__dict__)
@@ -103,19 +103,19 @@ def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
 
 
 def mark_gathered(leaves: Iterable[Tensor]) -> None:
-    """From now on these are what they show."""
+    """Says that the bucket of these leaves has memory."""
     for leaf in leaves:
         leaf.__class__ = _GATHERED.get(type(leaf), type(leaf))
 
 
 def mark_released(leaves: Iterable[Tensor]) -> None:
-    """From now on these stand for what the user knows."""
+    """Says that the bucket of these leaves has no memory: they stand for the user's parameters."""
     for leaf in leaves:
         leaf.__class__ = _RELEASED.get(type(leaf), type(leaf))
 
 
 def sharded_parameter_of(param: Tensor) -> nn.Parameter | None:
-    """The parameter that the user knows in the place of this; None of what is none of these leaves.
+    """Returns the user's parameter that this leaf stands for; None where it is no such leaf.
 
     >>> sharded_parameter_of(nn.Parameter(torch.ones(1))) is None
     True
@@ -153,14 +153,14 @@ class BucketEntry:
         return BucketEntry(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
 
     def show(self, local: Tensor) -> Tensor:
-        """What has its shape, as what the parameter is."""
+        """Returns a tensor of its shape as a DTensor, if the parameter is one."""
         return local if self.placed is None else self.placed.show(local)
 
 
 def whole_like(group: Group, shard_numel: int, place: Piece, placed: Placed | None, one: Sharded) -> Tensor:
-    """All elements of a tensor that is sharded as the parameter at a place of a bucket is; all ranks call it.
+    """Gathers all elements of a tensor that is sharded as a parameter of a bucket is; all ranks call it.
 
-    Of a DTensor, `placed` as that is, all that this rank has without zk.shard.
+    Of a DTensor, `placed` as that is, all that this rank has of it without zk.shard.
     """
     shape = one.shape if placed is None else torch.Size(placed.sizes)
     if group.size == 1:
@@ -181,11 +181,11 @@ def whole_like(group: Group, shard_numel: int, place: Piece, placed: Placed | No
 
 
 class BucketMemory:
-    """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
+    """The memory of one bucket: this rank's `shard`, and `full`, which stage 3 allocates while it is gathered.
 
-    With a `rest` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
-    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a
-    `disk_copier` does, from where it rests.
+    With a `rest` the shard has memory while it is used, and rests in another tier; on one rank it is all there is. With
+    a `host` the shard stays in host memory (`kept`), and a gather copies it to the compute device; or a `disk_copier`
+    copies it from where it rests.
     """
 
     recorder: SpanRecorder | None = None  # of the optimizer that steps it
@@ -244,7 +244,7 @@ class BucketMemory:
         return self.bucket.padded_numel * self.dtype.itemsize
 
     def fill(self, entries: Sequence[BucketEntry], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
-        """Take rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
+        """Copies rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
 
         A remainder where bf16 was rounded to as the optimizers do, else the values themselves.
         """
@@ -267,7 +267,7 @@ class BucketMemory:
         return {number: one.to(self.shard.device) for number, one in lost.items()}
 
     def _round(self, source: Tensor) -> Tensor | None:
-        """fp32 values into the bucket; a remainder for bf16, whose rounding rule is the optimizers' own."""
+        """Rounds fp32 values into the bucket; returns a remainder for bf16, which is rounded as the optimizers do."""
         if self.dtype is not torch.bfloat16:
             self.full.copy_(source)
             return None
@@ -286,11 +286,11 @@ class BucketMemory:
         }
 
     def view(self, entry: BucketEntry) -> Tensor:
-        """A parameter of the full bucket, in its shape."""
+        """Returns the view of a parameter in the full bucket, in its shape."""
         return alias(self.full, entry.place.offset, entry.shape)
 
     def full_at(self, offset: int) -> Any:
-        """What modules compute with that the element at this offset belongs to (stage 3)."""
+        """Returns the leaf that the element at this offset belongs to (stage 3)."""
         if not self._begins:
             self._sorted = sorted(self.entries, key=lambda one: (one.place.offset, one.place.numel))
             self._begins = [entry.place.offset for entry in self._sorted]
@@ -299,11 +299,11 @@ class BucketMemory:
         return full
 
     def piece(self, piece: Piece | None) -> Tensor:
-        """This rank's elements of a parameter, 1-D; none of them for None."""
+        """Returns this rank's elements of a parameter, 1-D; none of them for None."""
         return alias(self.shard, 0, (0,)) if piece is None else alias(self.shard, piece.offset, (piece.numel,))
 
     def fetch(self) -> None:
-        """The shard is on its way to where it is gathered from, if it rests elsewhere."""
+        """Begins to fetch the shard, if it rests in another tier."""
         if self.rest is not None and not self._fetched:
             self.rest.fetch()
             self._fetched = True
@@ -311,16 +311,16 @@ class BucketMemory:
                 self.recorder.fetching("read", self.bucket.shard_numel * self.dtype.itemsize)
 
     def let_go(self) -> None:
-        """The shard has been gathered, or need not be."""
+        """Lets the shard go back to its tier: it has been gathered, or need not be."""
         if self._fetched:
             assert self.rest is not None
             self._fetched = False
             self.rest.leave()
 
     def gather(self, full: Tensor | None = None) -> Handle:
-        """The shards of all ranks are on their way into `full`, the usual memory or another.
+        """Gathers the shards of all ranks into `full`, the usual memory or another.
 
-        From the host a shard goes to its own span there, beside what computes; on several ranks the others follow it.
+        A shard in host memory is copied to its own span first, while the device computes.
         """
         handle = self._gather(full)
         if self.recorder is None or full is not None:
@@ -346,13 +346,13 @@ class BucketMemory:
         return self.disk_copier.start(self.rest, self._parts if own is self.own else self.disk_copier.parts(own))
 
     def settle(self) -> None:
-        """Returns once nothing reads the shard on its way to the device, so that it may be written."""
+        """Waits until no copy to the device reads the shard, so that it may be written."""
         coming, self._coming = self._coming, None
         if isinstance(coming, Copy):  # what rests waits for its users by itself
             coming.wait()
 
     def allocate(self) -> bool:
-        """Memory for the full bucket, in the storage that the views of it have; whether somebody else has kept it."""
+        """Allocates the full bucket in the storage of its views; returns whether somebody had kept it allocated."""
         self.fetch()
         if self.shard is self.own:
             self.gathered = True
@@ -368,7 +368,7 @@ class BucketMemory:
         return kept
 
     def release(self) -> None:
-        """Give the full bucket's memory back; its views keep their storage, empty until it is next gathered.
+        """Frees the full bucket; its views keep their storage, empty until it is next gathered.
 
         Where somebody else refers to the storage (a view that a module has kept, hooks of others for what autograd
         saves), it stays until that has ended: the first time that this is called there is nobody else. Where NumPy has
@@ -396,7 +396,7 @@ class BucketMemory:
 
 
 def place(sharding: Any, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]) -> list[Shard]:
-    """Point the parameters of a filled bucket at it, at their shard of it where it is sharded; returns their shards."""
+    """Points parameters at their filled bucket, or at this rank's span of it; returns their shards."""
     mine = {piece.param: piece for piece in memory.bucket.pieces(memory.group.rank)}
     shards = []
     for entry in memory.entries:
@@ -422,14 +422,14 @@ def place(sharding: Any, memory: BucketMemory, lost: dict[int, Tensor], owners: 
 
 
 def _forget_weak_references(owners: list[Owner]) -> None:
-    """Recurrent modules have some, to notice what we tell them ourselves; an object's body is exchanged without any."""
+    """Drops the weak references of recurrent modules: a parameter that has any cannot be swapped."""
     for owner in owners:
         if isinstance(owner.module, nn.RNNBase):
             owner.module._flat_weight_refs = [None] * len(owner.module._flat_weights_names)
 
 
 def _forget_graphs(owners: list[Owner]) -> None:
-    """What a hook makes of parameters before each forward (old weight_norm, pruning) is there before the first one."""
+    """Detaches what hooks have made of parameters before the first forward (old weight_norm, pruning)."""
     for module in {id(owner.module): owner.module for owner in owners}.values():
         for attribute in hooks.made_anew(module):
             made = module.__dict__.get(attribute)
@@ -446,7 +446,7 @@ def _refuse_early(attribute: str, _: Tensor) -> NoReturn:
 
 
 def _lay(entry: BucketEntry, memory: BucketMemory) -> None:
-    """The parameter lies in its bucket from now on."""
+    """Moves a parameter into its bucket."""
     param, view = entry.param, entry.show(memory.view(entry))
     if entry.placed is None:
         param.data = view
@@ -475,7 +475,7 @@ def _shard(entry: BucketEntry, memory: BucketMemory, shard: Shard) -> None:
 
 
 def exchange_bodies(param: Tensor, body: Tensor, name: str) -> None:
-    """Two objects change what they consist of, so that everybody who holds `param` holds the new body."""
+    """Swaps the contents of two tensor objects, so that whoever holds `param` has the new ones."""
     try:
         torch.utils.swap_tensors(param, body)
     except RuntimeError as error:

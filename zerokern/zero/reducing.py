@@ -49,9 +49,9 @@ _dtype_of, _is_cpu = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
 
 
 class Flattening:
-    """Copies gradients of one bucket, whose parameters begin at `offsets`, into its buffer, or adds them.
+    """Copies the gradients of one bucket, whose parameters begin at `offsets`, into its buffer, or adds them.
 
-    What the last list of gradients was like is kept, for most are like it.
+    The layout of the last list of gradients is cached: most are like it.
 
     >>> buffer = torch.zeros(4)
     >>> flattening = Flattening([0, 2], [2, 2], torch.float32)
@@ -67,7 +67,7 @@ class Flattening:
         self._grad_dtype = dtype
 
     def of_all(self, leaves: Sequence[Tensor], places: Sequence[int], buffer: Tensor) -> bool:
-        """Copies the gradients of all leaves at these places, which are found natively; whether they are as usual.
+        """Copies the gradients of these leaves in one native call; returns False if it cannot, and copied nothing.
 
         `leaves` and `places` are the same in every call.
         """
@@ -121,14 +121,14 @@ class Flattening:
 
 
 class HostReducer:
-    """Where one bucket's reduced gradients go: `host`, by one copy for each reduction, beside what computes."""
+    """Reduces one bucket's gradients on the device, and copies the result to host memory meanwhile."""
 
     def __init__(self, group: Group, host: HostTier) -> None:
         self._group, self._host = group, host
         self._last: Copy | None = None
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that copies reach."""
+        """Allocates host memory that the device copies to."""
         return self._host.lay_out([Wanted("gradients", torch.Size([numel]), dtype)])[0]
 
     def reduce_scatter(
@@ -136,8 +136,8 @@ class HostReducer:
     ) -> Handle:
         """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
 
-        What is added to goes to the device before, and is added there by what adds where nothing leaves. `squares`
-        are not measured: the sum is made on the device.
+        What is added to is copied to the device first, so that the sum has the same bits there. `squares` are
+        not measured.
         """
         copies = self._host.copies
         assert copies is not None
@@ -154,17 +154,16 @@ class HostReducer:
         return Handle(copy.gate, copy.done, copy.gate)
 
     def wait(self) -> None:
-        """Returns once what was reduced is in host memory."""
+        """Waits until what was reduced is in host memory."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
 
 
 class Summing:
-    """Of one bucket. `whole`: it stays whole on each rank.
+    """Reduces the gradients of one bucket over ranks, to their mean or sum. `whole`: every rank keeps all of them.
 
-    `losses`: how many of them a mean is of, which are those of other ranks too where gradients come from them; None: it
-    is a sum.
+    `losses`: the number of losses that a mean is of, on all ranks that gradients come from; None: a sum.
 
     >>> Summing(Group(0, 1, torch.device("cpu"), "alone"), None, whole=True).needed
     False
@@ -181,18 +180,18 @@ class Summing:
 
     @property
     def counts_again(self) -> bool:
-        """Whether the next reduction adds up over the ranks again, or divides, what this one has left."""
+        """Whether the next reduction would sum over the ranks again, or divide again, what this one has left."""
         return self.needed and self._whole and self._op == "sum"
 
     def share_out(self, spans: Iterable[Tensor]) -> None:
-        """Leaves each rank its share of what is summed already: `counts_again` makes that whole."""
+        """Leaves each rank its share of a sum, so that the next reduction restores it."""
         for span in spans:
             span.mul_(self._losses / self._everyone.size)
 
     def begin(
         self, buffer: Tensor, out: Tensor, *, add: bool, scratch: Tensor | None, squares: Squares | None = None
     ) -> Handle | None:
-        """The buffer is on its way, in place where it stays whole; None where there is nothing to wait for."""
+        """Launches the reduction, in place where every rank keeps all; None where there is nothing to wait for."""
         scale = 1.0 / self._losses
         if self._whole:
             if self._divides:
@@ -202,7 +201,7 @@ class Summing:
         return reduce(buffer, out, scale=scale, add=add, scratch=scratch, squares=squares)
 
     def scratch_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """What it receives into, where the transport does not add up itself: in its first round, and in its second."""
+        """Returns the scratch bytes of the first and second round, where the transport does not sum itself."""
         first, second = (self._everyone if self._whole else self._group).scratch_numel(numel)
         return first * dtype.itemsize, second * dtype.itemsize
 
@@ -211,9 +210,9 @@ _version_of = operator.attrgetter("_version")
 
 
 class GradReady(NamedTuple):
-    """The gradients of one bucket as they were reduced on this rank.
+    """Tells listeners that the gradients of one bucket are reduced on this rank.
 
-    Whoever works on a stream of a device finds them there once it has waited for the one that computes.
+    On a device they are there for a stream that has waited for the one that computes.
     """
 
     pieces: Sequence[Tensor]  # of each parameter, in the order of the bucket
@@ -221,7 +220,7 @@ class GradReady(NamedTuple):
     sumsq: Sequence[float | None]  # of the pieces; None: not measured
 
     def knows(self, place: int, grad: Tensor) -> float | None:
-        """The sum of squares of a gradient, if it is that of the place as it was reduced."""
+        """Returns the sum of squares of a gradient, if it is still the reduced one of this place."""
         piece = self.pieces[place]
         same = grad is piece and piece._version == self.versions[place]
         return self.sumsq[place] if same and not getattr(piece, "zk_handed_out", False) else None
@@ -251,12 +250,12 @@ class BucketSquares:
         self._squares = Squares((piece.offset, piece.numel) for piece in pieces)
 
     def wanted(self) -> Squares | None:
-        """What the reduction that begins is to measure."""
+        """Returns what the reduction that begins measures."""
         self._squares.sums = None
         return self._squares if self._counted else None
 
     def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[float | None]:
-        """What has been measured of these, by place; `everything`: the rest is measured now."""
+        """Returns what has been measured of these, by place; `everything`: measures the rest now."""
         found: list[float | None] = [None] * len(reduced)
         sums = self._squares.sums
         for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
@@ -273,9 +272,9 @@ class BucketSquares:
 
 
 class KnownSquares:
-    """Sums of squares of the gradients of some parameters, as far as they were measured where they were reduced.
+    """Knows sums of squares of gradients, as far as they were measured while they were reduced.
 
-    `shards`: of the parameters; None of one that zk.shard knows nothing of.
+    `shards`: of the parameters; None for one that zk.shard does not know.
     """
 
     def __init__(self, shards: Sequence[Any]) -> None:
@@ -289,7 +288,7 @@ class KnownSquares:
         self._buckets = list(found.values())
 
     def of(self, grads: Sequence[Tensor]) -> list[float | None]:
-        """By row, of these gradients."""
+        """Returns the sums of squares of these gradients, by row; None where unknown."""
         found: list[float | None] = [None] * len(grads)
         for bucket, rows, places in self._buckets:
             ready: GradReady | None = bucket.ready
@@ -304,14 +303,14 @@ class KnownSquares:
 
 
 class Seen(NamedTuple):
-    """A gradient as it was looked at: where it rests, and its sum of squares where nobody need read it for that."""
+    """A gradient: where it rests, and its sum of squares if that is known."""
 
     zk_rest: Rest | None
     sumsq: float | None
 
 
 def sumsq_of_each(grads: Sequence[Seen], measure: Callable[[list[int]], Iterable[float]]) -> list[float]:
-    """Sums of squares. `measure` is given places of gradients that are here, of which nothing is known.
+    """Returns sums of squares; `measure` gets the places of gradients whose sum is unknown, once fetched.
 
     >>> sumsq_of_each([Seen(None, None), Seen(None, 3.0)], lambda places: [2.0 for _ in places])
     [2.0, 3.0]
@@ -328,7 +327,7 @@ def sumsq_of_each(grads: Sequence[Seen], measure: Callable[[list[int]], Iterable
 
 
 class References:
-    """Counts the references to gradients over one memory when they are made, for nobody else has them then.
+    """Tells whether a program has kept gradients: by references to them that were not there at first.
 
     >>> memory = torch.zeros(4)
     >>> shown = [memory[:2], memory[2:]]
@@ -348,7 +347,7 @@ class References:
         self._to_all = _to_tensors(self._shown) + _to_tensors(self._whole)
 
     def has_more(self, memory: Tensor, live: AbstractSet[int], views: int = 0) -> bool:
-        """Whether there are more now: to those that are not `live`, by place, or by other views than these."""
+        """Whether there are more references now: to gradients not `live`, by place, or by more than these `views`."""
         if _to_memory(memory) > self._to_memory + views:
             return True
         if not live:
@@ -369,7 +368,7 @@ def _to_tensors(tensors: Sequence[Tensor]) -> int:
 
 
 def shares(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors lie in one memory.
+    """Returns whether two tensors share a storage.
 
     >>> whole = torch.zeros(4)
     >>> shares(whole[1:], whole), shares(whole.clone(), whole)

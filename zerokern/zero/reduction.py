@@ -1,4 +1,4 @@
-"""From the first gradient of a backward pass to the last: which bucket is reduced when, in one order on all ranks.
+"""Reduces gradient buckets during a backward pass, in one order on all ranks.
 
 A bucket is launched when all its gradients have arrived, and those before it in the order have been launched. The order
 is that in which rank 0's buckets became complete in its first pass. Buffers are a constant number: a launch waits for
@@ -32,7 +32,7 @@ ARRIVED, AFTER_LAUNCH = 1, 2
 
 
 class Reduction:
-    """The gradients of one model."""
+    """Decides when each gradient bucket of one model is launched, and ends the pass."""
 
     def __init__(
         self, buckets: Sequence[GradientBucket], parts: Sequence[RankGroups], model_is_there: Callable[[], object]
@@ -61,11 +61,11 @@ class Reduction:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The shared buffers, wherever they are."""
+        """The buffers that buckets share, in use or not."""
         return [*self._free, *self._lent.values()]
 
     def gradient_arrived(self, number: int, place: int) -> None:
-        """Autograd has accumulated a gradient that the inbox does not take: the first, the last, a large one."""
+        """Called for a gradient in `.grad` that the inbox does not note by itself: the first, the last, a large one."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         at_once = not bucket.waits[place] or hooks.is_within_pass()
@@ -76,14 +76,14 @@ class Reduction:
             self._complete(bucket)
 
     def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
-        """Autograd hands over a gradient of a leaf besides the usual one; nothing is left to accumulate."""
+        """Takes a gradient of another leaf than the one modules compute with; autograd accumulates nothing."""
         if grads[0] is not None:
             self.joins_backward()
             bucket.take_from_other_leaf(place, grads[0])
         return (None,)
 
     def received(self, number: int, place: int, grad: Tensor) -> None:
-        """Autograd adds a gradient to what `.grad` shows: the first of a pass that nobody has seen begin."""
+        """Takes a gradient that autograd adds to a shown `.grad`: the first of a pass without a forward."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         if not bucket.opened:
@@ -91,7 +91,7 @@ class Reduction:
         bucket.receive_one(place, grad)
 
     def absent(self, bucket: GradientBucket, place: int) -> None:
-        """In this pass nothing arrives there."""
+        """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
         bucket.absent.add(place)
         bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
@@ -99,17 +99,17 @@ class Reduction:
             self._complete(bucket)
 
     def _broken(self, task: int) -> None:
-        """An error has ended the pass: `.grad` is what it was; `abandon` does the rest, where ranks are in step."""
+        """Restores `.grad` after an error in the pass; `abandon` does the rest, where ranks are in step."""
         for bucket in self.buckets if self.active and self._task == task else ():
             bucket.put_back()
 
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
-        """Gradients come in this pass, the first perhaps in one within it; that of a place may be there."""
+        """Begins a pass, unless it has begun; the gradient of `place` may have arrived already."""
         if not self.active or self._task != hooks.current_pass():
             self._begin(bucket, place)
 
     def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
-        """A part of a gradient, of some rows of the batch; the last part arrives by autograd, and counts for all."""
+        """Adds a part of a gradient, of some rows of the batch; the last part arrives through autograd."""
         if not bucket.opened:
             self._open(bucket)
         bucket.add(place, grad)
@@ -137,14 +137,14 @@ class Reduction:
         hooks.at_end_of_backward(self._finish, partial(self._broken, self._task))
 
     def settle(self) -> None:
-        """Apply the pending factor to the gradients themselves."""
+        """Multiplies the gradients by the pending factor."""
         factor, self.factor = self.factor, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             for bucket in self.buckets:
                 bucket.scale(factor)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
-        """No more gradients of these will arrive: their unit's backward is over."""
+        """Completes these buckets: their unit's backward is over."""
         if self.active:
             for bucket in buckets:
                 self._complete(bucket)
@@ -159,7 +159,7 @@ class Reduction:
             self._next += 1
 
     def _open(self, bucket: GradientBucket) -> None:
-        """Find a buffer for what arrives."""
+        """Gives a bucket a buffer."""
         bucket.spare_kept_gradients()
         if bucket.buffer is not None:
             bucket.open(bucket.buffer)
@@ -192,7 +192,7 @@ class Reduction:
             self._outstanding.append((bucket, handle))
 
     def _make_way(self) -> None:
-        """The last reduction is over, or in its second round, and its first one's scratch is free."""
+        """Frees the scratch memory: waits for the last reduction, or moves it to its second round."""
         while len(self._outstanding) > 1:
             self._wait_for_oldest()
         if self._outstanding:
@@ -210,7 +210,7 @@ class Reduction:
         return on_host and not all(part.group.everyone.alone for part in self._parts)
 
     def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
-        """What the other ranks' spans are received into, where the transport does not add up itself: one for all."""
+        """Returns memory to receive other ranks' spans into, where the transport does not sum; buckets share it."""
         if not self._needs_scratch:
             return None
         if not self.scratch:
@@ -244,7 +244,7 @@ class Reduction:
             self._free.append(lent)
 
     def _finish(self) -> None:
-        """The end of the pass: what is left is reduced, and gradients are shown where any rank had one."""
+        """Ends the pass: reduces what is left, and shows gradients where any rank had one."""
         for number in self._order:
             self._complete(self.buckets[number])
         marks = bytearray().join(map(_marks, self.buckets))
@@ -273,7 +273,7 @@ class Reduction:
             bucket.call_hooks(places)
 
     def _heard(self, marks: bytearray) -> bytearray:
-        """The marks of this rank, and of those that divide each bucket."""
+        """Returns the marks of all ranks that have the bucket."""
         numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.entries]
         for number, part in enumerate(self._parts):
             mine = [place for place, one in enumerate(numbers) if one == number]
@@ -284,7 +284,7 @@ class Reduction:
         return marks
 
     def _agreed(self, hearing: Any, marks: bytearray) -> bytearray:
-        """What arrived of each parameter on any rank. All ask; on a device only those that lack something wait."""
+        """Returns what arrived of each parameter on any rank; on a device only ranks that lack something wait."""
         on_host = self.group.device.type == "cpu"
         after_launch, usual = AFTER_LAUNCH in marks, marks.count(ARRIVED) == len(marks)
         if not on_host:  # where some do not wait for what the others say, all must say the same of this
@@ -301,7 +301,7 @@ class Reduction:
         return marks
 
     def _land(self) -> None:
-        """Returns once what is reduced is where it is shown."""
+        """Waits until reduced gradients are in host memory, where they go there."""
         for bucket in self.buckets:
             if bucket.host_reducer is not None:
                 bucket.host_reducer.wait()
@@ -317,7 +317,7 @@ class Reduction:
         self._order, self._learns_order = order.tolist(), False
 
     def abandon(self) -> None:
-        """A pass broke off: wait for what is under way, so that the ranks stay in step, and forget it."""
+        """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
         if self.active:
             while self._outstanding:
                 self._wait_for_oldest()
@@ -332,14 +332,14 @@ class Reduction:
 
 
 def _of_a_step(factor: float | Tensor) -> float | Tensor:
-    """The factor, unless it is NaN: that skips the step that was to follow, and is no part of another."""
+    """Returns the factor, or 1 for NaN, which only skips the step that was to follow."""
     if isinstance(factor, Tensor):
         return torch.nan_to_num(factor, nan=1.0)
     return factor if factor == factor else 1.0
 
 
 def _marks(bucket: GradientBucket) -> bytearray:
-    """What arrived of a bucket in this pass, by place."""
+    """Returns what arrived of a bucket in this pass, by place."""
     found = bytearray(len(bucket.entries))
     for place in bucket.arrived_places:
         found[place] = ARRIVED

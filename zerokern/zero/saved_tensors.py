@@ -1,8 +1,7 @@
-"""Stage 3: whoever reads a gathered parameter, at whatever time, finds its unit gathered.
+"""Saves a note in place of each full parameter that autograd saves, and unshards its unit when it is read (stage 3).
 
-What autograd saves of a parameter is a note that says which elements, not the memory; to read it is to have its unit
-gathered. What somebody else keeps of the memory keeps it: it is given back once nobody refers to it (`BucketMemory`).
-And the parameter that modules compute with stands, while its unit is not whole, for the one that the user knows.
+A note says which elements were saved, and does not keep their memory. What somebody else keeps of the memory keeps it
+allocated until nobody refers to it (`BucketMemory.release`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ INPLACE = (
 
 
 class Note:
-    """Which elements of a bucket were saved, and at which version of their parameter."""
+    """Says which elements of a bucket were saved, and at which version of their parameter."""
 
     __slots__ = ("before", "full", "offset", "shape", "show", "strides", "version")
 
@@ -54,9 +53,9 @@ def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> Non
 
 
 class SavedTensors:
-    """Hooks for what autograd saves while a unit computes.
+    """Packs and unpacks what autograd saves while a unit computes.
 
-    `memories`: by their storage, each with what makes the call before it is read. A graph keeps what that belongs to.
+    `memories`: by their storage, each with what makes the call before it is read. A graph keeps that call's object.
     """
 
     def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], Callable[[], None]]]]) -> None:
@@ -64,7 +63,7 @@ class SavedTensors:
         self._beside: tuple[SavedTensors, SavedTensors] | None = None
 
     def begin(self) -> bool:
-        """From here on they are asked; whether `end` is to be called. Hooks of others are left to do their work.
+        """Begins to pack what autograd saves; returns whether `end` is to be called. Hooks of others stay in force.
 
         What those keep of a parameter keeps its memory.
         """

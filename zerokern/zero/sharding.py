@@ -1,4 +1,4 @@
-"""One model under zk.shard: its buckets, shards, gradients and units, and what its hooks do."""
+"""Shards one model: makes its buckets, shards and units, and hooks them into its forward and backward."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Sharding:
         materialize: Callable[[UnitSpec], None] | None,
         tier: AnyTier,
     ) -> None:
-        """Parameters into buckets, one bucket at a time."""
+        """Moves parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
         listed = members(units, self.stage, self.policy.param_dtype, self.groups.number)
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
@@ -168,7 +168,7 @@ class Sharding:
         self.publisher = Publisher(units, self.memories, gathers=in_parts)
 
     def _broadcast_buffers(self) -> None:
-        """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
+        """Copies rank 0's buffers to all ranks, as bytes, whatever their dtype."""
         for buffer in self.module.buffers():
             group = self.groups.group_of_buffer(buffer)
             if not group.everyone.alone and not buffer.is_meta and buffer.numel():
@@ -217,12 +217,12 @@ class Sharding:
             self.runner.hook_units([unit.module for unit in units], self.publisher.settle)
 
     def nodes(self) -> Iterator[Any]:
-        """The nodes that accumulate the gradients of the parameters that are trained."""
+        """Returns the nodes that accumulate the gradients of trained parameters."""
         leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves)
         return (hooks.accumulator(leaf) for leaf in leaves if leaf.requires_grad)
 
     def has_substitute(self, param: nn.Parameter) -> bool:
-        """Whether something that is no parameter stands in one of its places."""
+        """Whether a module has something that is no parameter in the place of this one (functional_call)."""
         found = [there.get(attribute) for there, attribute in self._owners[id(param)]]
         return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
 
@@ -262,7 +262,7 @@ class Sharding:
         return result
 
     def _begin_backward(self) -> None:
-        """The gradient of an output is there. Passes that reach no parameter are none of ours."""
+        """Begins a pass when the gradient of an output is there, if the pass reaches a parameter."""
         if any(map(hooks.is_accumulated, self.nodes())):
             self.reduction.joins_backward()
 
@@ -272,12 +272,12 @@ class Sharding:
         self.publisher.gather_all()
 
     def begin_publishing(self) -> None:
-        """As `publish`, but for the gathers, which the caller makes in the order of the buckets."""
+        """Publishes without the gathers, which the caller makes in the order of the buckets."""
         self.publisher.finish()
         self._announce()
 
     def publish_later(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
-        """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
+        """Publishes an update that is under way: `ready(i)` returns once it has reached trained bucket i.
 
         `publisher.prepare()` came before it began; `tears` is called where it turns out that it cannot be published.
         The caller waits for the root's buckets (`publisher.upto(0)`), forwards for those that they need, and all are
@@ -290,7 +290,7 @@ class Sharding:
         self.publisher.begin(ready, tears)
 
     def _hook_updates(self) -> None:
-        """Once an optimizer leaves updates under way: whoever needs parameters or gradients waits for them."""
+        """Makes whoever needs parameters or gradients wait for updates, once an optimizer leaves any under way."""
         for bucket in self.gradient_buckets:
             bucket.settles(self.publisher.settle)
         if self.runner is not None:
@@ -329,17 +329,17 @@ class Sharding:
         self.reduction.factor = self.reduction.factor * factor
 
     def take_fold(self) -> float | Tensor:
-        """The pending factor, which is the caller's to apply from now on."""
+        """Takes the pending factor, which the caller applies."""
         factor, self.reduction.factor = self.reduction.factor, 1.0
         return factor
 
     def settle(self) -> None:
-        """Apply the pending factor to the gradients themselves."""
+        """Multiplies the gradients by the pending factor."""
         self.reduction.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within are not reduced."""
+        """Context manager: backward passes within are not reduced."""
         before, self.reduction.synchronizes = self.reduction.synchronizes, False
         try:
             yield
@@ -347,7 +347,7 @@ class Sharding:
             self.reduction.synchronizes = before
 
     def expose(self) -> list[nn.Parameter]:
-        """The pieces of all parameters that are trained, with gradients of their own from now on."""
+        """Returns this rank's pieces of trained parameters, which have gradients of their own from now on."""
         if self.rests is not None:
             raise ShardError(
                 f"zk.shards was asked for spans that rest in {self.rests.tier!r}, and an optimizer that knows nothing "
@@ -358,7 +358,7 @@ class Sharding:
         return [shard.piece for shard in self.shards if shard.gradients is not None]
 
     def holdings(self) -> dict[str, list[Tensor]]:
-        """The tensors that memory is held by, by role."""
+        """Returns the tensors that hold memory, by role."""
         reduced = [one.reduced for one in self.gradient_buckets if one.reduced is not None]
         own = [one.buffer for one in self.gradient_buckets if one.buffer is not None and not one.lends_buffer]
         lent = [bucket.buffer for bucket in self.gradient_buckets if bucket.buffer is not None and bucket.local]

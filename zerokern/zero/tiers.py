@@ -1,6 +1,4 @@
-"""Tensors whose elements rest in another tier: where they rest, how a call fetches what it reads, and the copies from
-disk to the compute device.
-"""
+"""Puts shards into another tier, fetches what a call reads of them, and copies them from disk to the compute device."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def check_tier(tier: object, stage: int) -> AnyTier:
 
 
 def rests_on(tier: AnyTier, group: Group) -> Rests | None:
-    """What shards rest in; None where they stay in memory. Each rank of a machine has room of its own."""
+    """Opens the tier that shards rest in, with room of its own for each rank; None where they stay in memory."""
     config = config_of(tier)
     if config is None:
         return None
@@ -77,7 +75,7 @@ def _give_way(there: weakref.ref[Rests], because: str) -> str:
 
 
 def own_name(name: str, rank: int = 0) -> str:
-    """The name of this rank's own room in a tier; `rank`: its number where there is no process group.
+    """Returns the name of this rank's room in a tier; `rank`: its number where there is no process group.
 
     >>> own_name("parameters", 3)
     'parameters-3'
@@ -87,23 +85,23 @@ def own_name(name: str, rank: int = 0) -> str:
 
 
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
-    """What copies to and from the device that these compute on go through; None: they compute in host memory.
+    """Returns the driver of copies to and from the compute device; None: it is the CPU.
 
-    A device that torch does not know forgets them, for they are about to have another body: see `lies_on`.
+    A device that torch does not know forgets these parameters, whose contents will be swapped: see `lies_on`.
     """
     played = [driver for param in params if (driver := OTHERS.pop(param, None)) is not None]
     return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
 
 
 def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
-    """These lie on the device, where torch does not know that by itself."""
+    """Says that these lie on a device that torch does not know."""
     if driver is not None and not isinstance(driver, CudaDriver):
         for one in tensors:
             OTHERS[one] = driver
 
 
 def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
-    """Where this rank's shard of each bucket is, for its `BucketMemory`: room for all, before anything is changed."""
+    """Reserves room for this rank's shard of each bucket; returns the arguments of each `BucketMemory`."""
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
     if rests is not None:
         found = [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
@@ -126,14 +124,14 @@ def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[
 
 
 def rests_of(tensors: Iterable[Any]) -> list[Rest]:
-    """Where these are while nobody uses them, each once."""
+    """Returns where these rest, each place once."""
     found = (getattr(one, "zk_rest", None) for one in tensors)
     return list({id(rest): rest for rest in found if rest is not None}.values())
 
 
 @contextmanager
 def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
-    """Within, those that rest elsewhere are here; what is written to them lasts."""
+    """Context manager that fetches tensors that rest elsewhere; what is written to them is stored."""
     resting = [one for one in tensors if getattr(one, "zk_rest", None) is not None]
     begun: list[Rest] = []
     try:
@@ -156,7 +154,7 @@ def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
 
 
 def in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
-    """The positions of these lists, those together that rest together; what comes next is on its way meanwhile."""
+    """Yields positions of these lists, those together that rest together, and fetches the next meanwhile."""
     found: dict[tuple[int, ...], tuple[list[Rest], list[int]]] = {}
     for place, column in enumerate(zip(*lists, strict=True)):
         rests = rests_of(column)
@@ -179,12 +177,12 @@ def in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
 
 
 def goes_by_rests(func: Callable) -> bool:
-    """Whether a call takes lists of tensors, position by position."""
+    """Returns whether a call takes lists of tensors, position by position."""
     return getattr(func, "__name__", "").startswith("_foreach_")
 
 
 def by_rests(perform: Callable[[tuple, dict], Any], args: tuple, given: dict) -> Any:
-    """Such a call, part by part."""
+    """Performs such a call, one part at a time."""
     first = args[0] if args else next(iter(given.values()))
     lists = [one for one in (*args, *given.values()) if _is_parallel(one, len(first))]
     results: dict[int, Any] = {}
@@ -207,25 +205,25 @@ LARGEST = 16 << 20
 
 
 class DiskCopy:
-    """The ticket of one shard: nobody touches where it goes before `gate` or `wait`, which raise what went wrong."""
+    """The ticket of one copy: nobody touches its target before `gate` or `wait`, which raise what went wrong."""
 
     def __init__(self, future: Future[Copy | None]) -> None:
         self._future = future
 
     def gate(self) -> None:
-        """What the current stream is given from now on begins when it is there; the host waits for the disk alone."""
+        """Makes the current stream wait for the copy; the host waits for the disk alone."""
         last = self._future.result()
         if last is not None:
             last.gate()
 
     def wait(self) -> None:
-        """Returns once it is there."""
+        """Waits for the copy."""
         last = self._future.result()
         if last is not None:
             last.wait()
 
     def done(self) -> bool:
-        """Whether it is there, or never will be."""
+        """Whether the copy has ended, or failed."""
         if not self._future.done():
             return False
         failed = self._future.exception() is not None
@@ -234,7 +232,7 @@ class DiskCopy:
 
 
 class DiskCopier:
-    """What takes shards up, one after the other. `host`: memory that its copies reach."""
+    """Copies shards from disk to the compute device through a ring of pinned memory (`host`), on a thread."""
 
     def __init__(self, driver: Any, ring_nbytes: int, owner: str) -> None:
         self.copies = Copies(driver)
@@ -248,13 +246,13 @@ class DiskCopier:
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
 
     def parts(self, span: Tensor) -> list[Tensor]:
-        """A span of the device's memory as it is filled: one slot after the other."""
+        """Returns a span of the device's memory in parts of one slot each."""
         return list(span.view(torch.uint8).split(self._slot_nbytes))
 
     def start(self, rest: Rest, parts: Sequence[Tensor]) -> DiskCopy:
-        """What rests, and has been fetched by the caller, is on its way into memory that the current stream has left.
+        """Begins to copy what the caller has fetched into memory that the current stream no longer uses.
 
-        The caller lets go of it once the ticket has been waited for.
+        The caller lets the fetched shard go once the ticket has been waited for.
         """
         return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
 
