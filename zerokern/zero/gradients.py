@@ -45,6 +45,7 @@ class GradientBucket:
         self.number, self.memory, self.shards, self.dtype = number, memory, shards, dtype
         self.group, self.bucket = memory.group, memory.bucket
         self.nbytes = self.bucket.padded_numel * dtype.itemsize
+        self.called = f"gradients from {memory.called} on"
         self.entries: list[BucketEntry] = memory.entries
         self.replicated = not shards_state(stage)
         # one rank's shard is the bucket: the gradients are flattened where they stay, unless that is in host memory

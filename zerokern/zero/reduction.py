@@ -40,6 +40,8 @@ class Reduction:
         """`parts`: the ranks that divide buckets, by the number that a bucket has of theirs; the model's first."""
         self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there
         self.group = parts[0].group
+        # whether the transport leaves it to us to sum what other ranks send
+        self._needs_scratch = self.group.device.type == "cpu" and not all(part.group.everyone.alone for part in parts)
         self.synchronizes = True
         self.active = False
         self.passes = 0  # that have reduced
@@ -181,8 +183,9 @@ class Reduction:
             return
         if self._needs_scratch:
             self._make_way()
-        more = ", added to those of an earlier pass" if bucket.held else ""
-        with during(BACKWARD, of=f"gradients from {bucket.memory.called} on{more}"):
+        with during(
+            BACKWARD, of=bucket.called + ", added to those of an earlier pass" if bucket.held else bucket.called
+        ):
             handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
         if (recorder := bucket.memory.recorder) is not None:
             handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)
@@ -203,11 +206,6 @@ class Reduction:
                 self._wait_for_oldest()
             elif not bucket.adds:  # else it goes on in the buffer
                 self._take_back(bucket)
-
-    @property
-    def _needs_scratch(self) -> bool:
-        on_host = self.group.device.type == "cpu"
-        return on_host and not all(part.group.everyone.alone for part in self._parts)
 
     def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
         """Returns memory to receive other ranks' spans into, where the transport does not sum; buckets share it."""

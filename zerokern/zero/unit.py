@@ -81,6 +81,7 @@ class Unit:
         self._fulls = [entry.full for entry in self.entries if entry.full is not None]
         pairs = zip(self._fulls, self._params, strict=True)
         self._places = [(*place, param, full) for full, param in pairs for place in registrations[id(param)]]
+        self._place_params = [param for _, _, param, _ in self._places]
         self.sharded = [memory for memory in memories if memory.sharded]
         # what the runner notes: forwards that are running, those whose backward has not begun, the pass in which a
         # backward last did, and whether others use the parameters, outside of the unit's modules, in this pass
@@ -282,13 +283,15 @@ class Unit:
         self._is_registered = True
         with without_waiting():
             frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
-        usual = frozen_alike and not self.materialized
-        for there, attribute, param, full in self._places:
-            found = there.get(attribute)
-            if found is not param and found is not full:  # by functional_call, say: that is what is to compute
-                self._refuse_stranger(found, param)
-            elif usual:
+        found = [there.get(attribute) for there, attribute, _, _ in self._places]
+        if frozen_alike and not self.materialized and all(map(operator.is_, found, self._place_params)):
+            for there, attribute, _, full in self._places:
                 there[attribute] = full
+            self._refresh_rnns()
+            return
+        for one, (there, attribute, param, full) in zip(found, self._places, strict=True):
+            if one is not param and one is not full:  # by functional_call, say: that is what is to compute
+                self._refuse_stranger(one, param)
             elif isinstance(param, Sharded):
                 if not in_backward():  # there what arrives of a frozen one is dropped, and that is noted
                     full.requires_grad_(param.requires_grad)
