@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,50 +27,21 @@ from zerokern.zero.shard import shard_of
 __all__ = ["KEPT_OUTSIDE", "in_slices", "refuse_statistics"]
 
 
-class Way(Protocol):
-    """From the slices to autograd, which gets one `result()`. `hands_over`: all but the last slice's go on at once."""
+class GradientSum:
+    """Sums the gradients of the slices, in their order; autograd gets one `result()`.
 
-    wanted: bool
-    hands_over: bool
-
-    def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None: ...
-
-    def result(self) -> Tensor | None: ...
-
-
-class NotWanted:
-    """The pass asks for other gradients.
-
-    >>> NotWanted().result() is None
-    True
+    `wanted`: the pass asks for this gradient. `streams`: all but the last slice's are passed on at once.
     """
 
-    wanted = hands_over = False
+    streams = False
 
-    def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
-        """Nothing comes."""
-
-    def result(self) -> Tensor | None:
-        """Nothing."""
-        return None
-
-
-class Summed:
-    """Added up in the order of the slices.
-
-    >>> sums = Summed()
-    >>> sums.add(torch.ones(1), 0, 1); sums.add(torch.ones(1), 1, 2); sums.result()
-    tensor([2.])
-    """
-
-    wanted, hands_over = True, False
-
-    def __init__(self) -> None:
+    def __init__(self, *, wanted: bool = True) -> None:
+        self.wanted = wanted
         self._sum: Tensor | None = None
         self._is_own = False
 
     def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
-        """One more."""
+        """Add the gradient of the rows from `begin` to `end`."""
         if self._sum is None:
             self._sum = grad
         elif self._is_own and self._sum.layout is torch.strided and grad.layout is torch.strided:
@@ -79,93 +50,73 @@ class Summed:
             self._sum, self._is_own = self._sum + grad, True
 
     def result(self) -> Tensor | None:
-        """The sum, if any came."""
         return self._sum
 
 
-class InParts:
-    """Each slice's is a part of the whole.
-
-    >>> parts = InParts(torch.Size([3]))
-    >>> parts.add(torch.ones(2), 0, 2); parts.result()
-    tensor([1., 1., 0.])
-    """
-
-    wanted, hands_over = True, False
+class RowGradients(GradientSum):
+    """Puts the gradients of the slices, which are rows of one tensor, side by side; zeros where none came."""
 
     def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
         self._shape, self._end = shape, 0
-        self._whole: Tensor | None = None
 
     def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
-        """Of these rows."""
-        if self._whole is None:
+        if self._sum is None:
             if end - begin == self._shape[0]:
-                self._whole, self._end = grad, end
+                self._sum, self._end = grad, end
                 return
-            self._whole = torch.empty(self._shape, dtype=grad.dtype, device=grad.device)
-        self._whole[self._end : begin].zero_()
-        self._whole[begin:end].copy_(grad)
+            self._sum = torch.empty(self._shape, dtype=grad.dtype, device=grad.device)
+        self._sum[self._end : begin].zero_()
+        self._sum[begin:end].copy_(grad)
         self._end = end
 
     def result(self) -> Tensor | None:
-        """All rows, zeros where nothing came."""
-        if self._whole is not None:
-            self._whole[self._end :].zero_()
-        return self._whole
+        if self._sum is not None:
+            self._sum[self._end :].zero_()
+        return self._sum
 
 
-class HandedOver:
-    """To whoever adds gradients up, as if each slice were a pass; the last one goes the usual way, and is what counts.
+class StreamedGradient(GradientSum):
+    """Passes each slice's gradient on, as if it were a pass of its own; the last one goes through autograd."""
 
-    >>> came = []
-    >>> way = HandedOver(torch.ones(1), came.append)
-    >>> way.add(torch.ones(1), 0, 1); way.add(torch.zeros(1), 1, 2, last=True)
-    >>> came, way.result()
-    ([tensor([1.])], tensor([0.]))
-    """
+    streams = True
 
-    wanted = hands_over = True
-
-    def __init__(self, leaf: Tensor, hand: Callable[[Tensor], None]) -> None:
-        self._leaf, self._hand = leaf, hand
-        self._handed = False
-        self._last: Tensor | None = None
+    def __init__(self, leaf: Tensor, take: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._leaf, self._take = leaf, take
+        self._taken = False
 
     def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
-        """One more."""
         if last:
-            self._last = grad
+            self._sum = grad
         else:
-            self._hand(grad)
-            self._handed = True
+            self._take(grad)
+            self._taken = True
 
     def result(self) -> Tensor | None:
-        """The last slice's; where that has none, and others had, what adds nothing: -0.0 leaves each number alone."""
-        if self._last is None and self._handed:
+        """The last slice's; where that has none, and others had, -0.0, which added leaves each number as it is."""
+        if self._sum is None and self._taken:
             leaf = self._leaf
             return torch.full((), -0.0, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
-        return self._last
+        return self._sum
 
 
-def way_to(node: Any, leaf: Tensor) -> Way:
-    """Of the gradients of a leaf, in the pass that is running, to the node that accumulates them."""
+def sum_for(node: Any, leaf: Tensor) -> GradientSum:
+    """Returns what adds up the gradients of a leaf, in the pass that is running, for the node that accumulates them."""
     accumulates = hooks.is_accumulated(node)
-    if accumulates is False:
-        return NotWanted()
+    if not accumulates:  # None: torch.autograd.grad asks for it
+        return GradientSum(wanted=accumulates is None)
     shard = shard_of(leaf)
-    if accumulates is None:  # torch.autograd.grad
-        return Summed()
     if shard is not None:
         bucket = shard.gradients
         if bucket is None or not (shard.leaf is leaf or shard.whole is leaf):
-            return Summed()
+            return GradientSum()
         shard.sharding.reduction.joins_backward()
-        return HandedOver(leaf, partial(shard.sharding.reduction.add, bucket, shard.place))
+        return StreamedGradient(leaf, partial(shard.sharding.reduction.add, bucket, shard.place))
     there = leaf.grad
     if type(there) is Tensor and there.layout is torch.strided and type(leaf.detach()) is Tensor:
-        return HandedOver(leaf, partial(_add_to_grad, leaf))
-    return Summed()
+        return StreamedGradient(leaf, partial(_add_to_grad, leaf))
+    return GradientSum()
 
 
 def _add_to_grad(leaf: Tensor, grad: Tensor) -> None:
@@ -307,8 +258,8 @@ class _Graph:
         if any(hooks.is_accumulated(node) for one in self._slices if one is not None for node in one.last):
             raise StateError(KEPT_OUTSIDE)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        ends = [InParts(shape) if cut else Summed() for shape, cut in self._like]
-        given = {node: way_to(node, leaf) for node, leaf in self.leaves.items()}
+        ends = [RowGradients(shape) if cut else GradientSum() for shape, cut in self._like]
+        given = {node: sum_for(node, leaf) for node, leaf in self.leaves.items()}
         for shard in filter(None, map(shard_of, self.leaves.values())):
             if shard.sharding.runner is not None:  # whose pass this is, not that of the first slice
                 shard.sharding.runner.join_backward()
@@ -329,8 +280,8 @@ class _Graph:
         number: int,
         one: _Slice,
         grads: Sequence[Tensor | None],
-        ends: Sequence[Way],
-        given: dict[Any, Way],
+        ends: Sequence[GradientSum],
+        given: dict[Any, GradientSum],
         keeps: bool,
         *,
         last: bool,
@@ -346,7 +297,7 @@ class _Graph:
         if not pairs or not targets:
             return
         heard = [
-            (self.leaves[node], partial(_take_gradient, given[node], one, last), last or not given[node].hands_over)
+            (self.leaves[node], partial(_take_gradient, given[node], one, last), last or not given[node].streams)
             for node in leaves
         ]
         with hooks.received(heard), _named():  # one by one, so that they are not all there at one time
@@ -362,7 +313,7 @@ class _Graph:
                 end.add(grad, one.begin, one.end)
 
 
-def _take_gradient(way: Way, one: _Slice, last: bool, grad: Tensor) -> None:
+def _take_gradient(way: GradientSum, one: _Slice, last: bool, grad: Tensor) -> None:
     way.add(grad, one.begin, one.end, last=last)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokern.activations.joined import Joined
+from zerokern.activations.tiled_weight import TiledWeight
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
@@ -173,7 +173,7 @@ class Cut(Tiled):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Stands for all pieces."""
-        return Joined.of(self.pieces)
+        return TiledWeight.of(self.pieces)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -199,7 +199,7 @@ class Cut(Tiled):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pieces = self.pieces if keep_vars else [one.detach() for one in self.pieces]
         divided = any(isinstance(one, Sharded) for one in pieces)
-        destination[prefix + "weight"] = Joined.of(pieces) if divided or keep_vars else torch.cat(pieces)
+        destination[prefix + "weight"] = TiledWeight.of(pieces) if divided or keep_vars else torch.cat(pieces)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -228,7 +228,7 @@ class Cut(Tiled):
                 f"current model is {ours}."
             )
             return
-        parts = whole.parts if isinstance(whole, Joined) else None
+        parts = whole.parts if isinstance(whole, TiledWeight) else None
         if parts is None or [len(part) for part in parts] != self.rows:
             parts = whole.split(self.rows)
         for number, (one, part) in enumerate(zip(self.tiles, parts, strict=True)):
