@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -418,11 +417,12 @@ class Guard:
         shards = {shard.name: shard for shard in sharding.shards}
         self._shards = [shards[entry.name] for entry in self._plain]
         self._references = list(map(_reference_of, self._params))
+        self._has_dtensors = any(entry.placed is not None for entry in self._plain)
         self._addresses = self._whereabouts()
         self._versions = list(map(_version_of, self._params))
         if self._params:
             for module in sharding.module.modules():
-                hooks.after_loading(module, partial(_attend, weakref.ref(self)))
+                hooks.after_loading(module, hooks.weakly(self.attend))
 
     @property
     def sharding(self) -> Any:
@@ -477,8 +477,7 @@ class Guard:
         )
 
     def _whereabouts(self) -> list[int]:
-        placed = any(entry.placed is not None for entry in self._plain)
-        return list(map(_pointer_of, map(local_of, self._params) if placed else self._params))
+        return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
 
     def attend(self) -> None:
         """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
@@ -526,12 +525,6 @@ class Guard:
         after = map(_version_of, self._params)
         pairs = zip(self._versions, before, after, strict=True)
         self._versions = [now if known == was else known for known, was, now in pairs]
-
-
-def _attend(watch: weakref.ref[Guard]) -> None:
-    there = watch()
-    if there is not None:
-        there.attend()
 
 
 def is_trained(param: Tensor | None) -> bool:

@@ -157,6 +157,7 @@ class Sharding:
                 self._owners[id(entry.param)] = places  # not the modules, which would be kept
             self.memories.append(memory)
         self.shards = [shards[number] for number in range(len(named))]
+        self._has_dtensors = any(shard.placed is not None for shard in self.shards)
         if tier == "device":
             lies_on(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
@@ -310,7 +311,7 @@ class Sharding:
             self.publisher.announce()
             return
         with without_waiting():
-            version = version_of if any(shard.placed is not None for shard in self.shards) else _version_of
+            version = version_of if self._has_dtensors else _version_of
             seen, versions = list(map(_seen_version, self.shards)), list(map(version, self.zero_order))
             with self.watch.following():
                 self.publisher.announce()
