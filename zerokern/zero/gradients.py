@@ -69,6 +69,7 @@ class GradientBucket:
         # what autograd accumulates into, by place; while a pass runs, what the user keeps in their `.grad` is put aside
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.entries]
         self._aside: dict[int, Tensor] = {}
+        self._before: list[Tensor | None] = []  # what parameters show while a pass runs, at stage 3
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
         self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
         self._waiting = set(self._waiting_places)
@@ -109,7 +110,10 @@ class GradientBucket:
         alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
         self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
         self.running = True
-        for place, grad in enumerate(map(_grad_of, leaves)):
+        if not self.lands_in_params:
+            self._before = list(map(_grad_of, self._params))
+            return
+        for place, grad in enumerate(list(map(_grad_of, leaves))):
             if grad is None:
                 continue
             if place != arrived:
@@ -117,6 +121,26 @@ class GradientBucket:
                 leaves[place].grad = None
             elif self._arrived_gradient(place) is None:
                 self._aside[place] = grad
+
+    def take_written(self) -> None:
+        """Takes gradients that a custom Function wrote into a `.grad` in this pass: no hook is called for them."""
+        if not self.running:
+            return
+        if not self.lands_in_params:
+            self._take_written_to_params()
+        for place, grad in enumerate(list(map(_grad_of, self.leaves))):
+            if grad is None or grad is self._aside.get(place) or (place in self.arrived and not self.closed):
+                continue
+            if not self.lands_in_params or self._arrived_gradient(place) is not None:
+                self.leaves[place].grad = None
+                self.take_from_other_leaf(place, grad)
+
+    def _take_written_to_params(self) -> None:
+        grads = list(map(_grad_of, self._params))
+        for place, (grad, before) in enumerate(zip(grads, self._before, strict=True)):
+            if grad is not None and grad is not before and not self.shows(place, grad):
+                self._params[place].grad = before
+                self.take_from_other_leaf(place, grad)
 
     def put_back(self) -> None:
         """Puts back into `.grad` what was there before the pass."""
@@ -126,6 +150,7 @@ class GradientBucket:
             for place, grad in self._aside.items():
                 self.leaves[place].grad = grad
         self._aside.clear()
+        self._before = []
         self.running = False
 
     def take_arrived(self, place: int, *, at_once: bool) -> None:
@@ -257,10 +282,9 @@ class GradientBucket:
     def _lives(self) -> set[int]:
         """Returns the places where the user kept `.grad`, so that it is added to."""
         kept = self.kept_gradients()
-        if not self.exposed:
-            for place, grad in list(kept.items()):
-                if not self.shows(place, grad):
-                    self._adopt(place, grad)
+        for place, grad in list(kept.items()):
+            if not self.shows(place, grad):
+                self._adopt(place, grad)
         return set(kept)
 
     def _adopt(self, place: int, grad: Tensor) -> None:
@@ -268,14 +292,16 @@ class GradientBucket:
         shard = self.shards[place]
         self._show()
         with fetched([grad], written=()):
-            span = shard.part_of(grad)
+            span = grad if self.exposed else shard.part_of(grad)
             self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
         self.give([place])
         self.held.add(place)
 
     def shows(self, place: int, grad: Tensor | None) -> bool:
         """Whether this is the gradient that was put where the user looks for it."""
-        return bool(self.shown) and self._own(place) is grad
+        if not self.shown or grad is None:
+            return False
+        return shares(grad, self.reduced) if self.exposed else self._own(place) is grad  # type: ignore[arg-type]
 
     def _own(self, place: int) -> Tensor:
         """Returns what shows a gradient; makes it anew where it was given other memory (`.data =`)."""
@@ -315,8 +341,9 @@ class GradientBucket:
         self.give(live)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiplies what is reduced, and counts that as a write to each."""
-        if self.held and self.reduced is not None:
+        """Multiplies what is reduced and shown, and counts that as a write to each."""
+        if self.held and self.reduced is not None and any(self.shows(*one) for one in self.kept_gradients().items()):
+            self._guard()
             self.reduced.mul_(factor)
             torch.autograd.graph.increment_version([self.reduced_span(at) for at in self.held])
 
@@ -327,6 +354,8 @@ class GradientBucket:
         self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
+            if self.running and not self.lands_in_params:
+                self._take_written_to_params()
             lives = self._lives()
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
@@ -351,6 +380,8 @@ class GradientBucket:
     def close(self, *, reduces: bool) -> bool:
         """Completes the buffer, with zeros where nothing arrived; returns whether to add to `reduced`."""
         assert self.buffer is not None
+        with without_waiting():
+            self.take_written()
         self.closed, self.inbox.task = True, NO_PASS
         self._collect(self.buffer)
         for place, grad in self.from_other_leaves:

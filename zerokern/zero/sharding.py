@@ -217,10 +217,11 @@ class Sharding:
         if self.runner is not None:
             self.runner.hook_units([unit.module for unit in units], self.publisher.settle)
 
-    def nodes(self) -> Iterator[Any]:
-        """Returns the nodes that accumulate the gradients of trained parameters."""
-        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves)
-        return (hooks.accumulator(leaf) for leaf in leaves if leaf.requires_grad)
+    def in_pass(self) -> bool:
+        """Whether the backward pass that runs accumulates a gradient of any parameter."""
+        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves if leaf.requires_grad)
+        with hooks.outside_of_transforms():  # within one, leaves have no graph
+            return any(map(hooks.is_accumulated, map(hooks.accumulator, leaves)))
 
     def has_substitute(self, param: nn.Parameter) -> bool:
         """Whether a module has something that is no parameter in the place of this one (functional_call)."""
@@ -264,7 +265,7 @@ class Sharding:
 
     def _begin_backward(self) -> None:
         """Begins a pass when the gradient of an output is there, if the pass reaches a parameter."""
-        if any(map(hooks.is_accumulated, self.nodes())):
+        if self.in_pass():
             self.reduction.joins_backward()
 
     def publish(self) -> None:
@@ -333,6 +334,10 @@ class Sharding:
         """Takes the pending factor, which the caller applies."""
         factor, self.reduction.factor = self.reduction.factor, 1.0
         return factor
+
+    def folded(self, factor: float | Tensor) -> None:
+        """An update has applied the factor that it took."""
+        self.reduction.is_applied(factor)
 
     def settle(self) -> None:
         """Multiplies the gradients by the pending factor."""
