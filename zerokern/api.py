@@ -24,10 +24,10 @@ from zerokern.memory.tier import config_of
 from zerokern.parallel.experts import groups_of
 from zerokern.parallel.halves import refuse_half_backwards
 from zerokern.zero import shard_of
+from zerokern.zero.full_parameters import full_parameters
 from zerokern.zero.partition import check_stage, shards_parameters
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.units import Units
-from zerokern.zero.whole import whole
 
 __all__ = ["BUCKET_BYTES", "build", "gathered", "no_sync", "shard", "sharding_of", "shards"]
 
@@ -254,5 +254,5 @@ def gathered(module_or_params: nn.Module | Tensor | Iterable[Tensor], write: boo
         if strangers:
             raise TypeError(got("module_or_params", type(strangers[0]).__name__, "a module, or parameters of one"))
         params = [one for one in listed if isinstance(one, nn.Parameter)]
-    with whole(params, write):
+    with full_parameters(params, write):
         yield

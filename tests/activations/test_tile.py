@@ -117,12 +117,12 @@ class Whole:
     """Counts the tiles that are whole at one time."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.most, units = 0, sharding_of(model).gatherer.units
+        self.most, units = 0, sharding_of(model).runner.units
         allocate = params.BucketMemory.allocate
 
         def counted(memory: params.BucketMemory) -> bool:
             kept = allocate(memory)
-            self.most = max(self.most, sum(unit.whole for unit in units if ".tiles." in unit.name))
+            self.most = max(self.most, sum(not unit.is_sharded for unit in units if ".tiles." in unit.name))
             return kept
 
         monkeypatch.setattr(params.BucketMemory, "allocate", counted)
@@ -171,18 +171,18 @@ def working_memory(world: World, hidden: int, tiles: int, folder: Path | None) -
     for _ in range(2):
         model(x).sum().backward()
     rest, most, reduction = pages(), [0], type(sharding_of(model).reduction)
-    landed = reduction.landed
+    joins = reduction.joins_backward
 
     def looked(*args: Any) -> Any:
         most[0] = max(most[0], pages(collected=False) - rest)
-        return landed(*args)
+        return joins(*args)
 
-    reduction.landed = looked  # a bucket's gradients are complete, units are whole
+    reduction.joins_backward = looked  # a gradient arrives: a bucket's gradients are complete, units are whole
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(lambda *_: most.__setitem__(0, max(most[0], pages(collected=False) - rest)))
     model(x).sum().backward()
-    reduction.landed = landed
+    reduction.joins_backward = joins
     return most[0]
 
 

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "mean_of_one_dimension_of_two",
-        "zerokern/zero/summing.py",
+        "zerokern/zero/reducing.py",
         "scale = 1.0 / self._losses",
         "scale = 1.0 / min(self._losses, self._group.size)",
         "With replicas, gradients are divided by the ranks of one dimension of the mesh alone.",
@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_second_leaf_lost",
         "zerokern/zero/gradients.py",
-        "for place, grad in self.beside:\n            self.store(place, grad)",
-        "for place, grad in self.beside[1:]:\n            self.store(place, grad)",
+        "for place, grad in self.from_other_leaves:\n            self.store(place, grad)",
+        "for place, grad in self.from_other_leaves[1:]:\n            self.store(place, grad)",
         "The gradient of a parameter that is used outside of its module as well is not added.",
         (
             "tests/zero/test_gathered.py",
@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "late_gradients_not_told",
         "zerokern/zero/gradients.py",
-        "self.late_places.add(place)",
-        "self.late_places.discard(place)",
+        "self.places_after_launch.add(place)",
+        "self.places_after_launch.discard(place)",
         "A gradient that arrives after its bucket was sent is reduced on no rank.",
         ("tests/zero/test_penalties.py", "tests/conformance/test_conformance.py"),
     ),
@@ -120,9 +120,9 @@ MUTANTS = (
     ),
     Mutant(
         "unit_gathered_before_its_update_is_there",
-        "zerokern/zero/gathered_unit.py",
-        "self.held.add(self.number)\n        self.prepare()\n        self._notice_writes()",
-        "self.held.add(self.number)\n        self._notice_writes()",
+        "zerokern/zero/unit.py",
+        "self.active.add(self.number)\n        self.wait_for_update()\n        self._count_updates()",
+        "self.active.add(self.number)\n        self._count_updates()",
         "At stage 3 a unit is gathered while its update is under way: stale parameters.",
         (
             "tests/mutants/test_found.py::test_a_unit_that_is_gathered_asks_for_its_update_first",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "writes_of_a_forward_do_not_last",
-        "zerokern/zero/gathered_unit.py",
+        "zerokern/zero/unit.py",
         "if was != found:\n                        self._keep",
         "if was > found:\n                        self._keep",
         "What a forward writes into a parameter at stage 3 is gone once the unit is released.",
@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient_in_host_memory_not_added_to",
-        "zerokern/zero/landing.py",
+        "zerokern/zero/reducing.py",
         "span = torch.empty_like(span)\n                self._host.fetch(out, span).gate()",
         "span = torch.zeros_like(span)",
         "A second pass writes over the gradient that rests in host memory.",
@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "measured_square_of_an_older_gradient",
-        "zerokern/zero/squares.py",
+        "zerokern/zero/reducing.py",
         "untouched = list(map(_version_of, ready.pieces)) == ready.versions and not bucket.handed_out()",
         "untouched = not bucket.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",

@@ -344,8 +344,8 @@ def test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once() -> None:
 def test_a_unit_that_is_gathered_asks_for_its_update_first() -> None:
     model = Sum()
     zk.shard(model, stage=3, units=[model.one, model.other])
-    units, asked = shard_of(model.one.weight).sharding.gatherer.units, []
+    units, asked = shard_of(model.one.weight).sharding.runner.units, []
     for unit in units:
-        unit.prepare = lambda unit=unit: asked.append(unit.number)
+        unit.wait_for_update = lambda unit=unit: asked.append(unit.number)
     model(torch.randn(4, 16), True)
     assert set(asked) == {unit.number for unit in units} and len(units) == 3

@@ -41,7 +41,7 @@ class Divided:
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False
         self.zero_order: list[torch.nn.Parameter] = []
-        self.homes: list[Shard] = []
+        self.shards: list[Shard] = []
         self._fulls: list[Tensor] = []
         for number, value in enumerate(values or [p.detach() for p in make_params(sizes)]):
             shape = torch.Size((shapes or {}).get(number, value.shape))
@@ -68,12 +68,12 @@ class Divided:
         give_shard(param, home)
         home.seen_version = param._version
         self.zero_order.append(param)
-        self.homes.append(home)
+        self.shards.append(home)
         self._fulls.append(full)
 
     def set_grads(self, grads: Sequence[Tensor | None]) -> None:
         """What all ranks have agreed on: this rank keeps its span."""
-        for param, home, grad in zip(self.zero_order, self.homes, grads, strict=True):
+        for param, home, grad in zip(self.zero_order, self.shards, grads, strict=True):
             if grad is None or self.replicated:
                 param.grad = None if grad is None else grad.reshape(home.shape).clone()
                 continue
@@ -100,7 +100,7 @@ class Divided:
             for full in self._fulls:
                 if full.numel():
                     self.group.all_gather(full).wait()
-        for param, home in zip(self.zero_order, self.homes, strict=True):
+        for param, home in zip(self.zero_order, self.shards, strict=True):
             torch.autograd.graph.increment_version(param)
             home.seen_version = param._version
 
@@ -110,7 +110,7 @@ class Divided:
             for full in self._fulls:
                 if full.numel():
                     self.group.all_gather(full).wait()
-        return [full[: h.shape.numel()].view(h.shape).clone() for full, h in zip(self._fulls, self.homes, strict=True)]
+        return [full[: h.shape.numel()].view(h.shape).clone() for full, h in zip(self._fulls, self.shards, strict=True)]
 
 
 def gradients(seed: int, sizes: Sequence[int] = SIZES, scale: float = 1.0) -> list[Tensor]:

@@ -50,7 +50,7 @@ def test_every_rank_has_state_and_a_count_for_every_parameter() -> None:
             grads[1] = None if step == 1 else grads[1]
             model.set_grads(grads)
             optimizer.step()
-        for number, (param, home) in enumerate(zip(model.zero_order, model.homes, strict=True)):
+        for number, (param, home) in enumerate(zip(model.zero_order, model.shards, strict=True)):
             entry = optimizer.state[param]
             assert float(entry["step"]) == (2.0 if number == 1 else 3.0)
             assert isinstance(entry["exp_avg"], Sharded) and entry["exp_avg"].shape == home.shape
@@ -126,7 +126,7 @@ def test_gradients_that_pieces_have_are_not_passed_over() -> None:
     def work(group: Any) -> None:
         model = Divided(group, 2)
         optimizer = AdamW(model.zero_order)
-        model.homes[4].piece.grad = torch.ones_like(model.homes[4].piece)
+        model.shards[4].piece.grad = torch.ones_like(model.shards[4].piece)
         with pytest.raises(StateError, match=r"layer\.4.*zk\.shards\(model\)"):
             optimizer.step()
 

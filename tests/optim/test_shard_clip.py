@@ -75,7 +75,7 @@ def test_some_parameters_of_a_model_are_clipped_alone() -> None:
         assert model.factor == 1.0
         spans = [param.grad.local for param in model.zero_order]
         wanted = [grads[2], *expected[1]]
-        for span, whole, home in zip(spans[2:5], wanted, model.homes[2:5], strict=True):
+        for span, whole, home in zip(spans[2:5], wanted, model.shards[2:5], strict=True):
             torch.testing.assert_close(span, whole[home.start : home.start + home.numel])
 
     on_ranks(2, work)

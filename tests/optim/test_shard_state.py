@@ -65,7 +65,7 @@ def test_what_is_saved_is_loaded_by_another_optimizer(stage: int) -> None:
 def test_state_that_is_assigned_counts() -> None:
     def work(group: Any) -> None:
         model, optimizer = begun(group)
-        param, home = model.zero_order[4], model.homes[4]
+        param, home = model.zero_order[4], model.shards[4]
         optimizer.state[param]["exp_avg"] = torch.arange(1000.0)
         optimizer.state[model.zero_order[3]]["exp_avg"] = optimizer.state[model.zero_order[3]]["exp_avg"].mul(0.0)
         saved = optimizer.state_dict()["state"]
@@ -127,7 +127,7 @@ def test_copies_of_the_optimizer_are_refused_where_state_is_divided() -> None:
         model, optimizer = begun(group, stage=1, name="adamw")
         with pytest.raises(TypeError, match=r"one rank's part: Sharded\(state.*Copy opt.state_dict\(\)"):
             copy.deepcopy(optimizer)
-        assert model.homes
+        assert model.shards
 
     on_ranks(2, work)
 

@@ -16,6 +16,7 @@ from torch import nn
 from worlds import World, built, on_threads, step_and_zero
 
 import zerokern as zk
+from zerokern.zero.hooks import import_compiler
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
 PACKAGE = Path(zk.__file__).parent
@@ -81,6 +82,7 @@ def step(world: World, walk: Walk) -> None:
 
 @pytest.fixture(scope="module")
 def walked() -> Walk:
+    import_compiler()  # else it runs a thread of its own in the step that counts
     walk, start = Walk(stops(PAGE)), threading.Thread.start
 
     def started(thread: threading.Thread) -> None:

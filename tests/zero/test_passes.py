@@ -68,7 +68,7 @@ class Noted:
         module.register_forward_hook(computed)
 
     def knows(self, sharding: Sharding) -> None:
-        units = [unit.name or "root" for unit in sharding.gatherer.units] if sharding.gatherer else []
+        units = [unit.name or "root" for unit in sharding.runner.units] if sharding.runner else []
         for number, memory in enumerate(sharding.memories):
             name = units[memory.bucket.unit] if units else f"bucket {number}"
             self.names[id(memory)] = self.names[memory.full.untyped_storage()._cdata] = name
@@ -173,14 +173,14 @@ AHEAD = [Ahead(0), Ahead(1), Ahead(9), Ahead(9, nbytes=24_000), Ahead(2, nbytes=
 def gathered_ahead(world: World, ahead: Ahead) -> tuple[list[Said], list[tuple[str, str]], int, int, dict[str, Tensor]]:
     noted = Noted()
     model = watched(world, noted, 3)
-    gatherer = sharding_of(model).gatherer
-    assert gatherer is not None
-    gatherer.ahead = ahead
+    runner = sharding_of(model).runner
+    assert runner is not None
+    runner.ahead = ahead
     optimizer = zk.AdamW(model.parameters(), lr=1e-3)
     for number in range(3):
         step(world, noted, model, optimizer, number, 1, "own shard")
-    names = [unit.name or "root" for unit in gatherer.units]
-    nbytes = [sum(memory.nbytes for memory in unit.memories) for unit in gatherer.units]
+    names = [unit.name or "root" for unit in runner.units]
+    nbytes = [sum(memory.nbytes for memory in unit.memories) for unit in runner.units]
     says = [(verb, names[unit]) for verb, unit in step_of(range(1, len(names)), nbytes, ahead)]
     now = most = 0
     for verb, _, count in (did := noted.of_last_step()):

@@ -191,7 +191,7 @@ def fetched_before_it_is_gathered(world: World, folder: Path) -> None:
     model = world.shard(model_of(), stage=3, tier=zk.Nvme(folder))
     train(model, 2, world.rank)
     sharding = sharding_of(model)
-    rests = [memory.rest for unit in sharding.gatherer.units[1:] for memory in unit.memories]
+    rests = [memory.rest for unit in sharding.runner.units[1:] for memory in unit.memories]
     seen: list[list[int]] = []
     for block in model.blocks:
         block.register_forward_pre_hook(
@@ -298,7 +298,7 @@ def test_a_kill_leaves_no_file_and_no_lock(tmp_path: Path) -> None:
 class Interrupt:
     """Ctrl-C before the line with this number, of those that fetch, gather and release."""
 
-    FILES = ("memory/rest.py", "zero/gather.py", "zero/gathered_unit.py", "zero/params.py")
+    FILES = ("memory/rest.py", "zero/runner.py", "zero/unit.py", "zero/params.py")
 
     def __init__(self, number: int) -> None:
         self.left, self.came = number, False

@@ -336,9 +336,9 @@ def test_any_size_passes_a_ring_of_two_slots(width: int, tmp_path: Path) -> None
         model = on(device, model_of(width=width, count=2))
         zk.shard(model, stage=3, tier=zk.Nvme(tmp_path, ring_nbytes="1M"))
         assert train(model, 2) == expected
-        lift = sharding_of(model).memories[0].lift
-        assert len(lift._slots) == 2 and lift.host.held()["ring"] == 1 << 20
-        del model, lift
+        disk_copier = sharding_of(model).memories[0].disk_copier
+        assert len(disk_copier._slots) == 2 and disk_copier.host.held()["ring"] == 1 << 20
+        del model, disk_copier
 
 
 def test_what_cannot_be_read_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_the_thread_ends_with_the_model(tmp_path: Path) -> None:
         model = zk.shard(on(device, model_of()), stage=3, tier=zk.Nvme(tmp_path))
         train(model, 1)
         began = set(threading.enumerate()) - others
-        lifting = [one for one in began if one.name.startswith("zerokern lift")]
+        lifting = [one for one in began if one.name.startswith("zerokern disk_copier")]
         assert lifting
         del model
         for _ in range(3):

@@ -14,7 +14,7 @@ from worlds import World, anywhere, built, everywhere, full, refusal, says, step
 from zero_cases import IN, OUT, Block, Net, batch, make_adamw, mse, same
 
 import zerokern as zk
-from zerokern.zero.computing import Gathered
+from zerokern.zero.params import Gathered
 
 
 class Clamped(nn.Module):

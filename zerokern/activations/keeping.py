@@ -26,7 +26,7 @@ from zerokern.memory.blocks import Blocks, BlockTier
 from zerokern.memory.staging import Ticket, driver_of
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero import hooks
-from zerokern.zero.resting import own_name
+from zerokern.zero.tiers import own_name
 
 __all__ = ["ROLE", "Keeper", "Kept", "Turn", "View"]
 
@@ -268,7 +268,7 @@ class Turn:
     def __init__(self, keeper: Keeper) -> None:
         self.kept: list[Kept] = []
         self._keeper = keeper
-        self._others: tuple[Pack, Unpack] | None = hooks.hears_saved()
+        self._others: tuple[Pack, Unpack] | None = hooks.top_saved_hooks()
 
     def pack(self, saved: Tensor) -> Any:
         with self._keeper.lock:

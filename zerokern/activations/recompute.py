@@ -27,8 +27,8 @@ from zerokern.memory.tier import AnyTier, check_tier, name_of
 from zerokern.zero import hooks
 from zerokern.zero.containers import fill_slots, take_tensors
 from zerokern.zero.kinds import is_placed
-from zerokern.zero.reads import Reads
-from zerokern.zero.units import Unit
+from zerokern.zero.saved_tensors import SavedTensors
+from zerokern.zero.units import UnitSpec
 
 __all__ = ["Repeated", "recompute"]
 
@@ -103,7 +103,7 @@ class Repeated:
     """Recomputes units in backward: the outermost ones, but not the root, which comes first, and no tiles.
 
     >>> layer = nn.Linear(2, 2)
-    >>> units, repeated = [Unit("", nn.ModuleList([layer])), Unit("0", layer)], Repeated(None, 4)
+    >>> units, repeated = [UnitSpec("", nn.ModuleList([layer])), UnitSpec("0", layer)], Repeated(None, 4)
     >>> repeated.check(units)
     'device, 4'
     >>> repeated.begin(units); hasattr(layer.forward, "__wrapped__")
@@ -116,7 +116,7 @@ class Repeated:
             keep = "device"
         self.keep = None if keep is None else check_tier("keep", keep)
 
-    def check(self, units: Sequence[Unit]) -> str:
+    def check(self, units: Sequence[UnitSpec]) -> str:
         """Describes the settings, for a comparison with other ranks; raises where units cannot be recomputed."""
         if self.micro > 1:
             found = next((name for unit in units for name, param in unit.params if is_placed(param)), None)
@@ -133,7 +133,7 @@ class Repeated:
         parts = "" if self.replicated is None else ", in parts"
         return f"{name_of(self.keep)}, {self.micro}{parts}"
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def begin(self, units: Sequence[UnitSpec]) -> None:
         """Wraps the forwards of the units, which recompute from now on whenever gradients are wanted."""
         if self.keep is None:
             return
@@ -145,7 +145,7 @@ class Repeated:
                 hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, weakref.ref(unit.module)))
 
 
-def _recomputable(units: Sequence[Unit]) -> list[Unit]:
+def _recomputable(units: Sequence[UnitSpec]) -> list[UnitSpec]:
     """Without the root, and without tiles: a Linear keeps its input and no more."""
     return [unit for unit in units[1:] if not isinstance(unit.module, Tile)]
 
@@ -197,13 +197,13 @@ def recompute_with(
     def compute(tensors: Sequence[Tensor]) -> Any:
         call = _Call(fn, arguments, (args, kwargs) if micro == 1 else None, ModuleState(module))
         if turn is not None:
-            hooks.hear_saved(turn.pack, turn.unpack)
+            hooks.push_saved_hooks(turn.pack, turn.unpack)
         try:
             return checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
             call.end_forward()
             if turn is not None:
-                hooks.hear_saved_no_more()
+                hooks.pop_saved_hooks()
 
     return compute(tensors) if micro == 1 else in_slices(compute, tensors, micro, fn)
 
@@ -262,10 +262,10 @@ class _Call:
 
 def _turn_of(keeper: Keeper | None) -> Turn | None:
     """Returns the keeper's hooks for one call; None if autograd takes no hooks now, or those of others decide."""
-    if keeper is None or not torch.is_grad_enabled() or not hooks.hears_of_saved():
+    if keeper is None or not torch.is_grad_enabled() or not hooks.allows_saved_hooks():
         return None
-    top = hooks.hears_saved()
-    decides = top is None or isinstance(getattr(top[0], "__self__", None), Reads)
+    top = hooks.top_saved_hooks()
+    decides = top is None or isinstance(getattr(top[0], "__self__", None), SavedTensors)
     return keeper.begin() if decides else None
 
 

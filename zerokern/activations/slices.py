@@ -22,10 +22,108 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerokern.activations.batches import IN_SLICES, Results, SlicedBatch
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
-from zerokern.zero.handing import InParts, Summed, Way, way_to
 from zerokern.zero.shard import shard_of
 
 __all__ = ["KEPT_OUTSIDE", "in_slices", "refuse_statistics"]
+
+
+class GradientSum:
+    """Sums the gradients of the slices, in their order; autograd gets one `result()`.
+
+    `wanted`: the pass asks for this gradient. `streams`: all but the last slice's are passed on at once.
+    """
+
+    streams = False
+
+    def __init__(self, *, wanted: bool = True) -> None:
+        self.wanted = wanted
+        self._sum: Tensor | None = None
+        self._is_own = False
+
+    def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
+        """Add the gradient of the rows from `begin` to `end`."""
+        if self._sum is None:
+            self._sum = grad
+        elif self._is_own and self._sum.layout is torch.strided and grad.layout is torch.strided:
+            self._sum.add_(grad)
+        else:
+            self._sum, self._is_own = self._sum + grad, True
+
+    def result(self) -> Tensor | None:
+        return self._sum
+
+
+class RowGradients(GradientSum):
+    """Puts the gradients of the slices, which are rows of one tensor, side by side; zeros where none came."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self._shape, self._end = shape, 0
+
+    def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
+        if self._sum is None:
+            if end - begin == self._shape[0]:
+                self._sum, self._end = grad, end
+                return
+            self._sum = torch.empty(self._shape, dtype=grad.dtype, device=grad.device)
+        self._sum[self._end : begin].zero_()
+        self._sum[begin:end].copy_(grad)
+        self._end = end
+
+    def result(self) -> Tensor | None:
+        if self._sum is not None:
+            self._sum[self._end :].zero_()
+        return self._sum
+
+
+class StreamedGradient(GradientSum):
+    """Passes each slice's gradient on, as if it were a pass of its own; the last one goes through autograd."""
+
+    streams = True
+
+    def __init__(self, leaf: Tensor, take: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._leaf, self._take = leaf, take
+        self._taken = False
+
+    def add(self, grad: Tensor, begin: int, end: int, *, last: bool = False) -> None:
+        if last:
+            self._sum = grad
+        else:
+            self._take(grad)
+            self._taken = True
+
+    def result(self) -> Tensor | None:
+        """The last slice's; where that has none, and others had, -0.0, which added leaves each number as it is."""
+        if self._sum is None and self._taken:
+            leaf = self._leaf
+            return torch.full((), -0.0, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+        return self._sum
+
+
+def sum_for(node: Any, leaf: Tensor) -> GradientSum:
+    """Returns what adds up the gradients of a leaf, in the pass that is running, for the node that accumulates them."""
+    accumulates = hooks.is_accumulated(node)
+    if not accumulates:  # None: torch.autograd.grad asks for it
+        return GradientSum(wanted=accumulates is None)
+    shard = shard_of(leaf)
+    if shard is not None:
+        bucket = shard.gradients
+        if bucket is None or not (shard.leaf is leaf or shard.whole is leaf):
+            return GradientSum()
+        shard.sharding.reduction.joins_backward()
+        return StreamedGradient(leaf, partial(shard.sharding.reduction.add, bucket, shard.place))
+    there = leaf.grad
+    if type(there) is Tensor and there.layout is torch.strided and type(leaf.detach()) is Tensor:
+        return StreamedGradient(leaf, partial(_add_to_grad, leaf))
+    return GradientSum()
+
+
+def _add_to_grad(leaf: Tensor, grad: Tensor) -> None:
+    with torch.no_grad():
+        assert leaf.grad is not None
+        leaf.grad.add_(grad)
+
 
 CAST = "ToCopyBackward0"  # autocast keeps its casts of parameters, which others may use too
 FSDP = ("RegisterPostBackwardFunctionBackward",)
@@ -160,11 +258,11 @@ class _Graph:
         if any(hooks.is_accumulated(node) for one in self._slices if one is not None for node in one.last):
             raise StateError(KEPT_OUTSIDE)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        ends = [InParts(shape) if cut else Summed() for shape, cut in self._like]
-        given = {node: way_to(node, leaf) for node, leaf in self.leaves.items()}
-        for home in filter(None, map(shard_of, self.leaves.values())):
-            if home.sharding.gatherer is not None:  # whose pass this is, not that of the first slice
-                home.sharding.gatherer.joins_backward()
+        ends = [RowGradients(shape) if cut else GradientSum() for shape, cut in self._like]
+        given = {node: sum_for(node, leaf) for node, leaf in self.leaves.items()}
+        for shard in filter(None, map(shard_of, self.leaves.values())):
+            if shard.sharding.runner is not None:  # whose pass this is, not that of the first slice
+                shard.sharding.runner.join_backward()
         entries = [weakref.ref(one.inputs[0].node) for one in self._slices if one is not None and one.inputs]
         with hooks.within_pass(), _one_recomputation():
             for number, one in enumerate(self._slices):
@@ -182,8 +280,8 @@ class _Graph:
         number: int,
         one: _Slice,
         grads: Sequence[Tensor | None],
-        ends: Sequence[Way],
-        given: dict[Any, Way],
+        ends: Sequence[GradientSum],
+        given: dict[Any, GradientSum],
         keeps: bool,
         *,
         last: bool,
@@ -199,7 +297,7 @@ class _Graph:
         if not pairs or not targets:
             return
         heard = [
-            (self.leaves[node], partial(_add, given[node], one, last), last or not given[node].hands_over)
+            (self.leaves[node], partial(_take_gradient, given[node], one, last), last or not given[node].streams)
             for node in leaves
         ]
         with hooks.received(heard), _named():  # one by one, so that they are not all there at one time
@@ -215,7 +313,7 @@ class _Graph:
                 end.add(grad, one.begin, one.end)
 
 
-def _add(way: Way, one: _Slice, last: bool, grad: Tensor) -> None:
+def _take_gradient(way: GradientSum, one: _Slice, last: bool, grad: Tensor) -> None:
     way.add(grad, one.begin, one.end, last=last)
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokern.activations.joined import Joined
+from zerokern.activations.tiled_weight import TiledWeight
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.kinds import is_placed, known_shard
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.units import Unit, UnitModule
+from zerokern.zero.units import UnitModule, UnitSpec
 
 __all__ = ["Cut", "Tile", "Tiled", "cut", "rows_of", "tile", "units_with_tiles"]
 
@@ -173,7 +173,7 @@ class Cut(Tiled):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Stands for all pieces."""
-        return Joined.of(self.pieces)
+        return TiledWeight.of(self.pieces)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -199,7 +199,7 @@ class Cut(Tiled):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pieces = self.pieces if keep_vars else [one.detach() for one in self.pieces]
         divided = any(isinstance(one, Sharded) for one in pieces)
-        destination[prefix + "weight"] = Joined.of(pieces) if divided or keep_vars else torch.cat(pieces)
+        destination[prefix + "weight"] = TiledWeight.of(pieces) if divided or keep_vars else torch.cat(pieces)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -228,7 +228,7 @@ class Cut(Tiled):
                 f"current model is {ours}."
             )
             return
-        parts = whole.parts if isinstance(whole, Joined) else None
+        parts = whole.parts if isinstance(whole, TiledWeight) else None
         if parts is None or [len(part) for part in parts] != self.rows:
             parts = whole.split(self.rows)
         for number, (one, part) in enumerate(zip(self.tiles, parts, strict=True)):
@@ -279,7 +279,7 @@ def cut(module: nn.Module) -> None:
         weight.__class__ = Former
 
 
-def units_with_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[nn.Parameter]]]:
+def units_with_tiles(units: Sequence[UnitSpec]) -> tuple[list[UnitSpec], dict[int, list[nn.Parameter]]]:
     """The units that there will be at stage 3, and by the id of each tiled weight stand-ins for its pieces (on meta).
 
     >>> from zerokern.zero.units import units_of
@@ -288,17 +288,17 @@ def units_with_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[
     (['', 'tiles.0', 'tiles.1'], 1)
     """
     tiled = {id(one.weight): one for unit in units for one in unit.module.modules() if type(one) is Tiled}
-    made: list[Unit] = []
+    made: list[UnitSpec] = []
     pieces: dict[int, list[nn.Parameter]] = {}
     for unit in units:
-        made.append(Unit(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
+        made.append(UnitSpec(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
         for name, weight in unit.params:
             for number, rows in enumerate(tiled[id(weight)].rows if id(weight) in tiled else ()):
                 blank = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device="meta")
                 piece = nn.Parameter(blank, weight.requires_grad)
                 pieces.setdefault(id(weight), []).append(piece)
                 at = f"{name.removesuffix('weight')}tiles.{number}"
-                made.append(Unit(at, unit.module, [(f"{at}.weight", piece)]))
+                made.append(UnitSpec(at, unit.module, [(f"{at}.weight", piece)]))
     return [made[0], *(unit for unit in made[1:] if unit.params)], pieces
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from zerokern.building.recipes import DRAWING, Constant, Cook, Origin, Step, Viewed, mapped
 from zerokern.core.errors import ShardError, got
 from zerokern.memory.heap import give_back
-from zerokern.zero.units import Unit
+from zerokern.zero.units import UnitSpec
 
 __all__ = ["Construction"]
 
@@ -47,7 +47,7 @@ class Construction:
         self._recorder.finish(params - {key_of(buffer) for buffer in module.buffers() if not buffer.is_meta})
         return module
 
-    def materialize(self, unit: Unit) -> None:
+    def materialize(self, unit: UnitSpec) -> None:
         """Memory and values for the parameters of a unit, in the objects that the module has."""
         give_back()  # what the unit before has left
         blank = []
@@ -64,7 +64,7 @@ class Construction:
             if param.device != self.device:
                 torch.utils.swap_tensors(param, nn.Parameter(param.detach().to(self.device), param.requires_grad))
 
-    def _reset(self, unit: Unit, blank: list[str]) -> None:
+    def _reset(self, unit: UnitSpec, blank: list[str]) -> None:
         """What the constructor left without values is for the module's own `reset_parameters`."""
         done: set[int] = set()
         params = dict(unit.params)

@@ -173,8 +173,8 @@ def announce_writes(model: nn.Module) -> None:
         written += [tensor, local_of(tensor)] if is_divided(tensor) else [tensor]
     torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
     for sharding in shardings_of(map(shard_of, named.values())):
-        if sharding.gatherer is not None:
-            sharding.gatherer.settle()
+        if sharding.runner is not None:
+            sharding.runner.reshard_all()
         sharding.publisher.announce()
 
 

@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap)
         whole: dict[int, Tensor] = {}
         for memory in sharding_of(model).memories:  # one bucket at a time is whole on the devices
-            params = [tenant.param for tenant in memory.tenants]
+            params = [entry.param for entry in memory.entries]
             with zk.gathered(params):
                 whole |= {id(one): one.detach().to("cpu", copy=True) for one in params if self.is_main_process}
         shown = model.state_dict(keep_vars=True) if self.is_main_process else {}

@@ -31,12 +31,12 @@ from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey
-from zerokern.zero import guards
-from zerokern.zero.awaited import without_waiting
+from zerokern.zero import checks as zero_checks
 from zerokern.zero.hooks import import_compiler
 from zerokern.zero.partition import shards_parameters
+from zerokern.zero.publishing import without_waiting
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.sharded_refusals import refuse
+from zerokern.zero.sharded_ops import refuse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -201,7 +201,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
         if any(shards_parameters(one.stage) for one in shards.shardings):
-            guards.refuse_lent(shards.homes)
+            zero_checks.refuse_materialized(shards.homes)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None

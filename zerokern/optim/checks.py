@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.optim import device
-from zerokern.zero.computing import stands_for
+from zerokern.zero.params import sharded_parameter_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -101,7 +101,7 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups
     tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
-        if stands_for(tensor) is not None:
+        if sharded_parameter_of(tensor) is not None:
             do = "A forward was broken off, by Ctrl-C perhaps: run one to its end, and list the parameters then"
             what = f"what stands for a parameter while its module computes, at {index}"
             raise ValueError(got("params", what, "parameters of a model that is not at work", do))

@@ -18,10 +18,10 @@ from zerokern.kernels.ops import sumsq_there
 from zerokern.optim.accord import norm_of_all
 from zerokern.optim.shards import gradient_of, scale_gradients, with_gradients
 from zerokern.optim.survey import added
-from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import is_divided
+from zerokern.zero.reducing import KnownSquares, Seen, sumsq_of_each
 from zerokern.zero.shard import Shard, gradients_of_dtensors, shard_of
-from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
+from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["clip_grad_norm_"]
 

@@ -27,7 +27,7 @@ from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.resting import own_name
+from zerokern.zero.tiers import own_name
 
 __all__ = ["Bound", "Chosen", "Holdings"]
 

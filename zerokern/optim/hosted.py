@@ -25,10 +25,10 @@ from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Slot
-from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import present, rest_of
+from zerokern.zero.reducing import GradReady
 from zerokern.zero.shard import alias
-from zerokern.zero.squares import GradReady
+from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["Departure", "HostCopies", "HostCopy", "Leaving"]
 

@@ -23,11 +23,11 @@ from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, same_objects
-from zerokern.zero.awaited import without_waiting
-from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import is_divided, present, shardings_of
+from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, changes, plain_shard, shard_of, shards_of
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "gradient_of", "scale_gradients", "sharded"]
 

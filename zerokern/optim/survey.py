@@ -23,8 +23,8 @@ from zerokern.memory.addresses import Cells, reader_of
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of
+from zerokern.zero.reducing import KnownSquares, Seen, sumsq_of_each
 from zerokern.zero.shard import shard_of
-from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
 
 Groups = Sequence[dict[str, Any]]
 Grads = Sequence[Tensor | None]

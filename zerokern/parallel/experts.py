@@ -17,7 +17,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, got
 from zerokern.parallel.tensor_parallel import groups_on, mesh_of
 from zerokern.zero import hooks
-from zerokern.zero.groups import ModuleGroups, RankGroups
+from zerokern.zero.units import ModuleGroups, RankGroups
 
 __all__ = ["groups_of"]
 
@@ -96,8 +96,8 @@ class _ExpertGroups(ModuleGroups):
             places = [
                 (bucket, place)
                 for bucket in sharding.gradient_buckets
-                for place, tenant in enumerate(bucket.tenants)
-                if id(tenant.param) in mine
+                for place, entry in enumerate(bucket.entries)
+                if id(entry.param) in mine
             ]
             if places:
                 _Watch(places, sharding.reduction).begin(module)

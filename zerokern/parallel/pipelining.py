@@ -20,8 +20,8 @@ from zerokern.core.errors import StateError, got
 from zerokern.parallel.backward_halves import for_inputs, for_weights
 from zerokern.parallel.tied_stages import Ties, refuse_replaced, refuse_strange
 from zerokern.zero import hooks
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.kinds import shardings_of
+from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 
@@ -231,7 +231,7 @@ class PipelineStage(TorchStage):
             for place in bucket.local if bucket.summing.needed else ():
                 if _finder(bucket, place).grad is not None:
                     raise StateError(
-                        f"the gradient of {bucket.homes[place].name!r} is that of a step which broke off, or of "
+                        f"the gradient of {bucket.shards[place].name!r} is that of a step which broke off, or of "
                         "zk.no_sync, and was not reduced; call zero_grad() before the next schedule.step()"
                     )
 
@@ -255,15 +255,15 @@ class PipelineStage(TorchStage):
     def _keep(self, keeps: bool) -> None:
         """Whether parameters at stage 3 stay whole from here on."""
         for sharding in self._shardings:
-            if sharding.gatherer is not None:
-                sharding.gatherer.keep(keeps)
+            if sharding.runner is not None:
+                sharding.runner.keep_unsharded(keeps)
 
     def _let_go(self) -> None:
         """Nothing stays whole."""
         self._keep(False)
         for sharding in self._shardings:
-            if sharding.gatherer is not None:
-                sharding.gatherer.settle()
+            if sharding.runner is not None:
+                sharding.runner.reshard_all()
 
     @contextmanager
     def _or_let_go(self) -> Iterator[None]:
@@ -290,7 +290,7 @@ class PipelineStage(TorchStage):
         with without_waiting():
             for sharding in self._shardings:
                 for bucket in sharding.gradient_buckets:
-                    for place in range(len(bucket.tenants)):
+                    for place in range(len(bucket.entries)):
                         finder = _finder(bucket, place)
                         if finder.grad is not None:
                             found.append((finder, finder.grad))
@@ -299,14 +299,14 @@ class PipelineStage(TorchStage):
 
     def _leaves(self) -> list[Tensor]:
         """What autograd meets of the parameters that are trained."""
-        tenants = [tenant for one in self._shardings for bucket in one.gradient_buckets for tenant in bucket.tenants]
-        leaves = [tenant.param if tenant.full is None else tenant.full for tenant in tenants]
+        entries = [entry for one in self._shardings for bucket in one.gradient_buckets for entry in bucket.entries]
+        leaves = [entry.param if entry.full is None else entry.full for entry in entries]
         return [leaf for leaf in leaves if leaf.requires_grad]
 
 
 def _finder(bucket: Any, place: int) -> Tensor:
     """Where the user looks for a gradient."""
-    return bucket.homes[place].piece if bucket.exposed else bucket.tenants[place].param
+    return bucket.shards[place].piece if bucket.exposed else bucket.entries[place].param
 
 
 def _divide(sharding: Sharding, count: int) -> None:
@@ -315,7 +315,7 @@ def _divide(sharding: Sharding, count: int) -> None:
         if count & (count - 1) == 0:
             bucket.scale(1.0 / count)
             continue
-        for place in range(len(bucket.tenants)):
+        for place in range(len(bucket.entries)):
             grad = _finder(bucket, place).grad
             if grad is not None:
                 grad.div_(count)
@@ -340,8 +340,8 @@ def _in_one_pass(shardings: Sequence[Sharding], device: torch.device, work: Call
 
     def within() -> None:
         for sharding in shardings:
-            if sharding.gatherer is not None:
-                sharding.gatherer.joins_backward()
+            if sharding.runner is not None:
+                sharding.runner.join_backward()
             if sharding.gradient_buckets:
                 sharding.reduction.joins_backward()
         with hooks.within_pass():

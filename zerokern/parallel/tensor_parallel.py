@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from zerokern.comm import Group, Team
 from zerokern.core.errors import ShardError, got
-from zerokern.zero.groups import RankGroups
 from zerokern.zero.kinds import here_of, is_placed, local_of
+from zerokern.zero.units import RankGroups
 
 __all__ = ["groups_on", "mesh_of"]
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Party, during
 from zerokern.core.errors import StateError, got
-from zerokern.zero.fetching import fetched
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tiers import fetched
 
 __all__ = ["Ties", "refuse_replaced", "refuse_strange"]
 
@@ -64,61 +64,61 @@ class StageCopy:
 
     stage: int
     param: nn.Parameter
-    home: Shard
+    shard: Shard
 
     @property
     def bucket(self) -> Any:
-        return self.home.gradients
+        return self.shard.gradients
 
     @property
     def group(self) -> Group:
         """The ranks that divide it."""
-        return self.home.sharding.group if self.bucket is None else self.bucket.group
+        return self.shard.sharding.group if self.bucket is None else self.bucket.group
 
     @property
     def grad(self) -> Any:
-        return self.home.piece.grad if self.bucket.exposed else self.param.grad
+        return self.shard.piece.grad if self.bucket.exposed else self.param.grad
 
     @property
     def span(self) -> Tensor:
         """Of its gradient, what is here."""
-        return self.bucket.reduced_span(self.home.place)
+        return self.bucket.reduced_span(self.shard.place)
 
     def described(self, name: str) -> dict[str, Any]:
-        placed = self.home.placed
+        placed = self.shard.placed
         return {
             "name": name,
             "stage": self.stage,
-            "shape": list(self.home.shape),
-            "dtype": str(self.home.piece.dtype),
+            "shape": list(self.shard.shape),
+            "dtype": str(self.shard.piece.dtype),
             "gradients": "none, for it is frozen" if self.bucket is None else str(self.bucket.dtype),
             "placements": "none" if placed is None else f"{placed.placements}, {list(placed.sizes)} here",
             "dp": [self.group.rank, self.group.size],
             "cuts": self._cuts(),
-            "rests": self.home.sharding.rests is not None,
+            "rests": self.shard.sharding.rests is not None,
         }
 
     def _cuts(self) -> list[int]:
         """Where the part of each rank begins, in elements."""
         if self.bucket is None or self.bucket.replicated:
             return [0]
-        place, each = self.bucket.tenants[self.home.place].place, self.bucket.bucket.shard_numel
+        place, each = self.bucket.entries[self.shard.place].place, self.bucket.bucket.shard_numel
         return [min(max(rank * each - place.offset, 0), place.numel) for rank in range(self.group.size)]
 
     def digest(self, stride: int) -> Tensor:
         """Of each `stride`-th value, wherever it is divided; it tells weights apart, on all ranks alike."""
-        piece = self.home.piece
-        self.home.sharding.publisher.finish()
+        piece = self.shard.piece
+        self.shard.sharding.publisher.finish()
         with present(piece, written=False):
-            flat, first = local_of(piece).detach().reshape(-1), -self.home.start % stride
+            flat, first = local_of(piece).detach().reshape(-1), -self.shard.start % stride
             total = torch.zeros(1, dtype=torch.int64, device=flat.device)
             bits = flat[first::stride].view(BITS[flat.element_size()])
             for begin in range(0, len(bits), PART_NUMEL):
                 some = bits[begin : begin + PART_NUMEL].to(torch.int64)
                 places = torch.arange(begin, begin + len(some), device=some.device)
-                total += some.mul_(places.mul_(stride).add_(self.home.start + first + 1).mul_(ODD)).sum()
+                total += some.mul_(places.mul_(stride).add_(self.shard.start + first + 1).mul_(ODD)).sum()
         total = total.to(self.group.device)
-        if not self.home.sharding.replicated:
+        if not self.shard.sharding.replicated:
             self.group.everyone.all_reduce(total, "sum").wait()
         return total.bitwise_and_((1 << 62) - 1)
 
@@ -150,8 +150,8 @@ class Tie:
             if copy.bucket.settle is not None:
                 copy.bucket.settle()
             if copy.grad is None:
-                copy.bucket.give([copy.home.place])
-                copy.bucket.held.add(copy.home.place)
+                copy.bucket.give([copy.shard.place])
+                copy.bucket.held.add(copy.shard.place)
                 with fetched([copy.grad], written=[copy.grad]):
                     copy.span.zero_()
         grads = [copy.grad for copy in self.copies]
@@ -163,7 +163,7 @@ class Tie:
                 wholes = [_whole(grad) for grad in grads]
                 self._sum(wholes)
                 for copy, span, whole in zip(self.copies, spans, wholes, strict=True):
-                    start = 0 if copy.bucket.replicated else copy.home.start
+                    start = 0 if copy.bucket.replicated else copy.shard.start
                     span.copy_(whole[start : start + span.numel()])
             torch.autograd.graph.increment_version(spans)
 
@@ -192,9 +192,9 @@ class Ties:
         here: dict[str, list[StageCopy]] = {}
         for stage in sorted(stages, key=lambda one: one.stage_index):
             for name, param in stage.tied.items():
-                home = shard_of(param)
-                assert home is not None  # the stage has looked
-                here.setdefault(name, []).append(StageCopy(stage.stage_index, param, home))
+                shard = shard_of(param)
+                assert shard is not None  # the stage has looked
+                here.setdefault(name, []).append(StageCopy(stage.stage_index, param, shard))
         each = self._everyone.exchange([copy.described(name) for name, some in here.items() for copy in some])
         told: dict[str, list[dict[str, Any]]] = {}
         for rank, some in enumerate(each):
@@ -215,7 +215,7 @@ class Ties:
         self._last: list[tuple[Tie, Tensor]] = []  # how they compared in the last step
         for tie in self._ties:
             for copy in tie.copies:
-                copy.home.has_copies_in(len(told[tie.name]))
+                copy.shard.has_copies_in(len(told[tie.name]))
 
     def _group_of(self, told: Sequence[dict[str, Any]]) -> Group | None:
         """The ranks that have copies of a weight; None where all copies are here."""
@@ -258,7 +258,7 @@ class Ties:
                 if one:
                     tie.add_up()
         compared = [tie for tie in trained if not tie.rests]
-        self._last = [(tie, tie.compared(1 + tie.copies[0].home.shape.numel() // SAMPLE)) for tie in compared]
+        self._last = [(tie, tie.compared(1 + tie.copies[0].shard.shape.numel() // SAMPLE)) for tie in compared]
 
 
 def _joined(pg: Any, device: torch.device) -> Group:

@@ -1,32 +1,46 @@
-"""What a model must be to be sharded, and a gradient to be reduced; whether the ranks agree that it is one model."""
+"""Refuses models that cannot be sharded, ranks that do not agree, gradients that cannot be reduced, and whatever would
+train on without the other ranks: strange optimizers, and a model that has changed.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
+import operator
 import sys
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
-from zerokern.zero.groups import PLACE
-from zerokern.zero.kinds import Placed, is_placed, local_of
-from zerokern.zero.mixed import DTYPES
-from zerokern.zero.shard import shard_of
+from zerokern.zero import hooks
+from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
+from zerokern.zero.params import sharded_parameter_of
+from zerokern.zero.partition import shards_parameters
+from zerokern.zero.publishing import without_waiting
+from zerokern.zero.shard import Shard, give_shard, shard_of
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.units import Unit
+from zerokern.zero.units import PLACE, UnitSpec
 
 __all__ = [
+    "Guard",
     "bucket_bytes",
+    "check_policy",
     "gradient",
+    "install",
+    "is_trained",
     "mixed",
     "model",
     "no_other_wrapper",
@@ -34,6 +48,8 @@ __all__ = [
     "not_reduced_by_ddp",
     "one_unit",
     "reduce",
+    "refuse_materialized",
+    "refuse_stranger",
     "same_on_all_ranks",
     "thawed",
     "unreduced",
@@ -64,7 +80,7 @@ def reduce(value: object) -> str:
     return str(value)
 
 
-def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -> torch.device:
+def model(module: object, units: Sequence[UnitSpec], group: Group, *, built: bool) -> torch.device:
     """The device that everything is on or, if it is yet to be built, will be on; everything else is checked first."""
     params = [(name, param) for unit in units for name, param in unit.params]
     if not params:
@@ -122,7 +138,7 @@ def not_reduced_by_ddp(module: nn.Module) -> None:
         )
 
 
-def one_unit(units: Sequence[Unit]) -> None:
+def one_unit(units: Sequence[UnitSpec]) -> None:
     """Warn of a unit with most of a large model in it: at stage 3 all of it is gathered at once.
 
     A unit that would not be much smaller without its largest module is as it must be: an embedding, say.
@@ -258,7 +274,7 @@ def _where(param: Tensor) -> tuple[int, int]:
     return (0, param.data_ptr()) if storage.nbytes() else (storage._cdata, int(param.storage_offset()) * param.itemsize)
 
 
-def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit]) -> None:
+def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[UnitSpec]) -> None:
     """Raise on every rank, saying what differs, unless all ranks shard the same model in the same way."""
     if group.alone:
         return
@@ -310,3 +326,235 @@ def _row(rows: list[Any], number: int) -> str:
 def _shown(param: Any) -> list[Any]:
     """Its shape; of a DTensor, where its parts are too."""
     return [*param.shape, *map(str, param.placements)] if is_placed(param) else list(param.shape)
+
+
+# torch's optimizers whose update of an element depends on others
+MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
+
+_pointer_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
+_is_trained = operator.attrgetter("requires_grad")
+_materialized_of = operator.attrgetter("materialized")
+_reference_of = operator.attrgetter("_zk_shard")
+
+
+@functools.cache
+def install() -> None:
+    """Once for the process, when the first model is sharded."""
+    hooks.on_optimizer_steps(before=_before, after=_after)
+    hooks.on_registration(_known_to_the_user)
+
+
+def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
+    """A module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there."""
+    return sharded_parameter_of(param)
+
+
+def _shards(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
+    everyone = ((param, shard_of(param)) for group in optimizer.param_groups for param in group["params"])
+    return [(param, shard) for param, shard in everyone if shard is not None]
+
+
+def _before(optimizer: torch.optim.Optimizer) -> None:
+    if getattr(optimizer, "_zk_shards", False):
+        return
+    shards = _shards(optimizer)
+    for param, shard in shards:
+        if param is shard.piece:
+            if isinstance(optimizer, MIXING):
+                kind = type(optimizer).__name__
+                raise StateError(
+                    f"{kind} mixes elements, of a parameter or of all, and got {shard.name!r} by zk.shards(model), "
+                    "of which each rank has a flat part alone; allowed: optimizers that take each element by itself. "
+                    f"For {kind} use stage 0 and model.parameters()"
+                )
+            shard.local_gradient(param)
+        elif not shard.sharding.replicated:
+            raise StateError(
+                f"{type(optimizer).__name__} was given {shard.name!r}, which is sharded at stage {shard.sharding.stage}"
+                ": it would update parts of it that are not this rank's. Use zk.AdamW (or Adam, Lion, Adagrad, SGD) on "
+                f"model.parameters(), or give {type(optimizer).__name__} the parameters zk.shards(model)"
+            )
+    refuse_materialized(shard for _, shard in shards)
+    for sharding in shardings_of(shard for _, shard in shards):
+        sharding.settle()
+
+
+def refuse_materialized(shards: Iterable[Shard | None]) -> None:
+    """A step within zk.gathered would not be seen there, and be overwritten at its end."""
+    known = [shard for shard in shards if shard is not None]
+    for shard in known if list(map(_materialized_of, known)).count(None) < len(known) else ():
+        if shard.materialized is not None:
+            raise StateError(
+                f"{shard.name!r} is whole within zk.gathered, where a step would not be seen, and be lost with "
+                "write=True; call step() after the context has ended"
+            )
+
+
+def _after(optimizer: torch.optim.Optimizer) -> None:
+    if not getattr(optimizer, "_zk_shards", False):
+        for sharding in shardings_of(shard for param, shard in _shards(optimizer) if param is shard.piece):
+            sharding.publish()
+
+
+class Guard:
+    """Whether a model still consists of what zk.shard divided, and gradients still come to it: asked at every forward.
+
+    All of it is compared by loops that are not Python's; only what differs is looked at.
+    """
+
+    def __init__(self, sharding: Any) -> None:
+        self._sharding = weakref.ref(sharding)
+        self._tables: list[dict[str, Any]] = []
+        self._found: list[Any] = []
+        entries = [entry for memory in sharding.memories for entry in memory.entries]
+        frozen = [entry for memory in sharding.memories if not memory.bucket.trainable for entry in memory.entries]
+        self._frozen = [entry.param for entry in frozen]
+        self.before_forward: list[Callable[[], None]] = []  # other checks of a forward with gradients
+        # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
+        self._plain = [] if shards_parameters(sharding.stage) else entries
+        self._params = [entry.param for entry in self._plain]
+        shards = {shard.name: shard for shard in sharding.shards}
+        self._shards = [shards[entry.name] for entry in self._plain]
+        self._references = list(map(_reference_of, self._params))
+        self._has_dtensors = any(entry.placed is not None for entry in self._plain)
+        self._addresses = self._whereabouts()
+        self._versions = list(map(_version_of, self._params))
+        if self._params:
+            for module in sharding.module.modules():
+                hooks.after_loading(module, hooks.weakly(self.attend))
+
+    @property
+    def sharding(self) -> Any:
+        sharding = self._sharding()
+        assert sharding is not None
+        return sharding
+
+    def look(self) -> None:
+        """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
+        for check in self.before_forward:
+            check()
+        found = list(chain.from_iterable(map(dict.values, self._tables)))
+        if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
+            self._walk()
+        if any(map(_is_trained, self._frozen)):
+            self._refuse_unfrozen()
+        with without_waiting():
+            self.attend()
+
+    def _walk(self) -> None:
+        """What takes a parameter's place and is none (functional_call puts plain tensors there) is to compute."""
+        known = self.sharding.entries
+        there = set()
+        for name, module in self.sharding.module.named_modules():
+            for attribute, param in module._parameters.items():
+                entry = known.get(id(param))
+                if entry is not None:
+                    there.add(entry.name)
+                elif is_trained(param):
+                    refuse_stranger(f"{name}.{attribute}" if name else attribute, param)
+        missing = {entry.name: entry.param for entry in known.values() if entry.name not in there}
+        lost = [name for name, param in missing.items() if not self.sharding.has_substitute(param)]
+        if lost:
+            raise ShardError(
+                f"{lost[0]!r} is no longer a parameter of the model, and is still in a bucket of zk.shard; build the "
+                "model as it is to be, then shard it (to compute with other values for a while, give functional_call "
+                "plain tensors)"
+            )
+        if missing:
+            return
+        modules = list(self.sharding.module.modules())
+        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._found = list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _refuse_unfrozen(self) -> None:
+        entries = [entry for memory in self.sharding.memories for entry in memory.entries]
+        known = set(map(id, self._frozen))
+        name = next(one.name for one in entries if id(one.param) in known and one.param.requires_grad)
+        raise ShardError(
+            f"{name!r} was frozen when the model was sharded, and has no place for gradients; "
+            "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
+        )
+
+    def _whereabouts(self) -> list[int]:
+        return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
+
+    def attend(self) -> None:
+        """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
+        addresses = self._whereabouts()
+        if addresses != self._addresses:
+            known = zip(self._plain, addresses, self._addresses, strict=True)
+            moved = next(entry.name for entry, address, before in known if address != before)
+            raise ShardError(
+                f"the memory of {moved!r} was exchanged after zk.shard (by .data, set_, .to(), .half() or resize_, or "
+                "by a parametrization that computes its original); allowed: writing into it (copy_, load_state_dict). "
+                "Move, convert and parametrize a model before it is sharded. Under Hugging Face use "
+                "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
+            )
+        versions = list(map(_version_of, self._params))
+        try:
+            here = all(map(operator.is_, map(_reference_of, self._params), self._references))
+        except AttributeError:  # one of them lost it
+            here = False
+        if here and versions == self._versions:
+            return
+        whose = list(map(shard_of, self._params))
+        for place, (param, shard) in enumerate(zip(self._params, self._shards, strict=True)):
+            if versions[place] != self._versions[place] or whose[place] is not shard:
+                self._take_back(param, shard)
+        self._versions = versions
+
+    def _take_back(self, param: nn.Parameter, shard: Shard) -> None:
+        if shard_of(param) is shard:
+            return
+        give_shard(param, shard)  # with it went what hears of its gradients
+        if shard.gradients is None:
+            return
+        dtype, trained = shard.piece.grad_dtype, param.requires_grad
+        param.requires_grad_()
+        if param.grad_dtype != dtype:
+            param.grad_dtype = dtype
+        shard.take_arrived(param)
+        param.requires_grad_(trained)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """The versions that rise within are no sign of anything."""
+        before = list(map(_version_of, self._params))
+        yield
+        after = map(_version_of, self._params)
+        pairs = zip(self._versions, before, after, strict=True)
+        self._versions = [now if known == was else known for known, was, now in pairs]
+
+
+def is_trained(param: Tensor | None) -> bool:
+    """Whether this is a parameter that would be trained; functional_call's plain tensors are their owners' affair."""
+    return isinstance(param, nn.Parameter) and param.requires_grad
+
+
+def refuse_stranger(name: str, param: Tensor) -> None:
+    raise ShardError(
+        f"{name!r}, of shape {tuple(param.shape)}, is no parameter that the model had when it was sharded, and would "
+        "be trained on this rank alone; write into the parameters that are there (zk.gathered(..., write=True)), or "
+        "build the model anew and shard that. To compute with other values, give functional_call detached tensors"
+    )
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """The policy, or one that changes nothing.
+
+    >>> check_policy(None).param_dtype is None
+    True
+    """
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(got("mp_policy", policy, "None or a torch.distributed.fsdp.MixedPrecisionPolicy"))
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(got(f"mp_policy.{name}", dtype, "None, torch.float32, torch.bfloat16 or torch.float16"))
+    return policy

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["Slot", "fill_slots", "mapped", "take_tensors"]
+__all__ = ["Slot", "cast_floats", "fill_slots", "mapped", "take_tensors"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,3 +87,8 @@ def fill_slots(value: Any, tensors: Sequence[Tensor]) -> Any:
     ['x', 3]
     """
     return mapped(value, lambda slot: tensors[slot.number], Slot)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Returns the same containers with every floating-point tensor in them in `dtype`."""
+    return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

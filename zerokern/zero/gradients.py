@@ -1,6 +1,6 @@
-"""The gradients of one bucket: from autograd's tensors into a buffer in one pass, from there into this rank's shard.
+"""Collects the gradients of one bucket in a buffer, reduces them, and shows this rank's shard in `.grad`.
 
-What gradients are added to is decided by what the user left in `.grad`: None begins anew.
+Gradients are added to what the user left in `.grad`; None begins anew.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ from torch import Tensor
 
 from zerokern.comm import Handle
 from zerokern.zero import checks
-from zerokern.zero.awaited import without_waiting
-from zerokern.zero.fetching import fetched
-from zerokern.zero.flattening import Flattening
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
 from zerokern.zero.kinds import local_of
-from zerokern.zero.landing import IntoHost
-from zerokern.zero.params import BucketMemory, Tenant, whole_like
+from zerokern.zero.params import BucketEntry, BucketMemory, whole_like
 from zerokern.zero.partition import shards_gradients, shards_state
-from zerokern.zero.references import References, shares
+from zerokern.zero.publishing import without_waiting
+from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
 from zerokern.zero.shard import Shard, alias, strides
-from zerokern.zero.sharded import Sharded
-from zerokern.zero.span_gradients import SpanGradient
-from zerokern.zero.squares import BucketSquares, GradReady
-from zerokern.zero.summing import Summing
+from zerokern.zero.sharded import Sharded, SpanGradient
+from zerokern.zero.tiers import fetched
 
 __all__ = ["GradientBucket"]
 
@@ -40,51 +35,52 @@ _handed_out = attrgetter("zk_handed_out")
 
 
 class GradientBucket:
-    """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
+    """One bucket's gradients: which have arrived, the `buffer` they are collected in, and what is `reduced`."""
 
     leaves_memory = False  # whether what is reduced goes elsewhere until it is used
 
     def __init__(
-        self, number: int, memory: BucketMemory, homes: list[Shard], stage: int, dtype: torch.dtype, losses: int | None
+        self, number: int, memory: BucketMemory, shards: list[Shard], stage: int, dtype: torch.dtype, losses: int | None
     ) -> None:
-        self.number, self.memory, self.homes, self.dtype = number, memory, homes, dtype
+        self.number, self.memory, self.shards, self.dtype = number, memory, shards, dtype
         self.group, self.bucket = memory.group, memory.bucket
         self.nbytes = self.bucket.padded_numel * dtype.itemsize
-        self.tenants: list[Tenant] = memory.tenants
+        self.called = f"gradients from {memory.called} on"
+        self.entries: list[BucketEntry] = memory.entries
         self.replicated = not shards_state(stage)
         # one rank's shard is the bucket: the gradients are flattened where they stay, unless that is in host memory
         self.stays = self.replicated or (self.group.alone and memory.host is None)
         self.lends_buffer = shards_gradients(stage) and not self.stays
-        self.landing = None if memory.host is None else IntoHost(self.group, memory.host)
-        self.summing = Summing(self.group, losses, whole=self.stays, landing=self.landing)
+        self.host_reducer = None if memory.host is None else HostReducer(self.group, memory.host)
+        self.summing = Summing(self.group, losses, whole=self.stays, host=self.host_reducer)
         # on a device one launch flattens all; on a CPU one call the small ones; each of the others goes at once: its
         # memory, and the cache, serve the next
         on_device = memory.device.type != "cpu"
         self.waits = [
-            one.placed is None and (on_device or one.place.numel * dtype.itemsize <= SMALL) for one in memory.tenants
+            one.placed is None and (on_device or one.place.numel * dtype.itemsize <= SMALL) for one in memory.entries
         ]
         self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
         self.absent: set[int] = set()  # places that nothing will arrive at in this pass
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
         self.inbox = Inbox()
-        self.arrived = self.inbox.landed
+        self.arrived = self.inbox.arrived
         self._stored: set[int] = set()  # places of this pass whose gradients lie in the buffer
         # what autograd accumulates into, by place; while a pass runs, what the user keeps in their `.grad` is put aside
-        self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.tenants]
+        self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.entries]
         self._aside: dict[int, Tensor] = {}
         self._before: list[Tensor | None] = []  # what parameters show while a pass runs, at stage 3
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
         self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
         self._waiting = set(self._waiting_places)
-        self._params: list[Tensor] = [one.param for one in memory.tenants]
+        self._params: list[Tensor] = [one.param for one in memory.entries]
         self.lands_in_params = stage < 3
-        self._user_hooks = [hooks for home in homes for hooks in home.hooks]
+        self._user_hooks = [hooks for shard in shards for hooks in shard.hooks]
         self.running = False
         self.arrived_places: tuple[int, ...] = ()
-        self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
-        self.late: Tensor | None = None  # what arrived after the buffer had been sent: reduced at the end of the pass
-        self.late_places: set[int] = set()
+        self.from_other_leaves: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
+        self.after_launch: Tensor | None = None  # what came after the buffer was sent: reduced at the end of the pass
+        self.places_after_launch: set[int] = set()
         self.local: set[int] = set()  # places with gradients of passes under no_sync
         self.held: set[int] = set()  # places whose reduced span holds a reduced gradient
         self.buffer: Tensor | None = None
@@ -93,23 +89,23 @@ class GradientBucket:
         self._pieces: list[Tensor] = []  # this rank's parts of what is shown
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
-        self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
+        self._spots = [(entry.shape, strides(entry.shape), entry.place.offset) for entry in self.entries]
         self._spans: list[Tensor] = []  # of the buffer, by place
-        self._places = frozenset(range(len(self.tenants)))
+        self._places = frozenset(range(len(self.entries)))
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
         self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
         self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
-        places = [tenant.place for tenant in self.tenants]
+        places = [entry.place for entry in self.entries]
         self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
         divided = not self.replicated and not on_device  # whole ones are plain tensors, which anybody may write
-        params, here = [tenant.place.param for tenant in self.tenants], self.bucket.pieces(self.group.rank)
+        params, here = [entry.place.param for entry in self.entries], self.bucket.pieces(self.group.rank)
         self.squares = BucketSquares(params, here, counted=divided)
 
-    def begin(self, task: int, landed: int | None) -> None:
-        """A pass begins: from here on gradients land in empty `.grad`s. `landed`: the place of one that has already."""
+    def begin(self, task: int, arrived: int | None) -> None:
+        """Begins a pass: empties `.grad`, where gradients arrive. `arrived`: the place of one that has already."""
         trained, leaves = list(map(_is_trained, self._params)), self.leaves
         alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
         self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
@@ -120,14 +116,14 @@ class GradientBucket:
         for place, grad in enumerate(list(map(_grad_of, leaves))):
             if grad is None:
                 continue
-            if place != landed:
+            if place != arrived:
                 self._aside[place] = grad
                 leaves[place].grad = None
-            elif self._landed(place) is None:
+            elif self._arrived_gradient(place) is None:
                 self._aside[place] = grad
 
     def take_written(self) -> None:
-        """Gradients that a custom Function has written into a `.grad` in this pass, of which autograd tells nobody."""
+        """Takes gradients that a custom Function wrote into a `.grad` in this pass: no hook is called for them."""
         if not self.running:
             return
         if not self.lands_in_params:
@@ -135,19 +131,19 @@ class GradientBucket:
         for place, grad in enumerate(list(map(_grad_of, self.leaves))):
             if grad is None or grad is self._aside.get(place) or (place in self.arrived and not self.closed):
                 continue
-            if not self.lands_in_params or self._landed(place) is not None:
+            if not self.lands_in_params or self._arrived_gradient(place) is not None:
                 self.leaves[place].grad = None
-                self.hand_over(place, grad)
+                self.take_from_other_leaf(place, grad)
 
     def _take_written_to_params(self) -> None:
         grads = list(map(_grad_of, self._params))
         for place, (grad, before) in enumerate(zip(grads, self._before, strict=True)):
             if grad is not None and grad is not before and not self.shows(place, grad):
                 self._params[place].grad = before
-                self.hand_over(place, grad)
+                self.take_from_other_leaf(place, grad)
 
     def put_back(self) -> None:
-        """Shows again what was put aside, in the place of what has landed."""
+        """Puts back into `.grad` what was there before the pass."""
         for place in self.arrived - self._stored:
             self._take_out(place)
         with without_waiting():
@@ -157,8 +153,8 @@ class GradientBucket:
         self._before = []
         self.running = False
 
-    def land(self, place: int, *, at_once: bool) -> None:
-        """A gradient of this pass lies in its leaf's `.grad`, or was added to what is shown there."""
+    def take_arrived(self, place: int, *, at_once: bool) -> None:
+        """Notes a gradient that lies in its leaf's `.grad`, or was added to what is shown there."""
         if not self._counts(place):
             return
         if self.closed or at_once:
@@ -167,67 +163,75 @@ class GradientBucket:
                 self.receive_one(place, grad)
             if place in self._aside:
                 self.leaves[place].grad = self._aside[place]
-        elif self._landed(place) is None:
+        elif self._arrived_gradient(place) is None:
             self._stored.add(place)  # added to what lies in the buffer and is shown
         if not self.closed:
             self.arrived.add(place)
 
-    def hand_over(self, place: int, grad: Tensor) -> None:
-        """A gradient from besides the usual leaf waits for the bucket's end.
+    @property
+    def is_full(self) -> bool:
+        """Whether no more gradients are expected in this pass."""
+        there = self.arrived | self.absent if self.absent else self.arrived
+        return self.inbox.expected <= len(there)
+
+    def take_from_other_leaf(self, place: int, grad: Tensor) -> None:
+        """Keeps a gradient of another leaf until the bucket is closed.
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
         if self._counts(place):
             grad = self._checked(place, grad)
-            self._take_late(place, grad) if self.closed else self.beside.append((place, grad.detach()))
+            self._take_after_launch(place, grad) if self.closed else self.from_other_leaves.append(
+                (place, grad.detach())
+            )
 
     def add(self, place: int, grad: Tensor) -> None:
-        """A part of one that arrives later: it lies there as what an earlier pass has left, to be added to."""
+        """Adds a part of a gradient; the rest arrives later and is added to it."""
         if not self._counts(place):
             return
         grad = self._checked(place, grad)
         if self.closed:
-            self._take_late(place, grad)
+            self._take_after_launch(place, grad)
         else:
             self._write(place, grad)
             self._kept.add(place)
 
     def store(self, place: int, grad: Tensor) -> None:
-        """A whole gradient goes into the buffer before the others."""
+        """Copies a whole gradient into the buffer before the others."""
         self._write(place, grad)
         self._stored.add(place)
 
     def receive_one(self, place: int, grad: Tensor) -> None:
-        """A whole gradient, which nobody has looked at, goes into the buffer, or to those that are late."""
+        """Checks a whole gradient and copies it into the buffer, or adds it to those reduced at the end."""
         grad = self._checked(place, grad)
-        self._take_late(place, grad) if self.closed else self.store(place, grad)
+        self._take_after_launch(place, grad) if self.closed else self.store(place, grad)
 
     def _counts(self, place: int) -> bool:
-        """Whether what arrives there is a gradient: it is dropped if the parameter was frozen since the forward."""
+        """Returns whether the parameter is trained; what arrives after it was frozen is dropped."""
         with without_waiting():
             trained = self._params[place].requires_grad
         if not trained:
             self._drop(place)
         elif place in self._dropped:
-            checks.thawed(self.tenants[place].name)
+            checks.thawed(self.entries[place].name)
         return trained
 
     def _checked(self, place: int, grad: Tensor) -> Tensor:
-        tenant = self.tenants[place]
-        return checks.gradient(tenant.name, grad, tenant.placed)
+        entry = self.entries[place]
+        return checks.gradient(entry.name, grad, entry.placed)
 
     def refuse_mixed(self, place: int, *, scaled: bool) -> None:
-        """The first gradient of a pass that nobody saw begin went to what is shown, before that could be scaled."""
+        """Refuses a first gradient that was added to a shown one before that could be scaled."""
         grad = self.leaves[place].grad
         if self.replicated and (scaled or self.summing.counts_again) and grad is not None and self.shows(place, grad):
-            checks.mixed(self.tenants[place].name)
+            checks.mixed(self.entries[place].name)
 
     def _write(self, place: int, grad: Tensor) -> None:
         there = place in self._kept or place in self._stored
         self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
 
-    def _landed(self, place: int) -> Tensor | None:
-        """The gradient in a leaf's `.grad`; None where that is what is shown to the user, or an addition to it."""
+    def _arrived_gradient(self, place: int) -> Tensor | None:
+        """Returns the gradient in a leaf's `.grad`; None where that is the one shown to the user."""
         leaf = self.leaves[place]
         with without_waiting():  # at stage 3 a leaf without memory stands for the parameter
             grad = leaf.grad
@@ -235,29 +239,29 @@ class GradientBucket:
         return None if shown else grad
 
     def _take_out(self, place: int) -> Tensor | None:
-        grad = self._landed(place)
+        grad = self._arrived_gradient(place)
         if grad is not None:
             with without_waiting():
                 self.leaves[place].grad = None
         return grad
 
     def _drop(self, place: int) -> None:
-        """Frozen since the forward: autograd drops what arrives then, and all that it would have been added to."""
+        """Drops the gradient of a parameter that was frozen since the forward, as autograd does."""
         if place in (self.arrived_places if self.closed else self._kept & self.arrived):
-            checks.thawed(self.tenants[place].name)
+            checks.thawed(self.entries[place].name)
         self._take_out(place)
         self._dropped.add(place)
         self.inbox.task = NO_PASS
         self.arrived.discard(place)
         self._stored.discard(place)
-        self.beside = [one for one in self.beside if one[0] != place]
+        self.from_other_leaves = [one for one in self.from_other_leaves if one[0] != place]
 
-    def _take_late(self, place: int, grad: Tensor) -> None:
-        """The order of the units did not show that more would come."""
+    def _take_after_launch(self, place: int, grad: Tensor) -> None:
+        """Adds a gradient that arrived after the bucket was closed."""
         into = self.buffer
         if self.launched:
-            self.late_places.add(place)
-            into = self.late = self._zeros() if self.late is None else self.late
+            self.places_after_launch.add(place)
+            into = self.after_launch = self._zeros() if self.after_launch is None else self.after_launch
         else:
             self.local.add(place)
             self.arrived_places += (place,)
@@ -268,15 +272,15 @@ class GradientBucket:
         return self.memory.pool.zeros(self.bucket.padded_numel, self.dtype)
 
     def kept_gradients(self) -> dict[int, Tensor]:
-        """What the user has in `.grad`, by place, whatever lands there now."""
+        """Returns what the user has in `.grad`, by place, whatever arrives there now."""
         if self.running and self.lands_in_params and not self.exposed:
             return self._aside
         with without_waiting():
-            found = list(map(_grad_of, [home.piece for home in self.homes] if self.exposed else self._params))
+            found = list(map(_grad_of, [shard.piece for shard in self.shards] if self.exposed else self._params))
         return {place: grad for place, grad in enumerate(found) if grad is not None}
 
     def _lives(self) -> set[int]:
-        """Places where the user kept what `.grad` held, so that it is to be added to."""
+        """Returns the places where the user kept `.grad`, so that it is added to."""
         kept = self.kept_gradients()
         for place, grad in list(kept.items()):
             if not self.shows(place, grad):
@@ -284,11 +288,11 @@ class GradientBucket:
         return set(kept)
 
     def _adopt(self, place: int, grad: Tensor) -> None:
-        """A gradient that was set by hand: it counts as reduced already."""
-        home = self.homes[place]
+        """Takes a gradient that was set by hand; it counts as reduced already."""
+        shard = self.shards[place]
         self._show()
         with fetched([grad], written=()):
-            span = grad if self.exposed else home.part_of(grad)
+            span = grad if self.exposed else shard.part_of(grad)
             self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
         self.give([place])
         self.held.add(place)
@@ -300,14 +304,14 @@ class GradientBucket:
         return shares(grad, self.reduced) if self.exposed else self._own(place) is grad  # type: ignore[arg-type]
 
     def _own(self, place: int) -> Tensor:
-        """What shows a gradient; anew where it was given other memory (`.data =`), which nothing is reduced into."""
-        shown, tenant = self.shown[place], self.tenants[place]
+        """Returns what shows a gradient; makes it anew where it was given other memory (`.data =`)."""
+        shown, entry = self.shown[place], self.entries[place]
         if self.replicated and self.reduced is not None and not shares(local_of(shown), self.reduced):
-            self.shown[place] = tenant.show(alias(self.reduced, tenant.place.offset, tenant.shape))
+            self.shown[place] = entry.show(alias(self.reduced, entry.place.offset, entry.shape))
         return self.shown[place]
 
     def reduced_span(self, place: int) -> Tensor:
-        """This rank's part of what is reduced of a parameter, as `.grad` shows it."""
+        """Returns this rank's part of what is reduced of a parameter."""
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
 
@@ -315,8 +319,8 @@ class GradientBucket:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
         return self.exposed or self.replicated or any(map(_handed_out, self._pieces))
 
-    def spare_what_is_kept(self) -> None:
-        """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
+    def spare_kept_gradients(self) -> None:
+        """Moves to other memory if the program has kept a gradient that `.grad` shows no more (gradient surgery)."""
         self.ready = None
         if self.reduced is None or self._references is None:
             return
@@ -326,26 +330,25 @@ class GradientBucket:
             self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
-        """To other memory, with the values that are still shown; `out` of the buffer, which is about to be written."""
+        """Moves what is reduced to other memory, with what is shown of it; `out` of the buffer, if it lies there."""
         if self.in_place and not out:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
         else:
             kept = self.reduced
-            self.reduced = kept.clone() if self.landing is None else self._room().copy_(kept)  # type: ignore[arg-type,union-attr]
+            self.reduced = kept.clone() if self.host_reducer is None else self._room().copy_(kept)  # type: ignore[arg-type,union-attr]
         self._make_shown()
         self.give(live)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply what is reduced and shown; each gets a version of its own, by which whoever has fetched it sees
-        this."""
+        """Multiplies what is reduced and shown, and counts that as a write to each."""
         if self.held and self.reduced is not None and any(self.shows(*one) for one in self.kept_gradients().items()):
             self._guard()
             self.reduced.mul_(factor)
             torch.autograd.graph.increment_version([self.reduced_span(at) for at in self.held])
 
     def open(self, buffer: Tensor) -> None:
-        """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
+        """Collects this pass in `buffer`, added to what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
         self.ready = None
@@ -368,23 +371,23 @@ class GradientBucket:
         self.opened = True
 
     def _lay(self, buffer: Tensor) -> Tensor:
-        """What arrives goes there. The spans are kept, and made before anybody counts who refers to the memory."""
+        """Sets the buffer. Its spans are cached, and made before references to the memory are counted."""
         self.buffer = buffer
         if not self._spans or self._spans[0].untyped_storage()._cdata != buffer.untyped_storage()._cdata:
             self._spans = [buffer.as_strided(*spot) for spot in self._spots]
         return buffer
 
     def close(self, *, reduces: bool) -> bool:
-        """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
+        """Completes the buffer, with zeros where nothing arrived; returns whether to add to `reduced`."""
         assert self.buffer is not None
         with without_waiting():
             self.take_written()
         self.closed, self.inbox.task = True, NO_PASS
         self._collect(self.buffer)
-        for place, grad in self.beside:
+        for place, grad in self.from_other_leaves:
             self.store(place, grad)
             self.arrived.add(place)
-        self.beside.clear()
+        self.from_other_leaves.clear()
         for place in self._places - self._stored - self._kept:
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
@@ -396,7 +399,7 @@ class GradientBucket:
         return self.adds
 
     def _collect(self, buffer: Tensor) -> None:
-        """What has landed goes into the buffer, in one call for what is copied and one for what is added."""
+        """Copies what has arrived into the buffer, in one call for what is copied and one for what is added."""
         places = self.arrived - self._stored
         with without_waiting():
             if places == self._waiting and not places & self._kept and not torch.is_grad_enabled():
@@ -423,22 +426,22 @@ class GradientBucket:
         return self.reduced is not None and self.buffer is not None and shares(self.reduced, self.buffer)
 
     def reduce(self, buffer: Tensor, add: bool, scratch: Tensor | None) -> Handle | None:
-        """Send the buffer on its way; None where there is nothing to wait for."""
+        """Launches the reduction; returns None where there is nothing to wait for."""
         self.launched = True
         self.local.clear()
         self._show()
         assert self.reduced is not None
         return self.summing.begin(buffer, self.reduced, add=add, scratch=scratch, squares=self.squares.wanted())
 
-    def reduce_late(self, scratch: Tensor | None) -> None:
-        """Add what arrived late, on any rank, to what is reduced."""
-        late = self._zeros() if self.late is None else self.late
+    def reduce_after_launch(self, scratch: Tensor | None) -> None:
+        """Adds what arrived after the launch, on any rank, to what is reduced."""
+        unsent = self._zeros() if self.after_launch is None else self.after_launch
         self._guard()
         assert self.reduced is not None
         self.ready, squares = None, self.squares.wanted()
-        (self.summing.begin(late, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
+        (self.summing.begin(unsent, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
         if self.stays:
-            self.reduced.add_(late)
+            self.reduced.add_(unsent)
         self.tell()
 
     def _show(self) -> None:
@@ -450,38 +453,38 @@ class GradientBucket:
         if self.stays:
             return self.whole_buffer()
         numel = self.bucket.shard_numel
-        if self.landing is not None:
-            return self.landing.room(numel, self.dtype)
+        if self.host_reducer is not None:
+            return self.host_reducer.room(numel, self.dtype)
         if self.lends_buffer:
             return self.memory.pool.zeros(numel, self.dtype)
         return alias(self.whole_buffer(), self.group.rank * numel, (numel,))
 
     def whole_buffer(self) -> Tensor:
-        """A buffer of this bucket's own, for as long as it is needed."""
+        """Returns a buffer of this bucket's own."""
         return self._lay(self._zeros()) if self.buffer is None else self.buffer
 
     def _make_shown(self) -> None:
         assert self.reduced is not None
         self.shown = []
         spans = {piece.param: piece for piece in self.bucket.pieces(self.group.rank)}
-        for number, (tenant, home) in enumerate(zip(self.tenants, self.homes, strict=True)):
+        for number, (entry, shard) in enumerate(zip(self.entries, self.shards, strict=True)):
             if self.replicated:
-                self.shown.append(tenant.show(alias(self.reduced, tenant.place.offset, tenant.shape)))
+                self.shown.append(entry.show(alias(self.reduced, entry.place.offset, entry.shape)))
                 continue
-            piece = spans.get(tenant.place.param)
-            local: Any = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
+            piece = spans.get(entry.place.param)
+            local: Any = alias(self.reduced, 0 if piece is None else piece.offset, (shard.numel,))
             local.zk_handed_out = False
-            named = Sharded.of(local, home.here, name=home.name, kind="gradient")
+            named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
             named.settle = self.settle
             named.receive = None if self.receive is None else partial(self.receive, number)
-            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place, tenant.placed)
+            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
             del named, local
         self._pieces = [] if self.replicated else [one.span for one in self.shown if isinstance(one, Sharded)]
         self._references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
-        """What is reduced is there: for the caller, or, on a device, for its current stream."""
+        """Tells listeners that what is reduced is there, on a device for the current stream."""
         assert self.reduced is not None
         pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self._pieces
         sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
@@ -490,7 +493,7 @@ class GradientBucket:
             listener(self.ready)
 
     def reads_until(self, wait: Callable[[], None]) -> None:
-        """Something reads what is reduced: whoever writes it calls `wait` first."""
+        """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
         self._guards.append(wait)
         if self.settle is None:
             for shown in self.shown:
@@ -502,20 +505,20 @@ class GradientBucket:
             wait()
 
     def settles(self, settle: Callable[[], None]) -> None:
-        """From now on updates may be under way: who does anything with a gradient that is shown waits for them."""
+        """Makes whoever uses a shown gradient call `settle` first: updates that read it may be under way."""
         self.settle = settle
         for shown in self.shown:
             if isinstance(shown, Sharded):
                 shown.settle = settle
 
     def give(self, places: Iterable[int]) -> None:
-        """Put the gradients where the user looks for them."""
+        """Shows the gradients in `.grad`."""
         self._show()
         aside = self._aside if self.running and self.lands_in_params else None
         for place in places:
             if self.exposed:
-                home = self.homes[place]
-                home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, home.here.group)
+                shard = self.shards[place]
+                shard.piece.grad = SpanGradient.of(self.reduced_span(place), shard.name, shard.here.group)
                 continue
             shown = self._own(place) if self.replicated else self.shown[place]
             if aside is None:
@@ -524,27 +527,27 @@ class GradientBucket:
                 aside[place] = shown
 
     def call_hooks(self, places: Iterable[int]) -> None:
-        """Hooks on the accumulation of these gradients, which are reduced, in the order of the model's parameters."""
-        some = [place for place in places if self.homes[place].has_hooks] if any(self._user_hooks) else []
+        """Calls users' hooks on the accumulation of these gradients, in the order of the model's parameters."""
+        some = [place for place in places if self.shards[place].has_hooks] if any(self._user_hooks) else []
         for place in sorted(some, key=lambda place: self.bucket.places[place].param):
-            self.homes[place].call_hooks(self.homes[place].piece if self.exposed else self.tenants[place].param)
+            self.shards[place].call_hooks(self.shards[place].piece if self.exposed else self.entries[place].param)
 
     def refuse_unreduced(self) -> None:
-        """A step on gradients that other ranks know nothing of would let the ranks drift apart."""
+        """Refuses a step on gradients of passes under no_sync alone, of which other ranks know nothing."""
         apart = not self.replicated or self.summing.counts_again  # as in DDP, means at stage 0 are each rank's affair
         if self.local and apart and self.summing.needed:
-            checks.unreduced([self.tenants[place].name for place in sorted(self.local)])
+            checks.unreduced([self.entries[place].name for place in sorted(self.local)])
 
     def reset(self) -> None:
-        """Forget a pass, or be ready for the next one."""
+        """Ends a pass, whether it finished or not."""
         self.put_back()
         self.arrived.clear()
         self._stored.clear()
         self.inbox.task = NO_PASS
-        self.beside.clear()
+        self.from_other_leaves.clear()
         self.absent.clear()
         self._dropped.clear()
         self.launched = self.opened = self.closed = False
-        self.late, self.late_places, self.arrived_places = None, set(), ()
+        self.after_launch, self.places_after_launch, self.arrived_places = None, set(), ()
         if self.lends_buffer and not self.local and self.buffer is not None:
             self.buffer, self._spans = None, []

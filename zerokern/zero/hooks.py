@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
+from zerokern.core.errors import StateError
+
 __all__ = [
     "NO_PASS",
     "Inbox",
@@ -29,15 +31,12 @@ __all__ = [
     "accumulates_here",
     "accumulator",
     "after_loading",
+    "allows_saved_hooks",
     "around_forward",
     "at_end_of_backward",
     "before_accumulation",
     "current_pass",
     "graph_tensors",
-    "hear_saved",
-    "hear_saved_no_more",
-    "hears_of_saved",
-    "hears_saved",
     "hooks_after_accumulation",
     "import_compiler",
     "in_backward",
@@ -45,15 +44,19 @@ __all__ = [
     "is_within_pass",
     "keep_hook",
     "keep_user_hooks",
-    "landing",
     "made_anew",
     "next_node",
+    "on_accumulation",
     "on_gradient",
     "on_optimizer_steps",
     "on_registration",
     "outside_of_transforms",
+    "pop_saved_hooks",
+    "push_saved_hooks",
     "received",
+    "refuse_gradients",
     "share_hooks",
+    "top_saved_hooks",
     "weakly",
     "when_gradient_is_there",
     "within_pass",
@@ -74,13 +77,13 @@ NO_PASS = -2  # the number of none
 
 
 class Inbox:
-    """Which gradients of a bucket have landed in `.grad`, by place, in the backward pass with the number `task`.
+    """Which gradients of a bucket have arrived in `.grad`, by place, in the backward pass with the number `task`.
 
     `expected`: the number of gradients that complete the bucket.
     """
 
     def __init__(self) -> None:
-        self.landed: set[int] = set()
+        self.arrived: set[int] = set()
         self.task, self.expected = NO_PASS, 0
 
 
@@ -133,19 +136,19 @@ def keep_user_hooks(
         leaf._post_accumulate_grad_hooks = found
 
 
-def landing(inbox: Inbox, place: int, receive: Callable[[], None], *, waits: bool) -> Callable[[Tensor], None]:
+def on_accumulation(inbox: Inbox, place: int, receive: Callable[[], None], *, waits: bool) -> Callable[[Tensor], None]:
     """A hook that notes in the inbox that autograd has put a gradient into a leaf's `.grad`.
 
     It calls `receive` for a gradient that no running pass expects, that completes the inbox, came before, or is not to
     wait. This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.
     """
-    landed, receive_, task_of = inbox.landed, _Own(receive), torch._C._current_graph_task_id
+    arrived, receive_, task_of = inbox.arrived, _Own(receive), torch._C._current_graph_task_id
     if not waits:
         return lambda _: receive_()
 
     def note(_: Tensor) -> None:
-        if inbox.task == task_of() and place not in landed and len(landed) + 1 < inbox.expected:
-            landed.add(place)
+        if inbox.task == task_of() and place not in arrived and len(arrived) + 1 < inbox.expected:
+            arrived.add(place)
         else:
             receive_()
 
@@ -188,6 +191,11 @@ def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = No
         return None if otherwise is None else otherwise(*args, **kwargs)
 
     return call
+
+
+def refuse_gradients(*_: Any) -> NoReturn:
+    """Raise: a graph outlived the model that its gradients are of."""
+    raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
 
 
 class _Own:
@@ -374,23 +382,23 @@ def outside_of_transforms() -> AbstractContextManager:
     return torch._C._DisableFuncTorch()
 
 
-def hears_of_saved() -> bool:
+def allows_saved_hooks() -> bool:
     """Whether hooks may be told now of what autograd saves: functional transforms do not allow it."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
-def hears_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The hooks that are told at present of what autograd saves, in this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def hear_saved(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Autograd keeps `pack(tensor)` for what it saves, until `hear_saved_no_more`, and reads `unpack(packed)`."""
+def push_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Autograd keeps `pack(tensor)` for what it saves, until `pop_saved_hooks`, and reads `unpack(packed)`."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def hear_saved_no_more() -> None:
-    """Ends the last `hear_saved` of this thread."""
+def pop_saved_hooks() -> None:
+    """Ends the last `push_saved_hooks` of this thread."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 

@@ -1,6 +1,6 @@
-"""The one switch on what a tensor is: plain, a span of zk.shard's, a piece of a parameter, a DTensor.
+"""Says what a tensor is (plain, a span of zk.shard's, a DTensor): which of its elements are on this rank, and where.
 
-Everybody else asks `here_of` which of its elements are on this rank, and `local_of` where they lie.
+The one switch on kinds of tensors; everybody else asks `here_of` for the elements, and `local_of` for their memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ __all__ = [
     "SLOTS",
     "Distributed",
     "Placed",
+    "ShardedDTensor",
     "here_of",
     "is_divided",
     "is_placed",
     "is_replicated",
     "known_shard",
+    "largest_local_numel",
     "local_of",
     "over",
     "present",
@@ -327,3 +329,29 @@ def shardings_of(shards: Iterable[Any]) -> list[Any]:
     """
     found = [shard.sharding for shard in shards if shard is not None]
     return list({id(one): one for one in found if one is not None}.values())
+
+
+class _Slotted(Tensor):
+    """An object with the slots of a DTensor: only such can take each other's place."""
+
+    __slots__ = SLOTS
+
+
+class ShardedDTensor(Sharded, _Slotted):
+    """Stands for a DTensor parameter between its uses at stage 3."""
+
+
+def largest_local_numel(tensor: Tensor) -> int:
+    """How many elements of a tensor the rank has that has most of them.
+
+    >>> import torch
+    >>> largest_local_numel(torch.ones(2, 3))
+    6
+    """
+    if not is_placed(tensor):
+        return tensor.numel()
+    sizes = list(tensor.shape)
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = -(-sizes[placement.dim] // size)
+    return math.prod(sizes)

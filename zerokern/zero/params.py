@@ -1,14 +1,17 @@
-"""The memory of parameters: a flat bucket that they are views of, whole or this rank's shard of it. How they come
-there: the object that the user knows stays, what it consists of changes."""
+"""Lays parameters out in flat buckets, whole or this rank's shard, and makes the tensors that modules compute with.
+
+The parameter object that the user knows stays; what it consists of changes. At stage 3 modules compute with leaves of
+autograd's over the gathered bucket. While it is not gathered, a leaf stands for the parameter.
+"""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +25,116 @@ from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.tier import DevicePool
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
-from zerokern.zero.computing import leaf_over
-from zerokern.zero.kinds import Placed, here_of, local_of, version_of
-from zerokern.zero.lifting import Lift, Lifting
+from zerokern.zero.kinds import Distributed, Placed, ShardedDTensor, here_of, is_placed, local_of, version_of
 from zerokern.zero.partition import Bucket, Piece
-from zerokern.zero.placed import ShardedDTensor
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tiers import DiskCopier, DiskCopy
 from zerokern.zero.units import Owner
 
-if TYPE_CHECKING:
-    from zerokern.zero.sharding import Sharding
+__all__ = [
+    "BucketEntry",
+    "BucketMemory",
+    "Gathered",
+    "exchange_bodies",
+    "leaf_over",
+    "mark_gathered",
+    "mark_released",
+    "place",
+    "sharded_parameter_of",
+    "whole_like",
+]
 
-__all__ = ["BucketMemory", "Tenant", "exchange_bodies", "place", "whole_like"]
+
+class Gathered(nn.Parameter):
+    """A full parameter over its gathered bucket. Writes through `.data` count, and assigning it writes in place."""
+
+    sharded_parameter: nn.Parameter  # what the user knows
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()  # torch's own has a version of its own: what is written to it would be lost
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise ShardError(
+                f"`.data =` would make a parameter {value.dtype} of shape {tuple(value.shape)} on {value.device}; "
+                f"allowed: what it is, {self.dtype} of shape {tuple(self.shape)} on {self.device}. Convert a model "
+                "before zk.shard"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+class _Absent:
+    """Makes functions that are given this leaf get the user's parameter instead."""
+
+    __slots__ = ()
+    sharded_parameter: nn.Parameter
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*_awake(args), **_awake(dict(kwargs or {})))
+
+
+class ReleasedParameter(_Absent, Gathered):
+    """The class of a `Gathered` while its bucket has no memory; a module may have kept it."""
+
+
+class ReleasedDTensor(_Absent, Distributed):
+    """The same for a DTensor, which is of torch's own class while it is full: any other costs more in each call."""
+
+
+_RELEASED: dict[type, type] = {Gathered: ReleasedParameter, Distributed: ReleasedDTensor}
+_GATHERED: dict[type, type] = {rests: whole for whole, rests in _RELEASED.items()}
+
+
+def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
+    """Makes the leaf over gathered memory that modules compute with in the place of a parameter."""
+    kind = nn.Parameter if is_placed(view) else Gathered
+    leaf: Any = kind(view, requires_grad=param.requires_grad)
+    leaf.__dict__.update(param.__dict__)
+    leaf.sharded_parameter = param
+    return leaf
+
+
+def mark_gathered(leaves: Iterable[Tensor]) -> None:
+    """Says that the bucket of these leaves has memory."""
+    for leaf in leaves:
+        leaf.__class__ = _GATHERED.get(type(leaf), type(leaf))
+
+
+def mark_released(leaves: Iterable[Tensor]) -> None:
+    """Says that the bucket of these leaves has no memory: they stand for the user's parameters."""
+    for leaf in leaves:
+        leaf.__class__ = _RELEASED.get(type(leaf), type(leaf))
+
+
+def sharded_parameter_of(param: Tensor) -> nn.Parameter | None:
+    """Returns the user's parameter that this leaf stands for; None where it is no such leaf.
+
+    >>> sharded_parameter_of(nn.Parameter(torch.ones(1))) is None
+    True
+    """
+    return getattr(param, "sharded_parameter", None)
+
+
+def _awake(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.sharded_parameter if isinstance(value, _Absent) else value
+    if isinstance(value, dict):
+        return {key: _awake(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_awake, value))
+    return type(value)(map(_awake, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass
-class Tenant:
+class BucketEntry:
     """A parameter in its bucket; `full` is what modules compute with while it is gathered (stage 3).
 
     `shape`: what lies in the bucket, which of a DTensor that is `placed` is this rank's local tensor.
@@ -52,19 +148,19 @@ class Tenant:
     full: Any = None
 
     @staticmethod
-    def of(name: str, param: nn.Parameter, place: Piece) -> Tenant:
+    def of(name: str, param: nn.Parameter, place: Piece) -> BucketEntry:
         here = here_of(param)
-        return Tenant(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
+        return BucketEntry(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
 
     def show(self, local: Tensor) -> Tensor:
-        """What has its shape, as what the parameter is."""
+        """Returns a tensor of its shape as a DTensor, if the parameter is one."""
         return local if self.placed is None else self.placed.show(local)
 
 
 def whole_like(group: Group, shard_numel: int, place: Piece, placed: Placed | None, one: Sharded) -> Tensor:
-    """All elements of a tensor that is sharded as the parameter at a place of a bucket is; all ranks call it.
+    """Gathers all elements of a tensor that is sharded as a parameter of a bucket is; all ranks call it.
 
-    Of a DTensor, `placed` as that is, all that this rank has without zk.shard.
+    Of a DTensor, `placed` as that is, all that this rank has of it without zk.shard.
     """
     shape = one.shape if placed is None else torch.Size(placed.sizes)
     if group.size == 1:
@@ -85,11 +181,11 @@ def whole_like(group: Group, shard_numel: int, place: Piece, placed: Placed | No
 
 
 class BucketMemory:
-    """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
+    """The memory of one bucket: this rank's `shard`, and `full`, which stage 3 allocates while it is gathered.
 
-    With a `rest` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
-    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a `lift` does,
-    from where it rests.
+    With a `rest` the shard has memory while it is used, and rests in another tier; on one rank it is all there is. With
+    a `host` the shard stays in host memory (`kept`), and a gather copies it to the compute device; or a `disk_copier`
+    copies it from where it rests.
     """
 
     recorder: SpanRecorder | None = None  # of the optimizer that steps it
@@ -104,22 +200,22 @@ class BucketMemory:
         rest: Rest | None = None,
         host: HostTier | None = None,
         kept: Tensor | None = None,
-        lift: Lift | None = None,
+        disk_copier: DiskCopier | None = None,
     ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self.pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
         self.rest = rest
-        self.host, self.lift = host, lift
+        self.host, self.disk_copier = host, disk_copier
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
-        self.tenants: list[Tenant] = []
-        self._sorted: list[Tenant] = []
+        self.entries: list[BucketEntry] = []
+        self._sorted: list[BucketEntry] = []
         self._begins: list[int] = []
         self.gathered = not self.sharded
         begin, numel = group.rank * bucket.shard_numel, bucket.shard_numel
         self._fetched = False
         self.fetch()
-        if self.rest is not None and group.alone and lift is None:
+        if self.rest is not None and group.alone and disk_copier is None:
             self.full = self.rest.memory
         elif self.sharded:
             with pool.allocating():
@@ -128,37 +224,37 @@ class BucketMemory:
             self.full = pool.empty(bucket.padded_numel, self.dtype)
         self.own = alias(self.full, begin, (numel,))
         if self.rest is not None:
-            self.shard = self.own if group.alone and lift is None else self.rest.memory
+            self.shard = self.own if group.alone and disk_copier is None else self.rest.memory
         elif kept is not None:
             self.shard = kept
         else:
             self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
-        self._coming: Copy | Lifting | None = None  # what last left the host
-        self._parts = [] if lift is None else lift.parts(self.own)
+        self._coming: Copy | DiskCopy | None = None  # what last left the host
+        self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
 
     @property
     def called(self) -> str:
         """The name of its first parameter, for messages."""
-        return repr(self.tenants[0].name) if self.tenants else "nothing"
+        return repr(self.entries[0].name) if self.entries else "nothing"
 
     @property
     def nbytes(self) -> int:
         return self.bucket.padded_numel * self.dtype.itemsize
 
-    def fill(self, tenants: Sequence[Tenant], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
-        """Take rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
+    def fill(self, entries: Sequence[BucketEntry], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
+        """Copies rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
 
         A remainder where bf16 was rounded to as the optimizers do, else the values themselves.
         """
-        self.tenants = list(tenants)
+        self.entries = list(entries)
         self.full.zero_()  # the padding too: what is never written would differ between ranks
-        wide = any(tenant.param.dtype != self.dtype for tenant in tenants)
+        wide = any(entry.param.dtype != self.dtype for entry in entries)
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
-        for tenant in tenants:
-            span = source[tenant.place.offset : tenant.place.offset + tenant.place.numel]
-            span.view(tenant.shape).copy_(local_of(tenant.param).detach())
+        for entry in entries:
+            span = source[entry.place.offset : entry.place.offset + entry.place.numel]
+            span.view(entry.shape).copy_(local_of(entry.param).detach())
         self.group.broadcast(source).wait()
         lost: dict[int, Tensor] = {}
         if wide:
@@ -171,7 +267,7 @@ class BucketMemory:
         return {number: one.to(self.shard.device) for number, one in lost.items()}
 
     def _round(self, source: Tensor) -> Tensor | None:
-        """fp32 values into the bucket; a remainder for bf16, whose rounding rule is the optimizers' own."""
+        """Rounds fp32 values into the bucket; returns a remainder for bf16, which is rounded as the optimizers do."""
         if self.dtype is not torch.bfloat16:
             self.full.copy_(source)
             return None
@@ -189,42 +285,42 @@ class BucketMemory:
             for piece in self.bucket.pieces(self.group.rank)
         }
 
-    def view(self, tenant: Tenant) -> Tensor:
-        """A parameter of the full bucket, in its shape."""
-        return alias(self.full, tenant.place.offset, tenant.shape)
+    def view(self, entry: BucketEntry) -> Tensor:
+        """Returns the view of a parameter in the full bucket, in its shape."""
+        return alias(self.full, entry.place.offset, entry.shape)
 
     def full_at(self, offset: int) -> Any:
-        """What modules compute with that the element at this offset belongs to (stage 3)."""
+        """Returns the leaf that the element at this offset belongs to (stage 3)."""
         if not self._begins:
-            self._sorted = sorted(self.tenants, key=lambda one: (one.place.offset, one.place.numel))
-            self._begins = [tenant.place.offset for tenant in self._sorted]
+            self._sorted = sorted(self.entries, key=lambda one: (one.place.offset, one.place.numel))
+            self._begins = [entry.place.offset for entry in self._sorted]
         full = self._sorted[bisect_right(self._begins, offset) - 1].full
         assert full is not None
         return full
 
     def piece(self, piece: Piece | None) -> Tensor:
-        """This rank's elements of a parameter, 1-D; none of them for None."""
+        """Returns this rank's elements of a parameter, 1-D; none of them for None."""
         return alias(self.shard, 0, (0,)) if piece is None else alias(self.shard, piece.offset, (piece.numel,))
 
     def fetch(self) -> None:
-        """The shard is on its way to where it is gathered from, if it rests elsewhere."""
+        """Begins to fetch the shard, if it rests in another tier."""
         if self.rest is not None and not self._fetched:
             self.rest.fetch()
             self._fetched = True
-            if self.recorder is not None and self.lift is None:
+            if self.recorder is not None and self.disk_copier is None:
                 self.recorder.fetching("read", self.bucket.shard_numel * self.dtype.itemsize)
 
     def let_go(self) -> None:
-        """The shard has been gathered, or need not be."""
+        """Lets the shard go back to its tier: it has been gathered, or need not be."""
         if self._fetched:
             assert self.rest is not None
             self._fetched = False
             self.rest.leave()
 
     def gather(self, full: Tensor | None = None) -> Handle:
-        """The shards of all ranks are on their way into `full`, the usual memory or another.
+        """Gathers the shards of all ranks into `full`, the usual memory or another.
 
-        From the host a shard goes to its own span there, beside what computes; on several ranks the others follow it.
+        A shard in host memory is copied to its own span first, while the device computes.
         """
         handle = self._gather(full)
         if self.recorder is None or full is not None:
@@ -242,21 +338,21 @@ class BucketMemory:
             copy.gate()
             return self.group.all_gather(self.full if full is None else full)
 
-    def _lifted(self, own: Tensor) -> Copy | Lifting:
+    def _lifted(self, own: Tensor) -> Copy | DiskCopy:
         assert self.host is not None
-        if self.lift is None:
+        if self.disk_copier is None:
             return self.host.fetch(self.shard, own)
         assert self.rest is not None
-        return self.lift.start(self.rest, self._parts if own is self.own else self.lift.parts(own))
+        return self.disk_copier.start(self.rest, self._parts if own is self.own else self.disk_copier.parts(own))
 
     def settle(self) -> None:
-        """Returns once nothing reads the shard on its way to the device, so that it may be written."""
+        """Waits until no copy to the device reads the shard, so that it may be written."""
         coming, self._coming = self._coming, None
         if isinstance(coming, Copy):  # what rests waits for its users by itself
             coming.wait()
 
     def allocate(self) -> bool:
-        """Memory for the full bucket, in the storage that the views of it have; whether somebody else has kept it."""
+        """Allocates the full bucket in the storage of its views; returns whether somebody had kept it allocated."""
         self.fetch()
         if self.shard is self.own:
             self.gathered = True
@@ -272,7 +368,7 @@ class BucketMemory:
         return kept
 
     def release(self) -> None:
-        """Give the full bucket's memory back; its views keep their storage, empty until it is next gathered.
+        """Frees the full bucket; its views keep their storage, empty until it is next gathered.
 
         Where somebody else refers to the storage (a view that a module has kept, hooks of others for what autograd
         saves), it stays until that has ended: the first time that this is called there is nobody else. Where NumPy has
@@ -299,43 +395,41 @@ class BucketMemory:
                     )
 
 
-def place(
-    sharding: Sharding, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]
-) -> list[Shard]:
-    """Point the parameters of a filled bucket at it, at their shard of it where it is sharded; returns their homes."""
+def place(sharding: Any, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]) -> list[Shard]:
+    """Points parameters at their filled bucket, or at this rank's span of it; returns their shards."""
     mine = {piece.param: piece for piece in memory.bucket.pieces(memory.group.rank)}
-    homes = []
-    for tenant in memory.tenants:
-        number, param = tenant.place.param, tenant.param
+    shards = []
+    for entry in memory.entries:
+        number, param = entry.place.param, entry.param
         if sharding.replicated:
-            start, span = 0, memory.view(tenant).view(-1)
+            start, span = 0, memory.view(entry).view(-1)
         else:
             piece = mine.get(number)
             start, span = (0, memory.piece(None)) if piece is None else (piece.start, memory.piece(piece))
         ranks = sharding.groups.each[memory.bucket.ranks]
-        home = Shard.of_model(tenant.name, param, start, span, sharding, lost.get(number), ranks)
+        shard = Shard.of_model(entry.name, param, start, span, sharding, lost.get(number), ranks)
         if sharding.stage >= 3:
             _forget_weak_references(owners[id(param)])
             _forget_graphs(owners[id(param)])
-            _shard(tenant, memory, home)
+            _shard(entry, memory, shard)
         else:
-            _lay(tenant, memory)
-            give_shard(param, home)
-            home.seen_version = version_of(param)
-        homes.append(home)
+            _lay(entry, memory)
+            give_shard(param, shard)
+            shard.seen_version = version_of(param)
+        shards.append(shard)
     memory.release()
-    return homes
+    return shards
 
 
 def _forget_weak_references(owners: list[Owner]) -> None:
-    """Recurrent modules have some, to notice what we tell them ourselves; an object's body is exchanged without any."""
+    """Drops the weak references of recurrent modules: a parameter that has any cannot be swapped."""
     for owner in owners:
         if isinstance(owner.module, nn.RNNBase):
             owner.module._flat_weight_refs = [None] * len(owner.module._flat_weights_names)
 
 
 def _forget_graphs(owners: list[Owner]) -> None:
-    """What a hook makes of parameters before each forward (old weight_norm, pruning) is there before the first one."""
+    """Detaches what hooks have made of parameters before the first forward (old weight_norm, pruning)."""
     for module in {id(owner.module): owner.module for owner in owners}.values():
         for attribute in hooks.made_anew(module):
             made = module.__dict__.get(attribute)
@@ -351,37 +445,37 @@ def _refuse_early(attribute: str, _: Tensor) -> NoReturn:
     )
 
 
-def _lay(tenant: Tenant, memory: BucketMemory) -> None:
-    """The parameter lies in its bucket from now on."""
-    param, view = tenant.param, tenant.show(memory.view(tenant))
-    if tenant.placed is None:
+def _lay(entry: BucketEntry, memory: BucketMemory) -> None:
+    """Moves a parameter into its bucket."""
+    param, view = entry.param, entry.show(memory.view(entry))
+    if entry.placed is None:
         param.data = view
         return
     body = nn.Parameter(view, requires_grad=param.requires_grad)
     body.__dict__.update(param.__dict__)
     hooks.share_hooks(param, body)
-    exchange_bodies(param, body, tenant.name)
+    exchange_bodies(param, body, entry.name)
 
 
-def _shard(tenant: Tenant, memory: BucketMemory, home: Shard) -> None:
-    param, view = tenant.param, tenant.show(memory.view(tenant))
+def _shard(entry: BucketEntry, memory: BucketMemory, shard: Shard) -> None:
+    param, view = entry.param, entry.show(memory.view(entry))
     full = leaf_over(view, param)
-    give_shard(full, home)
-    tenant.full = home.leaf = full
+    give_shard(full, shard)
+    entry.full = shard.leaf = full
     hooks.share_hooks(param, full)
-    local = home.piece.detach()
-    body = (Sharded if tenant.placed is None else ShardedDTensor).of(local, home.here, name=home.name)
-    home.rest = local.zk_rest = memory.rest
-    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place, tenant.placed)
+    local = shard.piece.detach()
+    body = (Sharded if entry.placed is None else ShardedDTensor).of(local, shard.here, name=shard.name)
+    shard.rest = local.zk_rest = memory.rest
+    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, entry.place, entry.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)
     body._is_param = True
-    give_shard(body, home)
-    exchange_bodies(param, body, home.name)
+    give_shard(body, shard)
+    exchange_bodies(param, body, shard.name)
 
 
 def exchange_bodies(param: Tensor, body: Tensor, name: str) -> None:
-    """Two objects change what they consist of, so that everybody who holds `param` holds the new body."""
+    """Swaps the contents of two tensor objects, so that whoever holds `param` has the new ones."""
     try:
         torch.utils.swap_tensors(param, body)
     except RuntimeError as error:

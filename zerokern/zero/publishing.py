@@ -1,98 +1,126 @@
-"""Buckets whose update is under way: a forward waits for those that it needs, and for no others."""
+"""Publishes updated parameters: at once, or bucket by bucket while an update is under way.
+
+A forward then waits for the buckets that it needs, and for no others. Whatever else reads or writes a parameter waits
+for the bucket of that parameter.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from zerokern.comm import Handle, during
+from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
-from zerokern.zero.awaited import arrived, awaited, without_waiting
-from zerokern.zero.gather import Gatherer
-from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.kinds import Distributed, known_shard
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
-from zerokern.zero.units import Unit
+from zerokern.zero.sharded import leaves
+from zerokern.zero.sharded_ops import METADATA
+from zerokern.zero.units import UnitSpec
 
-__all__ = ["Publication", "Publisher"]
+__all__ = ["Publisher", "mark_updated", "mark_updating", "without_waiting"]
 
+_ASKS_NO_VALUES = METADATA - {torch.Tensor.__format__, torch.Tensor.contiguous}
 _WRITTEN = (
     "{name!r} was written while its update was under way, and the two cannot be told apart any more; load the model, "
     'then its optimizer. With schedule="overlap", call opt.flush() after step() and before writing to parameters'
 )
 
 
-class Publication:
-    """What one optimizer step has yet to publish of a model. `ready(i)` returns once bucket i is there on this rank.
+class _Updating:
+    """The class of a parameter whose update is under way: functions that are given it wait. Its memory is the same."""
 
-    Nothing here talks to other ranks: one of them may save its model while the others go on.
-    """
+    __slots__ = ()
 
-    def __init__(self, memories: Sequence[BucketMemory], ready: Callable[[int], None]) -> None:
-        self._memories, self._ready = list(memories), ready
-        self._next = 0
-        self._params = [[tenant.param for tenant in memory.tenants] for memory in self._memories]
-        self._versions = [[param._version for param in params] for params in self._params]
-        for params in self._params:
-            awaited(params)
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given: Any = kwargs or {}
+        found = () if func in _ASKS_NO_VALUES else [one for one in leaves((args, given)) if isinstance(one, _Updating)]
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        for one in found:
+            _wait_for(one)
+        return func(*args, **given)
 
-    @property
-    def complete(self) -> bool:
-        return self._next == len(self._memories)
+    def __deepcopy__(self, memo: dict) -> Any:
+        _wait_for(self)
+        return self.__deepcopy__(memo)
 
-    def upto(self, last: int) -> None:
-        """Returns once all buckets up to this one are those of the last step."""
-        while self._next <= min(last, len(self._memories) - 1):
-            memory = self._memories[self._next]
-            self._ready(self._next)
-            with without_waiting():
-                self._refuse_writes(memory)
-            arrived(self._params[self._next])
-            self._next += 1
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _wait_for(self)
+        return self.__reduce_ex__(protocol)
 
-    def finish(self) -> None:
-        self.upto(len(self._memories))
 
-    def end(self) -> None:
-        """Nobody need wait any more, whatever has become of it."""
-        for params in self._params[self._next :]:
-            arrived(params)
+class UpdatingParameter(_Updating, nn.Parameter):
+    """A plain parameter while its update is under way; before and after it is of torch's own class."""
 
-    def _refuse_writes(self, memory: BucketMemory) -> None:
-        for tenant, version in zip(memory.tenants, self._versions[self._next], strict=True):
-            if tenant.param._version != version:
-                for number in range(self._next, len(self._memories)):
-                    self._ready(number)  # nothing is written any more when this is heard of
-                raise StateError(_WRITTEN.format(name=tenant.name))
+
+class UpdatingDTensor(_Updating, Distributed):
+    """A DTensor while its update is under way."""
+
+
+_UPDATING: dict[type, type] = {nn.Parameter: UpdatingParameter, Distributed: UpdatingDTensor}
+_UPDATED: dict[type, type] = {updating: usual for usual, updating in _UPDATING.items()}
+
+
+def _wait_for(param: Any) -> None:
+    shard = known_shard(param)
+    if shard is not None:
+        shard.sharding.publisher.wait_for_bucket(shard.gradients.number)
+    mark_updated([param])
+
+
+def mark_updating(params: Sequence[Tensor]) -> None:
+    """From now on whoever asks one of these for its values waits for its update."""
+    for param in params:
+        param.__class__ = _UPDATING.get(type(param), type(param))
+
+
+def mark_updated(params: Sequence[Tensor]) -> None:
+    """From now on nobody waits for these: they are updated, or never will be."""
+    for param in params:
+        if isinstance(param, _Updating):
+            param.__class__ = _UPDATED[type(param)]
+
+
+def without_waiting() -> Any:
+    """Context manager: parameters are looked at as they are, and nobody waits for an update of them."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 class Publisher:
-    """How updated buckets of one model reach whoever reads its parameters. `gathers`: by a collective, if at all.
+    """Shows updated buckets of one model to whoever reads its parameters.
 
-    Parameters are then whole on every rank between steps, and updated in part on each.
+    `gathers`: by a collective, where each rank updates a part of parameters that all have. Waiting for an update talks
+    to no other rank: one rank may save its model while the others go on.
     """
 
-    def __init__(self, units: Sequence[Unit], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
-        self._modules = [weakref.ref(unit.module) for unit in units]
+    def __init__(self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
         self._memories = [memory for memory in memories if memory.bucket.trainable]
         self.gathers = gathers and any(not memory.group.alone for memory in memories)
-        self.gatherer: Gatherer | None = None
-        self.gradient_buckets: Sequence[GradientBucket] = ()
-        self._publication: Publication | None = None
-        self._hooked = False
-        tenants = [tenant for memory in self._memories for tenant in memory.tenants]
-        self._read = [one.param if one.full is None else one.full for one in tenants]
-        homes = [shard_of(one) for one in self._read]
-        self._pieces = [home.piece for home in homes if home is not None]
-        self._announced = [piece._version for piece in self._pieces]
-        self._tears: Callable[[], object] = _nothing
+        self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers}
+        self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
+        entries = [entry for memory in self._memories for entry in memory.entries]
+        self._read = [one.param if one.full is None else one.full for one in entries]
+        shards = [shard_of(one) for one in self._read]
+        self._pieces = [shard.piece for shard in shards if shard is not None]
+        self._announced = [piece._version for piece in self._pieces]
+        # of the update that is under way, if any
+        self._ready: Callable[[int], None] | None = None
+        self._tears: Callable[[], object] = _nothing
+        self._next = 0  # the first bucket that nobody has waited for
+        self._params = [[entry.param for entry in memory.entries] for memory in self._memories]
+        self._versions: list[list[int]] = []
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
         for number, memory in enumerate(self._memories):
@@ -100,21 +128,21 @@ class Publisher:
                 self._last_of[numbers[spot.param]] = number
 
     def announce(self) -> None:
-        """Graphs that read old values of what was updated must not be used any more: autograd compares versions."""
+        """Count updates as writes to what autograd has read: it refuses graphs of older values."""
         versions = [piece._version for piece in self._pieces]
         known, self._announced = self._announced, versions
         updated = [one for one, was, now in zip(self._read, known, versions, strict=True) if was != now]
         torch.autograd.graph.increment_version(updated)
 
     def gather_all(self) -> None:
-        if self.gathers:
-            handles = []
-            for memory in self._memories:
-                handle, recorder = self.launch_gather(memory), memory.recorder
-                size = memory.group.size
-                handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))
-            for handle in handles:
-                handle.wait()
+        """Gather all buckets, where ranks updated a part each, and wait for them."""
+        handles = []
+        for memory in self._memories if self.gathers else ():
+            handle, recorder = self.launch_gather(memory), memory.recorder
+            size = memory.group.size
+            handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))
+        for handle in handles:
+            handle.wait()
 
     def launch_gather(self, memory: BucketMemory) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
@@ -127,66 +155,38 @@ class Publisher:
         with during("an update", of=f"updated parameters from {memory.called} on"):
             return memory.group.publish(memory.full)
 
-    def sent_nbytes(self, number: int) -> int:
-        """What `gather` sends from here; never nothing, by which a program would tell that there is no gather."""
-        memory = self._memories[number]
-        return max(1, memory.nbytes // memory.group.size * (memory.group.size - 1))
-
     def prepare(self) -> None:
-        """An update is about to be under way, of which `begin` tells: no other thread publishes in this group."""
+        """Finish the last update; `begin` tells of the next one. No other thread publishes in this group meanwhile."""
         self.finish()
-        for group in {id(memory.group): memory.group for memory in self._memories if self.gathers}.values():
+        for group in self._groups.values():
             group.settle(besides=self)
             group.publishing.add(self)
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
-        """An update is under way: `ready(i)` returns once bucket i has it, and is whole. `tears` is called where it
-        cannot be published.
+        """Show an update that is under way: `ready(i)` returns once bucket i has it, `tears` is called if it fails.
 
         `upto(0)` comes next: modules that belong to no unit have no forward that would wait.
         """
-        if not self._hooked:
-            self._hooked = True
-            self._hook()
-        self._publication = Publication(self._memories, ready)
-        self._tears, self.failure = tears, None
+        self._ready, self._tears, self._next, self.failure = ready, tears, 0, None
+        self._versions = [[param._version for param in params] for params in self._params]
+        for params in self._params:
+            mark_updating(params)
 
-    def _hook(self) -> None:
-        """Once an optimizer leaves updates under way: who needs parameters waits for them."""
-        settle = self.settle
-        for bucket in self.gradient_buckets:
-            bucket.settles(settle)
-        if self.gatherer is None:
-            for number, reference in enumerate(self._modules[1:], 1):
-                module = reference()
-                if module is not None:
-                    hooks.wrap_forward(module, partial(hooks.weakly(self._before_forward), number), _unchanged)
-            return
-        self.gatherer.publishing = hooks.weakly(self._unfinished)
-        for number, gathered in enumerate(self.gatherer.units):
-            gathered.prepare = partial(hooks.weakly(self._before_forward), number)
+    def is_updating(self) -> bool:
+        """Whether an update is under way."""
+        return self._ready is not None and self._next < len(self._memories)
 
-    def _before_forward(self, number: int, *_: Any) -> None:
-        self._wait(lambda publication: publication.upto(self._last_of[number]))
-
-    def _unfinished(self) -> bool:
-        return self._publication is not None and not self._publication.complete
-
-    def upto(self, unit: int) -> None:
-        """Returns once a unit's parameters are those of the last step on this rank."""
-        self._wait(lambda publication: publication.upto(self._last_of[unit]))
+    def upto(self, unit: int, *_: Any) -> None:
+        """Wait until a unit's parameters are those of the last step on this rank."""
+        self.wait_for_bucket(self._last_of[unit])
 
     @property
     def settle(self) -> Callable[[], None]:
         """`finish`, for tensors, which must not keep their model."""
-        return partial(_finish, weakref.ref(self))
-
-    def arrive(self, number: int) -> None:
-        """Returns once the trained bucket of this number is that of the last step on this rank."""
-        self._wait(lambda publication: publication.upto(number))
+        return hooks.weakly(self.finish)
 
     def finish(self) -> None:
-        """Returns once all parameters are those of the last step on this rank, and what was written to them since.
+        """Wait until all parameters are those of the last step on this rank, and what was written to them since.
 
         Raises, once, why the update failed that made them.
         """
@@ -196,46 +196,46 @@ class Publisher:
             raise error
 
     def complete(self) -> None:
-        """As `finish`, and raises nothing of an update that failed: other ranks wait for what this one does next."""
-        if self.gatherer is not None:
-            self.gatherer.keep_writes()
-        self._wait(Publication.finish)
+        """As `finish`, but says nothing of an update that failed: other ranks wait for what this one does next."""
+        self.keep_writes()
+        self.wait_for_bucket(len(self._memories))
         self.retire()
 
     def retire(self) -> None:
-        """Nothing of this step is left, nor of the optimizer that made it."""
-        if self._publication is not None:
-            self._publication.end()
-        self._publication, self._tears = None, _nothing
+        """Forget the update that is under way, and the optimizer that made it."""
+        for params in self._params[self._next :] if self._ready is not None else ():
+            mark_updated(params)
+        self._ready, self._tears = None, _nothing
         for memory in self._memories:
             memory.group.publishing.discard(self)
 
-    def _wait(self, wait: Callable[[Publication], None]) -> None:
-        publication = self._publication
-        if publication is not None:
-            try:
-                self._wait_within(publication, wait)
-            except Exception:
-                self._tears()
-                self.retire()  # told once; what can still be done is to load a checkpoint
-                raise
-
-    def _wait_within(self, publication: Publication, wait: Callable[[Publication], None]) -> None:
-        with ExitStack() as stack:
-            if self.gathers and not publication.complete:
-                for group in {id(memory.group): memory.group for memory in self._memories}.values():
+    def wait_for_bucket(self, last: int) -> None:
+        """Wait until all trained buckets up to this one are those of the last step on this rank."""
+        if self._ready is None:
+            return
+        try:
+            with ExitStack() as stack:
+                for group in self._groups.values() if self.is_updating() else ():
                     stack.enter_context(group.awaiting_update())
-            wait(publication)
+                while self._next <= min(last, len(self._memories) - 1):
+                    self._ready(self._next)
+                    with without_waiting():
+                        self._refuse_writes()
+                    mark_updated(self._params[self._next])
+                    self._next += 1
+        except Exception:
+            self._tears()
+            self.retire()  # told once; what can still be done is to load a checkpoint
+            raise
 
-
-def _finish(publisher: weakref.ref[Publisher]) -> None:
-    there = publisher()
-    if there is not None:
-        there.finish()
-
-
-def _unchanged(result: Any) -> None:
-    pass
+    def _refuse_writes(self) -> None:
+        assert self._ready is not None
+        entries, versions = self._memories[self._next].entries, self._versions[self._next]
+        for entry, version in zip(entries, versions, strict=True):
+            if entry.param._version != version:
+                for number in range(self._next, len(self._memories)):
+                    self._ready(number)  # nothing is written any more when this is heard of
+                raise StateError(_WRITTEN.format(name=entry.name))
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""From the first gradient of a backward pass to the last: which bucket is reduced when, in one order on all ranks.
+"""Reduces gradient buckets during a backward pass, in one order on all ranks.
 
 A bucket is launched when all its gradients have arrived, and those before it in the order have been launched. The order
 is that in which rank 0's buckets became complete in its first pass. Buffers are a constant number: a launch waits for
@@ -7,7 +7,6 @@ the reduction that holds the one it needs.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,18 +20,19 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
 from zerokern.zero import hooks
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.groups import RankGroups
+from zerokern.zero.publishing import without_waiting
+from zerokern.zero.units import RankGroups
 
 __all__ = ["Reduction"]
 
 BACKWARD = "a backward pass"
-ARRIVED, LATE = 1, 2  # of a parameter's gradient, in one pass: in time to be reduced with its bucket, or after that
+# of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
+ARRIVED, AFTER_LAUNCH = 1, 2
 
 
 class Reduction:
-    """The gradients of one model."""
+    """Decides when each gradient bucket of one model is launched, and ends the pass."""
 
     def __init__(
         self, buckets: Sequence[GradientBucket], parts: Sequence[RankGroups], model_is_there: Callable[[], object]
@@ -40,6 +40,8 @@ class Reduction:
         """`parts`: the ranks that divide buckets, by the number that a bucket has of theirs; the model's first."""
         self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there
         self.group = parts[0].group
+        # whether the transport leaves it to us to sum what other ranks send
+        self._needs_scratch = self.group.device.type == "cpu" and not all(part.group.everyone.alone for part in parts)
         self.synchronizes = True
         self.active = False
         self.passes = 0  # that have reduced
@@ -56,70 +58,71 @@ class Reduction:
         self._pooled = 0
         self.scratch: list[Tensor] = []
         for bucket in buckets:
-            bucket.receive = partial(_received, weakref.ref(self), bucket.number)
+            bucket.receive = partial(hooks.weakly(self.received), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The shared buffers, wherever they are."""
+        """The buffers that buckets share, in use or not."""
         return [*self._free, *self._lent.values()]
 
-    def landed(self, bucket: GradientBucket, place: int) -> None:
-        """Autograd has accumulated a gradient that the inbox does not take: the first, the last, a large one."""
+    def gradient_arrived(self, number: int, place: int) -> None:
+        """Called for a gradient in `.grad` that the inbox does not note by itself: the first, the last, a large one."""
+        bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         at_once = not bucket.waits[place] or hooks.is_within_pass()
         if at_once and not bucket.opened:
             self._open(bucket)
-        bucket.land(place, at_once=at_once)
-        self._complete_if_full(bucket)
+        bucket.take_arrived(place, at_once=at_once)
+        if bucket.is_full:
+            self._complete(bucket)
 
-    def handed(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
-        """Autograd hands over a gradient of a leaf besides the usual one; nothing is left to accumulate."""
+    def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
+        """Takes a gradient of another leaf than the one modules compute with; autograd accumulates nothing."""
         if grads[0] is not None:
             self.joins_backward()
-            bucket.hand_over(place, grads[0])
+            bucket.take_from_other_leaf(place, grads[0])
         return (None,)
 
-    def received(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
-        """Autograd adds a gradient to what `.grad` shows: the first of a pass that nobody has seen begin."""
+    def received(self, number: int, place: int, grad: Tensor) -> None:
+        """Takes a gradient that autograd adds to a shown `.grad`: the first of a pass without a forward."""
+        bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         if not bucket.opened:
             self._open(bucket)
         bucket.receive_one(place, grad)
 
     def absent(self, bucket: GradientBucket, place: int) -> None:
-        """In this pass nothing arrives there."""
+        """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
         bucket.absent.add(place)
         bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
-        self._complete_if_full(bucket)
+        if bucket.is_full:
+            self._complete(bucket)
 
     def _broken(self, task: int) -> None:
-        """An error has ended the pass: `.grad` is what it was, but in buckets that were reduced by then; `abandon` does
-        the rest, where ranks are in step."""
+        """Restores `.grad` after an error in the pass, but in buckets that were reduced by then.
+
+        `abandon` does the rest, where ranks are in step.
+        """
         for bucket in self.buckets if self.active and self._task == task else ():
             bucket.put_back()
 
-    def _complete_if_full(self, bucket: GradientBucket) -> None:
-        there = bucket.arrived | bucket.absent if bucket.absent else bucket.arrived
-        if bucket.inbox.expected <= len(there):
-            self._complete(bucket)
-
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
-        """Gradients come in this pass, the first perhaps in one within it; that of a place may have landed."""
+        """Begins a pass, unless it has begun; the gradient of `place` may have arrived already."""
         if not self.active or self._task != hooks.current_pass():
             self._begin(bucket, place)
 
     def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
-        """A part of a gradient, of some rows of the batch; the last part arrives by autograd, and counts for all."""
+        """Adds a part of a gradient, of some rows of the batch; the last part arrives through autograd."""
         if not bucket.opened:
             self._open(bucket)
         bucket.add(place, grad)
 
     def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
-            raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
+            hooks.refuse_gradients()
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
@@ -145,14 +148,14 @@ class Reduction:
         self.applied = self.applied * _of_a_step(factor)
 
     def settle(self) -> None:
-        """Apply the pending factor, and the one that updates applied, to the gradients themselves."""
+        """Multiplies the gradients by the pending factor, and by the one that updates applied."""
         factor, self.factor, self.applied = self.factor * self.applied, 1.0, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             for bucket in self.buckets:
                 bucket.scale(factor)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
-        """No more gradients of these will arrive: their unit's backward is over."""
+        """Completes these buckets: their unit's backward is over."""
         if self.active:
             for bucket in buckets:
                 self._complete(bucket)
@@ -167,8 +170,8 @@ class Reduction:
             self._next += 1
 
     def _open(self, bucket: GradientBucket) -> None:
-        """Find a buffer for what arrives."""
-        bucket.spare_what_is_kept()
+        """Gives a bucket a buffer."""
+        bucket.spare_kept_gradients()
         if bucket.buffer is not None:
             bucket.open(bucket.buffer)
         elif self.synchronizes and bucket.lends_buffer:
@@ -189,8 +192,9 @@ class Reduction:
             return
         if self._needs_scratch:
             self._make_way()
-        more = ", added to those of an earlier pass" if bucket.held else ""
-        with during(BACKWARD, of=f"gradients from {bucket.memory.called} on{more}"):
+        with during(
+            BACKWARD, of=bucket.called + ", added to those of an earlier pass" if bucket.held else bucket.called
+        ):
             handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
         if (recorder := bucket.memory.recorder) is not None:
             handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)
@@ -200,7 +204,7 @@ class Reduction:
             self._outstanding.append((bucket, handle))
 
     def _make_way(self) -> None:
-        """The last reduction is over, or in its second round, and its first one's scratch is free."""
+        """Frees the scratch memory: waits for the last reduction, or moves it to its second round."""
         while len(self._outstanding) > 1:
             self._wait_for_oldest()
         if self._outstanding:
@@ -212,13 +216,8 @@ class Reduction:
             elif not bucket.adds:  # else it goes on in the buffer
                 self._take_back(bucket)
 
-    @property
-    def _needs_scratch(self) -> bool:
-        on_host = self.group.device.type == "cpu"
-        return on_host and not all(part.group.everyone.alone for part in self._parts)
-
     def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
-        """What the other ranks' spans are received into, where the transport does not add up itself: one for all."""
+        """Returns memory to receive other ranks' spans into, where the transport does not sum; buckets share it."""
         if not self._needs_scratch:
             return None
         if not self.scratch:
@@ -252,7 +251,7 @@ class Reduction:
             self._free.append(lent)
 
     def _finish(self) -> None:
-        """The end of the pass: what is left is reduced, and gradients are shown where any rank had one."""
+        """Ends the pass: reduces what is left, and shows gradients where any rank had one."""
         for number in self._order:
             self._complete(self.buckets[number])
         with without_waiting():
@@ -264,10 +263,10 @@ class Reduction:
         while self._outstanding:
             self._wait_for_oldest()
         given: list[list[int]] = []
-        for bucket, end in zip(self.buckets, accumulate(len(one.tenants) for one in self.buckets), strict=True):
-            mine = marks[end - len(bucket.tenants) : end]
-            if LATE in mine:
-                bucket.reduce_late(self._scratch_for(bucket))
+        for bucket, end in zip(self.buckets, accumulate(len(one.entries) for one in self.buckets), strict=True):
+            mine = marks[end - len(bucket.entries) : end]
+            if AFTER_LAUNCH in mine:
+                bucket.reduce_after_launch(self._scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
         self._land()
         with without_waiting():
@@ -284,8 +283,8 @@ class Reduction:
             bucket.call_hooks(places)
 
     def _heard(self, marks: bytearray) -> bytearray:
-        """The marks of this rank, and of those that divide each bucket."""
-        numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.tenants]
+        """Returns the marks of all ranks that have the bucket."""
+        numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.entries]
         for number, part in enumerate(self._parts):
             mine = [place for place, one in enumerate(numbers) if one == number]
             if part.hearing.size > 1 and mine:
@@ -295,11 +294,11 @@ class Reduction:
         return marks
 
     def _agreed(self, hearing: Any, marks: bytearray) -> bytearray:
-        """What arrived of each parameter on any rank. All ask; on a device only those that lack something wait."""
+        """Returns what arrived of each parameter on any rank; on a device only ranks that lack something wait."""
         on_host = self.group.device.type == "cpu"
-        late, usual = LATE in marks, marks.count(ARRIVED) == len(marks)
+        after_launch, usual = AFTER_LAUNCH in marks, marks.count(ARRIVED) == len(marks)
         if not on_host:  # where some do not wait for what the others say, all must say the same of this
-            hearing.agree("late gradients") if late else hearing.follow("no late gradients")
+            hearing.agree("late gradients") if after_launch else hearing.follow("no late gradients")
         whole = torch.frombuffer(marks, dtype=torch.uint8)
         # made there, where nothing is missing: a copy from the host would wait for the device
         there = torch.ones_like(whole, device=self.group.device) if usual else whole.to(self.group.device)
@@ -312,10 +311,10 @@ class Reduction:
         return marks
 
     def _land(self) -> None:
-        """Returns once what is reduced is where it is shown."""
+        """Waits until reduced gradients are in host memory, where they go there."""
         for bucket in self.buckets:
-            if bucket.landing is not None:
-                bucket.landing.wait()
+            if bucket.host_reducer is not None:
+                bucket.host_reducer.wait()
 
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
@@ -328,7 +327,7 @@ class Reduction:
         self._order, self._learns_order = order.tolist(), False
 
     def abandon(self) -> None:
-        """A pass broke off: wait for what is under way, so that the ranks stay in step, and forget it."""
+        """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
         if self.active:
             while self._outstanding:
                 self._wait_for_oldest()
@@ -342,25 +341,18 @@ class Reduction:
         self.active = False
 
 
-def _received(reduction: weakref.ref[Reduction], number: int, place: int, grad: Tensor) -> None:
-    """What a gradient that is shown is told of, which must not keep its model."""
-    there = reduction()
-    if there is not None:
-        there.received(there.buckets[number], place, grad)
-
-
 def _of_a_step(factor: float | Tensor) -> float | Tensor:
-    """The factor, unless it is NaN: that skips the step that was to follow, and is no part of another."""
+    """Returns the factor, or 1 for NaN, which only skips the step that was to follow."""
     if isinstance(factor, Tensor):
         return torch.nan_to_num(factor, nan=1.0)
     return factor if factor == factor else 1.0
 
 
 def _marks(bucket: GradientBucket) -> bytearray:
-    """What arrived of a bucket in this pass, by place."""
-    found = bytearray(len(bucket.tenants))
+    """Returns what arrived of a bucket in this pass, by place."""
+    found = bytearray(len(bucket.entries))
     for place in bucket.arrived_places:
         found[place] = ARRIVED
-    for place in bucket.late_places:
-        found[place] = LATE
+    for place in bucket.places_after_launch:
+        found[place] = AFTER_LAUNCH
     return found

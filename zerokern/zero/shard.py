@@ -40,13 +40,6 @@ class _Reference(weakref.ref):
         return type(None), ()
 
 
-def _landed(sharding: weakref.ref[Any], number: int, place: int) -> None:
-    there = sharding()
-    if there is None:  # a graph outlived it
-        raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
-    there.reduction.landed(there.gradient_buckets[number], place)
-
-
 _changes = 0
 
 
@@ -119,7 +112,7 @@ class Shard:
     team: Any = None
     _stages = 1  # of a pipeline, that have copies of it
     rest: Rest | None = None  # where the piece's values are while nobody uses them
-    loan: Any = None  # while it is whole in the user's object (stage 3)
+    materialized: Any = None  # while it is whole in the user's object (stage 3)
     leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
     place = 0  # among the parameters of its gradient bucket
     placed: Placed | None = None  # of a DTensor, whose local tensor is divided
@@ -227,7 +220,7 @@ class Shard:
         """The model's parameter, where its values lie in the same memory as the piece."""
         if self.gradients is None or shards_parameters(self.sharding.stage):
             return None
-        found: Tensor = self.gradients.tenants[self.place].param
+        found: Tensor = self.gradients.entries[self.place].param
         return found
 
     def fits(self, param: Tensor) -> bool:
@@ -240,7 +233,7 @@ class Shard:
     def look(self, param: Tensor) -> None:
         """Writes to the parameter count as writes to the piece; our own have been accounted for by `publish`."""
         source = self.whole if param is self.piece else param
-        if source is None or self.loan is not None:  # that is another body, whose versions count from 0
+        if source is None or self.materialized is not None:  # that is another body, whose versions count from 0
             return
         version = version_of(source)
         if version != self.seen_version:
@@ -312,18 +305,22 @@ class Shard:
         """What the parameter's dtype has just rounded away of its values: a remainder, or the values themselves."""
         self._initial, self._initial_version = initial, self.piece._version
 
-    def land(self, leaf: Tensor) -> None:
+    def take_arrived(self, leaf: Tensor) -> None:
         """Gradients of the leaf that modules compute with go from its `.grad` to the sharding's reduction."""
-        bucket = self.gradients
-        receive = partial(_landed, self._sharding, bucket.number, self.place)
-        note = hooks.landing(bucket.inbox, self.place, receive, waits=bucket.waits[self.place])
+        bucket, number, place = self.gradients, self.gradients.number, self.place
+        arrived = hooks.weakly(
+            self.sharding.reduction.gradient_arrived, hooks.refuse_gradients
+        )  # a graph may outlive the model
+        note = hooks.on_accumulation(bucket.inbox, place, partial(arrived, number, place), waits=bucket.waits[place])
         hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
-    def hand_over(self, leaf: Tensor) -> object:
+    def take_from_other_leaf(self, leaf: Tensor) -> object:
         """Gradients of another leaf go to the sharding's reduction while the result, or a graph, is held."""
         if self.gradients is None:
             return hooks.before_accumulation(leaf, self._refuse_gradient)
-        return hooks.before_accumulation(leaf, partial(self.sharding.reduction.handed, self.gradients, self.place))
+        return hooks.before_accumulation(
+            leaf, partial(self.sharding.reduction.take_from_other_leaf, self.gradients, self.place)
+        )
 
     def is_frozen_or_thawed(self) -> None:
         """Within a pass, what arrives from here on is asked whether it counts."""

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.memory.here import Cuboid, Here, chunk_list, write_items
 from zerokern.memory.rest import Rest
+from zerokern.zero import hooks
+from zerokern.zero.sharded_ops import (
+    BELOW_DISPATCH,
+    FREEZING,
+    METADATA,
+    SET_DATA,
+    UNFETCHED_CALLS,
+    UNFETCHED_RULES,
+    UNTRACED,
+    ShardedUseError,
+    advice_for,
+    found_by_any,
+    leaves,
+    refuse,
+    rule_for,
+    targets,
+    written_arguments,
+)
+from zerokern.zero.tiers import by_rests, fetched, goes_by_rests
 
-from . import hooks
-from .fetching import by_rests, fetched, goes_by_rests
-from .sharded_functions import FREEZING, METADATA, SET_DATA, UNFETCHED_CALLS, UNTRACED, leaves, targets
-from .sharded_ops import UNFETCHED_RULES, rule_for, written_arguments
-from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
+__all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "leaves"]
 
-__all__ = ["Sharded", "ShardedUseError", "Spanned", "leaves"]
 
 ADD_ = torch.ops.aten.add_.Tensor
 KINDS = ("parameter", "gradient", "state")
@@ -67,7 +83,7 @@ class Sharded(torch.Tensor):
     >>> weight.sum()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    zerokern.zero.sharded_refusals.ShardedUseError: aten.sum needs elements of other ranks: Sharded(parameter ...
+    zerokern.zero.sharded_ops.ShardedUseError: aten.sum needs elements of other ranks: Sharded(parameter ...
     """
 
     span: torch.Tensor
@@ -199,14 +215,14 @@ class Sharded(torch.Tensor):
         """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
         if self._leaf is None:
             refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
-        return self._home.call_after_reduction(hook)
+        return self._known_shard.call_after_reduction(hook)
 
     @property
     def _leaf(self) -> torch.Tensor | None:
-        return getattr(self._home, "leaf", None)
+        return getattr(self._known_shard, "leaf", None)
 
     @property
-    def _home(self) -> Any:
+    def _known_shard(self) -> Any:
         reference = getattr(self, "_zk_shard", None)
         return None if reference is None else reference()
 
@@ -254,8 +270,8 @@ class Sharded(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 reference = getattr(args[0], "_zk_shard", None) if func in FREEZING else None
-                if reference is not None and (home := reference()) is not None:
-                    home.is_frozen_or_thawed()
+                if reference is not None and (shard := reference()) is not None:
+                    shard.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up
             return rebind(*args)
@@ -413,3 +429,53 @@ for binary in "add sub mul matmul truediv floordiv mod pow and or xor lshift rsh
             setattr(Sharded, f"__{way}{binary}__", operator(f"__{way}{binary}__"))
 for comparison in "__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split():
     setattr(Sharded, comparison, operator(comparison))
+
+
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+_NORM = (
+    "{op} would take the norm of this rank's part of the gradient of {name!r} for that of the whole; "
+    "zk.clip_grad_norm_(model, max_norm) clips by the norm over all ranks and returns it. For the norm of the part: "
+    "grad.detach().norm()"
+)
+
+
+class SpanGradient(Tensor):
+    """torch's clipping is refused, for ranks would clip by different norms; what its GradScaler finds counts on all."""
+
+    name: str = ""  # over torch's own property, which cannot be set
+    group: Any = None
+
+    @classmethod
+    def of(cls, span: Tensor, name: str, group: Any) -> Tensor:
+        """The same object, which knows from now on whose part it is, where there are others. None: each has it all."""
+        if group is not None and group.size > 1 and type(span) is Tensor:
+            span.__class__ = cls
+            named: Any = span
+            named.name, named.group = name, group
+        return span
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            asked = next(_among(args), None) if "norm" in name else None
+            if asked is not None and advice_for(name, random=False) == "norm":
+                raise ShardedUseError(_NORM.format(op=name, name=asked.name))
+            result = func(*args, **(kwargs or {}))
+            for group in {one.group for one in _among(args[:1])} if func is _UNSCALE else ():
+                found_by_any(group, args[1])
+            return result
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """What is copied, or pickled, is nobody's part."""
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def _among(values: Iterable[Any]) -> Iterator[SpanGradient]:
+    lists = (one if isinstance(one, (list, tuple)) else (one,) for one in values)
+    return (one for many in lists for one in many if isinstance(one, SpanGradient))

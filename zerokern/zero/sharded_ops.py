@@ -1,7 +1,7 @@
-"""The ops that are right on one rank's span alone, each as a rule; everything else is refused.
+"""What a call on a sharded tensor does: ops that are right on this rank's elements alone have a rule; all others raise.
 
-A rule is called with the class of the sharded tensors, the op and its arguments. Rules run below autograd, where
-torch bumps no version counter: whoever writes into a ``local`` has to do it.
+A rule is called with the class of the sharded tensors, the op and its arguments. Rules run below autograd, where torch
+bumps no version counter: whoever writes into a ``local`` has to do it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,184 @@ from typing import Any, NoReturn
 
 import torch
 
-from .fetching import fetched, in_turns
-from .hooks import in_backward
-from .sharded_refusals import advice_for, refuse
-from .span_gradients import found_by_any
+from zerokern.comm import during
+from zerokern.zero.hooks import in_backward
+from zerokern.zero.tiers import fetched, in_turns
 
-__all__ = ["UNFETCHED_RULES", "rule_for", "written_arguments"]
+__all__ = [
+    "BELOW_DISPATCH",
+    "FREEZING",
+    "GET_DATA",
+    "METADATA",
+    "SET_DATA",
+    "UNFETCHED_CALLS",
+    "UNFETCHED_RULES",
+    "UNTRACED",
+    "WRITING_OPERATORS",
+    "ShardedUseError",
+    "advice_for",
+    "leaves",
+    "refuse",
+    "rule_for",
+    "targets",
+    "written_arguments",
+]
+
+
+class ShardedUseError(TypeError):
+    """A sharded tensor was used for what needs the elements of other ranks; nothing was computed or written.
+
+    >>> issubclass(ShardedUseError, TypeError)
+    True
+    """
+
+
+def refuse(op: str, tensor: Any, topic: str, detail: str = "") -> NoReturn:
+    """Raises: which op, which tensor, what it has here, and what to do.
+
+    >>> from zerokern.zero.sharded import Sharded
+    >>> refuse("aten.sum", Sharded(torch.ones(2), torch.Size([4]), 0, name="bias"), "whole")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zerokern.zero.sharded_ops.ShardedUseError: aten.sum needs elements of other ranks: Sharded(parameter 'bias'...
+    """
+    says, advice = TOPICS[topic]
+    whole = WHOLE[tensor.kind]
+    raise ShardedUseError(f"{op} {says}: {tensor!r}{detail}. {advice.format(whole=whole)}")
+
+
+def advice_for(name: str, random: bool) -> str:
+    """The topic of an op that has no rule, by its name.
+
+    >>> advice_for("_foreach_norm", False), advice_for("normal_", True), advice_for("mm", False)
+    ('norm', 'random', 'whole')
+    """
+    if "norm" in name.split("_") or name in ("linalg_vector_norm", "_foreach_powsum"):
+        return "norm"
+    if name.startswith("_fused_"):
+        return "optimizer"
+    return "random" if random else "whole"
+
+
+WHOLE = {
+    "parameter": "`with zk.gathered(model):` holds full parameters for a while (write=True keeps what is written)",
+    "gradient": "`.local` is this rank's part, and zk.clip_grad_norm_ knows the norm of all parts",
+    "state": "`.local` is this rank's part",
+}
+
+NEEDS = "needs elements of other ranks"
+
+TOPICS = {
+    "whole": (NEEDS, "{whole}; element-wise ops with numbers and tensors sharded alike need no other rank."),
+    "alike": (
+        "got a tensor that is not sharded alike",
+        "Allowed beside it: numbers, 0-dim tensors, full tensors of its shape, tensors with the same elements here. "
+        "{whole}.",
+    ),
+    "norm": (NEEDS, "zk.clip_grad_norm_(model, max_norm) clips and returns the norm over all ranks. {whole}."),
+    "random": ("would draw other numbers on each rank", "Draw before zk.shard, or: {whole}."),
+    "optimizer": (
+        "is a torch optimizer's kernel for whole tensors",
+        "Build zk.AdamW on these parameters, or a torch optimizer on zk.shards(model).",
+    ),
+    "device": ("would move one rank's part", "Move the model before zk.shard; .local can be copied anywhere."),
+    "values": (NEEDS, "{whole}."),
+    "memory": ("needs all elements in memory here", "{whole}."),
+    "copy": ("would copy one rank's part", "Copy the model before zk.shard, or: {whole}."),
+    "save": (
+        "would hold one rank's part",
+        "zk.save(path, model, opt) saves all parts, and model.state_dict() within `with zk.gathered(model):` is whole; "
+        "`.local`, `.start`, `.shape` describe this part.",
+    ),
+    "owner": ("would hold one rank's part", "Copy opt.state_dict(); zk.save(path, model, opt) saves all parts."),
+    "rebind": (
+        "would give it other memory",
+        "Write in place, with `p.data.copy_(tensor)`; change device or dtype before zk.shard.",
+    ),
+    "swap": (
+        "would swap one rank's part away",
+        "Load with torch.__future__.set_swap_module_params_on_conversion(False).",
+    ),
+    "hook": (
+        "would never run",
+        "At stage 3 autograd meets gathered parameters only: use stage 2 or less, or a module's full backward hook.",
+    ),
+    "autograd": (
+        "meets gathered parameters only",
+        "Call loss.backward() and read p.grad, or use stage 2 or less.",
+    ),
+}
+
+
+def below_dispatch() -> dict[Callable, tuple[str, str]]:
+    """Functions that reach for memory, or for autograd's graph, without an op that could be refused.
+
+    Those of topic "values" take nothing with them, so that a gathered tensor can answer; what the others take would
+    outlive it.
+    """
+    topics = dict.fromkeys(MEMORY_METHODS.split(), "memory") | dict.fromkeys(VALUE_METHODS.split(), "values")
+    topics |= {"register_hook": "hook", "register_post_accumulate_grad_hook": "hook", "backward": "autograd"}
+    topics |= {"module_load": "swap"}
+    methods = {name: getattr(torch.Tensor, name, None) for name in topics}
+    table = {method: (f"Tensor.{name}", topics[name]) for name, method in methods.items() if method is not None}
+    array_interface: Any = torch.Tensor.__cuda_array_interface__
+    table[array_interface.__get__] = ("Tensor.__cuda_array_interface__", "memory")
+    return table | {torch.autograd.grad: ("torch.autograd.grad", "autograd")}
+
+
+MEMORY_METHODS = (
+    "data_ptr const_data_ptr storage untyped_storage _typed_storage share_memory_ numpy __array__ __dlpack__ "
+    "apply_ map_ map2_"
+)
+VALUE_METHODS = "item tolist __bool__ __float__ __int__ __index__ __complex__ __iter__ __reversed__ __contains__"
+BELOW_DISPATCH = below_dispatch()
+
+
+def getters(*excluded: str) -> set[Callable]:
+    described = {name: getattr(torch.Tensor, name) for name in dir(torch.Tensor)}
+    found = {one for name, one in described.items() if hasattr(type(one), "__set__") and name not in excluded}
+    return {one.__get__ for one in found} | {one.__set__ for one in found}
+
+
+def methods(names: str) -> set[Callable]:
+    return {getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name)}
+
+
+GET_DATA, SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__") | methods(
+    "size dim ndimension numel nelement stride storage_offset element_size get_device __len__ __hash__ "
+    "is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference is_same_size is_set_to is_shared "
+    "requires_grad_ retain_grad detach_ contiguous __format__ __dir__ has_names"
+)
+FREEZING = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  # type: ignore[attr-defined]
+METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+UNTRACED = {GET_DATA} | methods("detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
+UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
+UNFETCHED_CALLS = {torch.detach, torch.Tensor.detach, torch._amp_foreach_non_finite_check_and_unscale_}
+"""What reads no values of what rests elsewhere, or fetches them itself"""
+WRITING_OPERATORS = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
+    "__ixor__ __ilshift__ __irshift__".split()
+)
+
+
+def leaves(arguments: Any) -> Iterable[Any]:
+    """Everything within nested tuples, lists and dicts."""
+    for one in arguments.values() if isinstance(arguments, dict) else arguments:
+        if isinstance(one, (tuple, list, dict)):
+            yield from leaves(one)
+        else:
+            yield one
+
+
+def targets(func: Callable, args: tuple, kwargs: dict) -> list[Any]:
+    """What the call writes to."""
+    name = getattr(func, "__name__", "")
+    found = [kwargs["out"]] if "out" in kwargs else []
+    if name in WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        found += [args[0]] if args else list(kwargs.values())[:1]
+    return list(leaves(found))
+
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, tuple, dict], Any]
@@ -180,6 +352,15 @@ def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
     for group in groups.values():
         if group is not None:
             found_by_any(group, found)
+
+
+def found_by_any(group: Any, found: torch.Tensor) -> None:
+    """What a GradScaler found non-finite on one rank counts on all, wherever gradients lie."""
+    with during("GradScaler.unscale_", of="GradScaler.unscale_"):
+        there = found.to(group.device)
+        group.all_reduce(there, "max").wait()
+        if there is not found:
+            found.copy_(there)
 
 
 def refused(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:

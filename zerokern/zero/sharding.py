@@ -1,4 +1,4 @@
-"""One model under zk.shard: its buckets, homes, gradients and units, and what its hooks do."""
+"""Shards one model: makes its buckets, shards and units, and hooks them into its forward and backward."""
 
 from __future__ import annotations
 
@@ -19,25 +19,21 @@ from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.room import takes_half
 from zerokern.memory.tier import AnyTier, DevicePool, name_of
-from zerokern.zero import checks, guards, hooks
-from zerokern.zero.awaited import without_waiting
-from zerokern.zero.gather import Gatherer
-from zerokern.zero.gathered_unit import GatheredUnit, Place
+from zerokern.zero import checks, hooks
+from zerokern.zero.checks import check_policy
+from zerokern.zero.containers import cast_floats
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.groups import PLACE, GroupsOf, one_group
 from zerokern.zero.kinds import local_of, version_of
-from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
-from zerokern.zero.params import BucketMemory, Tenant, place
+from zerokern.zero.params import BucketEntry, BucketMemory, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
-from zerokern.zero.publishing import Publisher
+from zerokern.zero.publishing import Publisher, without_waiting
 from zerokern.zero.reduction import Reduction
-from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
-from zerokern.zero.sharded import Sharded, leaves
-from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
-from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own
-from zerokern.zero.units import Unit, Units, UnitWrapper, members, owners_of, units_of
+from zerokern.zero.tiers import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.unit import Registration, Unit
+from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
 
 __all__ = ["Sharding"]
 
@@ -59,7 +55,7 @@ class Sharding:
         bucket_bytes: int = 32 << 20,
         tier: AnyTier = "device",
         wrapper: UnitWrapper | None = None,
-        materialize: Callable[[Unit], None] | None = None,
+        materialize: Callable[[UnitSpec], None] | None = None,
         reduce: str = "mean",
         groups: GroupsOf = one_group,
     ) -> None:
@@ -72,6 +68,7 @@ class Sharding:
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
         self.rests = rests_on(check_tier(tier, stage), group.everyone)
+        self._waits_for_updates = False
         self._nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
         found = units_of(module, units)
         checks.no_other_wrapper(module)
@@ -111,9 +108,10 @@ class Sharding:
         for memory in self.memories:
             if memory.rest is not None:
                 memory.rest.is_viewed()
-        self.watch = guards.Guard(self)
-        guards.install()
-        weakref.finalize(module, _ended, weakref.ref(self.publisher)).atexit = False
+        self.watch = checks.Guard(self)
+        checks.install()
+        # nobody waits for an update of a model that is gone, and its optimizer is not kept for that
+        weakref.finalize(module, hooks.weakly(self.publisher.retire)).atexit = False
 
     @property
     def module(self) -> nn.Module:
@@ -124,21 +122,21 @@ class Sharding:
 
     def _take_in(
         self,
-        units: Sequence[Unit],
+        units: Sequence[UnitSpec],
         device: torch.device,
         bucket_bytes: int,
-        materialize: Callable[[Unit], None] | None,
+        materialize: Callable[[UnitSpec], None] | None,
         tier: AnyTier,
     ) -> None:
-        """Parameters into buckets, one bucket at a time."""
+        """Moves parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
         listed = members(units, self.stage, self.policy.param_dtype, self.groups.number)
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
         buckets = partition(listed, self.groups.sizes, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
-        homes: dict[int, Shard] = {}
+        shards: dict[int, Shard] = {}
         owners = owners_of(self.module)
-        self._owners: dict[int, list[Place]] = {}
+        self._owners: dict[int, list[Registration]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = driver_of(device, [param for _, param, _ in named])
@@ -151,25 +149,27 @@ class Sharding:
             group = self.groups.each[bucket.ranks].group
             memory = BucketMemory(bucket, group, sharded=divided, pool=pool, **room)
             there = [(spot, *named[spot.param]) for spot in bucket.places]
-            tenants = [Tenant.of(name, param, spot) for spot, name, param, _ in there]
-            lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
-            for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
-                homes[tenant.place.param] = home
-                places = [(owner.module._parameters, owner.attribute) for owner in owners[id(tenant.param)]]
-                self._owners[id(tenant.param)] = places  # not the modules, which would be kept
+            entries = [BucketEntry.of(name, param, spot) for spot, name, param, _ in there]
+            lost = memory.fill(entries, keeps_initial=bucket.trainable, replicated=self.replicated)
+            for entry, shard in zip(entries, place(self, memory, lost, owners), strict=True):
+                shards[entry.place.param] = shard
+                places = [(owner.module._parameters, owner.attribute) for owner in owners[id(entry.param)]]
+                self._owners[id(entry.param)] = places  # not the modules, which would be kept
             self.memories.append(memory)
-        self.homes = [homes[number] for number in range(len(named))]
+        self.shards = [shards[number] for number in range(len(named))]
+        self._has_dtensors = any(shard.placed is not None for shard in self.shards)
         if tier == "device":
-            lies_on(driver, [*(param for _, param, _ in named), *(home.piece for home in self.homes)])
+            lies_on(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
-        tenants = [tenant for memory in self.memories for tenant in memory.tenants]
-        self.tenants = {id(tenant.param): tenant for tenant in tenants}
-        self.tenants.update({id(tenant.full): tenant for tenant in tenants if tenant.full is not None})
+        entries = [entry for memory in self.memories for entry in memory.entries]
+        self.entries = {id(entry.param): entry for entry in entries}
+        self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
+        self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
         self.publisher = Publisher(units, self.memories, gathers=in_parts)
 
     def _broadcast_buffers(self) -> None:
-        """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
+        """Copies rank 0's buffers to all ranks, as bytes, whatever their dtype."""
         for buffer in self.module.buffers():
             group = self.groups.group_of_buffer(buffer)
             if not group.everyone.alone and not buffer.is_meta and buffer.numel():
@@ -178,52 +178,44 @@ class Sharding:
                 local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
     def _hook_gradients(self) -> None:
-        by_name = {home.name: home for home in self.homes}
+        by_name = {shard.name: shard for shard in self.shards}
         self.gradient_buckets: list[GradientBucket] = []
-        trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
+        trained = [(one, self.policy.reduce_dtype or one.dtype) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
         losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
-            homes = [by_name[tenant.name] for tenant in memory.tenants]
-            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, losses)
+            shards = [by_name[entry.name] for entry in memory.entries]
+            bucket = kind(len(self.gradient_buckets), memory, shards, self.stage, dtype, losses)
             self.gradient_buckets.append(bucket)
-            for number, (tenant, home) in enumerate(zip(memory.tenants, homes, strict=True)):
-                home.gradients, home.place = bucket, number
+            for number, (entry, shard) in enumerate(zip(memory.entries, shards, strict=True)):
+                shard.gradients, shard.place = bucket, number
                 if dtype != memory.dtype:
-                    home.piece.grad_dtype = tenant.param.grad_dtype = dtype
+                    shard.piece.grad_dtype = entry.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
-        self.publisher.gradient_buckets = self.gradient_buckets
         self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
-        for tenant, home in self._trained():
-            home.land(tenant.param if tenant.full is None else tenant.full)
-            if tenant.full is not None:  # a Function can be given the parameter itself
-                self._nodes.append(home.hand_over(tenant.param))
+        for entry, shard in self._trained():
+            shard.take_arrived(entry.param if entry.full is None else entry.full)
+            if entry.full is not None:  # a Function can be given the parameter itself
+                self._nodes.append(shard.take_from_other_leaf(entry.param))
 
-    def _hook_forwards(self, units: Sequence[Unit]) -> None:
-        self.gatherer: Gatherer | None = None
-        whole: list[GatheredUnit] = []
+    def _hook_forwards(self, units: Sequence[UnitSpec]) -> None:
+        self.runner: UnitRunner | None = None
+        made: list[Unit] = []
         if shards_parameters(self.stage):
             for number, unit in enumerate(units):
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
-                whole.append(GatheredUnit(number, unit, memories, self._owners))
-            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, hooks.weakly(self._flush))
+                made.append(Unit(number, unit, memories, self._owners, hooks.weakly(self._reduce)))
+            self.runner = UnitRunner(made, self.group)
+            self.publisher.keep_writes = hooks.weakly(self.runner.keep_writes)
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
-                kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
+                kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in made)
                 short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
                 map_large() if short else keep_freed(kept)
-            for number, gathered in enumerate(whole):
-                for tenant in gathered.tenants:
-                    body = tenant.param
-                    assert isinstance(body, Sharded)
-                    body.use = partial(_use, weakref.ref(self), number)
-                    body.in_forward = partial(_in_forward, weakref.ref(self))
-                    body.settle = self.publisher.settle
+        self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in made]
         hooks.wrap_forward(self.module, self._before_root, self._after_root)
-        self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in whole]
-        for unit, gathered in zip(units[1:], whole[1:], strict=False):
-            before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
-            hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
+        if self.runner is not None:
+            self.runner.hook_units([unit.module for unit in units], self.publisher.settle)
 
     def in_pass(self) -> bool:
         """Whether the backward pass that runs accumulates a gradient of any parameter."""
@@ -232,11 +224,11 @@ class Sharding:
             return any(map(hooks.is_accumulated, map(hooks.accumulator, leaves)))
 
     def has_substitute(self, param: nn.Parameter) -> bool:
-        """Whether something that is no parameter stands in one of its places."""
+        """Whether a module has something that is no parameter in the place of this one (functional_call)."""
         found = [there.get(attribute) for there, attribute in self._owners[id(param)]]
         return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
 
-    def _flush(self, unit: GatheredUnit) -> None:
+    def _reduce(self, unit: Unit) -> None:
         self.reduction.flush(self._buckets_of[unit.number])
 
     def _before_root(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -245,69 +237,36 @@ class Sharding:
             if torch.is_grad_enabled():
                 checks.not_reduced_by_ddp(self.module)
                 self.watch.look()
-        if self.gatherer is not None:
-            self.gatherer.begin()
-            self.gatherer.before_forward(self.gatherer.root)
+        if self.runner is not None:
+            self.runner.begin_forward()
+            self.runner.before_forward(self.runner.root)
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _trained(self) -> Iterator[tuple[Tenant, Shard]]:
+    def _trained(self) -> Iterator[tuple[BucketEntry, Shard]]:
         for bucket in self.gradient_buckets:
-            yield from zip(bucket.tenants, bucket.homes, strict=True)
+            yield from zip(bucket.entries, bucket.shards, strict=True)
 
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
             self.publisher.complete()
-        if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
+        if self.runner is None and torch.is_grad_enabled() and self.gradient_buckets:
             for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, partial(_backward_begins, weakref.ref(self)))
+                hooks.when_gradient_is_there(output, hooks.weakly(self._begin_backward, hooks.refuse_gradients))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
-        if self.gatherer is not None:
-            self._after_unit(self.gatherer.root, result)
+        if self.runner is not None:
+            self.runner.after_forward(self.runner.root, result)
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
             self.publisher.finish()
         return result
 
-    def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
-        assert self.gatherer is not None
-        self.gatherer.before_forward(unit)
-
-    def _after_unit(self, unit: GatheredUnit, result: Any) -> None:
-        assert self.gatherer is not None
-        begins = partial(hooks.weakly(self._unit_backward_begins, _refuse_gradients), unit, [-1])
-        for output in self.gatherer.after_forward(unit, result):
-            hooks.when_gradient_is_there(output, begins)
-
-    def _unit_backward_begins(self, unit: GatheredUnit, told: list[int]) -> None:
-        """`told`: the pass that this was last called in, which does nothing for further outputs."""
-        task = hooks.current_pass()
-        if task != told[0]:
-            told[0] = task
-            assert self.gatherer is not None
-            self.gatherer.before_backward(unit)
-
-    def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
-        assert self.gatherer is not None
-        if torch.is_grad_enabled() and any(map(is_leaf_of_its_own, leaves((args, kwargs)))):
-            return NotImplemented
-        if func is torch.autograd.grad:  # looks at the graph, and not at values
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
-        given = ids((args, kwargs))
-        for one in self.gatherer.units:
-            if any(id(tenant.param) in given and isinstance(tenant.param, Sharded) for tenant in one.tenants):
-                self.gatherer.use_outside(one)
-        hearing = torch.is_grad_enabled() and self.gatherer.reads.begin()
-        try:
-            func = Tensor.detach if func == GET_DATA else func  # so that writes to it count
-            return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
-        finally:
-            if hearing:
-                self.gatherer.reads.end()
+    def _begin_backward(self) -> None:
+        """Begins a pass when the gradient of an output is there, if the pass reaches a parameter."""
+        if self.in_pass():
+            self.reduction.joins_backward()
 
     def publish(self) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
@@ -315,35 +274,52 @@ class Sharding:
         self.publisher.gather_all()
 
     def begin_publishing(self) -> None:
-        """As `publish`, but for the gathers, which the caller makes in the order of the buckets."""
+        """Publishes without the gathers, which the caller makes in the order of the buckets."""
         self.publisher.finish()
         self._announce()
 
     def publish_later(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
-        """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
+        """Publishes an update that is under way: `ready(i)` returns once it has reached trained bucket i.
 
         `publisher.prepare()` came before it began; `tears` is called where it turns out that it cannot be published.
         The caller waits for the root's buckets (`publisher.upto(0)`), forwards for those that they need, and all are
         waited for at the latest when the root's forward ends.
         """
         self._announce()
+        if not self._waits_for_updates:
+            self._waits_for_updates = True
+            self._hook_updates()
         self.publisher.begin(ready, tears)
 
+    def _hook_updates(self) -> None:
+        """Makes whoever needs parameters or gradients wait for updates, once an optimizer leaves any under way."""
+        for bucket in self.gradient_buckets:
+            bucket.settles(self.publisher.settle)
+        if self.runner is not None:
+            self.runner.is_updating = hooks.weakly(self.publisher.is_updating)
+            for unit in self.runner.units:
+                unit.wait_for_update = partial(hooks.weakly(self.publisher.upto), unit.number)
+            return
+        for number, module in enumerate(self._unit_modules):
+            there = module()
+            if number and there is not None:
+                hooks.wrap_forward(there, partial(hooks.weakly(self.publisher.upto), number), _unchanged)
+
     def _announce(self) -> None:
-        if self.gatherer is not None:
-            self.gatherer.settle()
+        if self.runner is not None:
+            self.runner.reshard_all()
         if shards_parameters(self.stage):  # pieces are written, and what is shown of them has no version of its own
             self.publisher.announce()
             return
         with without_waiting():
-            version = version_of if any(home.placed is not None for home in self.homes) else _version_of
-            seen, versions = list(map(_seen_version, self.homes)), list(map(version, self.zero_order))
+            version = version_of if self._has_dtensors else _version_of
+            seen, versions = list(map(_seen_version, self.shards)), list(map(version, self.zero_order))
             with self.watch.following():
                 self.publisher.announce()
             now = map(version, self.zero_order)
-            for home, known, before, after in zip(self.homes, seen, versions, now, strict=True):
+            for shard, known, before, after in zip(self.shards, seen, versions, now, strict=True):
                 if known == before:  # the optimizer that owns what was written by others has yet to notice
-                    home.seen_version = after
+                    shard.seen_version = after
 
     @property
     def holds_unreduced(self) -> bool:
@@ -355,7 +331,7 @@ class Sharding:
         self.reduction.factor = self.reduction.factor * factor
 
     def take_fold(self) -> float | Tensor:
-        """The pending factor, which is the caller's to apply from now on."""
+        """Takes the pending factor, which the caller applies."""
         factor, self.reduction.factor = self.reduction.factor, 1.0
         return factor
 
@@ -364,12 +340,12 @@ class Sharding:
         self.reduction.is_applied(factor)
 
     def settle(self) -> None:
-        """Apply the pending factor to the gradients themselves."""
+        """Multiplies the gradients by the pending factor."""
         self.reduction.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within are not reduced."""
+        """Context manager: backward passes within are not reduced."""
         before, self.reduction.synchronizes = self.reduction.synchronizes, False
         try:
             yield
@@ -377,7 +353,7 @@ class Sharding:
             self.reduction.synchronizes = before
 
     def expose(self) -> list[nn.Parameter]:
-        """The pieces of all parameters that are trained, with gradients of their own from now on."""
+        """Returns this rank's pieces of trained parameters, which have gradients of their own from now on."""
         if self.rests is not None:
             raise ShardError(
                 f"zk.shards was asked for spans that rest in {self.rests.tier!r}, and an optimizer that knows nothing "
@@ -385,10 +361,10 @@ class Sharding:
             )
         for bucket in self.gradient_buckets:
             bucket.exposed = True
-        return [home.piece for home in self.homes if home.gradients is not None]
+        return [shard.piece for shard in self.shards if shard.gradients is not None]
 
     def holdings(self) -> dict[str, list[Tensor]]:
-        """The tensors that memory is held by, by role."""
+        """Returns the tensors that hold memory, by role."""
         reduced = [one.reduced for one in self.gradient_buckets if one.reduced is not None]
         own = [one.buffer for one in self.gradient_buckets if one.buffer is not None and not one.lends_buffer]
         lent = [bucket.buffer for bucket in self.gradient_buckets if bucket.buffer is not None and bucket.local]
@@ -402,38 +378,5 @@ class Sharding:
         }
 
 
-def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
-    """The gradient of an output is there. Passes that reach no parameter are none of ours."""
-    there = sharding()
-    if there is None:
-        _refuse_gradients()
-    elif there.in_pass():
-        there.reduction.joins_backward()
-
-
-def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a parameter is told of, which must not keep its model: see `Shard`."""
-    there = sharding()
-    if there is None or there.gatherer is None:
-        return NotImplemented
-    return there.use_outside(there.gatherer.units[number], func, args, kwargs)
-
-
-def _ended(publisher: weakref.ref[Publisher]) -> None:
-    """The model is gone, and nobody waits for an update of it that is under way: its optimizer is not kept for that."""
-    there = publisher()
-    if there is not None:
-        there.retire()
-
-
-def _refuse_gradients(*_: Any) -> None:
-    raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
-
-
-def _refuse_gone(unit: GatheredUnit, *_: Any) -> None:
-    raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")
-
-
-def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
-    there = sharding()
-    return there is not None and there.gatherer is not None and there.gatherer.root.computing > 0
+def _unchanged(result: Any) -> None:
+    pass

@@ -17,8 +17,8 @@ from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
 from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.room import amount, takes_half
-from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.publishing import without_waiting
 
 __all__ = ["SpilledBucket", "kind_of_bucket"]
 
@@ -77,12 +77,12 @@ class SpilledBucket(GradientBucket):
         assert self.buffer is not None
         return self.buffer
 
-    def spare_what_is_kept(self) -> None:
-        super().spare_what_is_kept()
+    def spare_kept_gradients(self) -> None:
+        super().spare_kept_gradients()
         if self.rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
             with without_waiting():
                 live = set(self.kept_gradients())
-            if len(live) < len(self.tenants):
+            if len(live) < len(self.entries):
                 self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
@@ -148,13 +148,13 @@ class SpilledBucket(GradientBucket):
             self._unreduced.forget()
         self._leave()
 
-    def _take_late(self, place: int, grad: Tensor) -> None:
+    def _take_after_launch(self, place: int, grad: Tensor) -> None:
         with self._present(written=not self.launched):
-            super()._take_late(place, grad)
+            super()._take_after_launch(place, grad)
 
-    def reduce_late(self, scratch: Tensor | None) -> None:
+    def reduce_after_launch(self, scratch: Tensor | None) -> None:
         with self._present(written=True):
-            super().reduce_late(scratch)
+            super().reduce_after_launch(scratch)
 
     def scale(self, factor: float | Tensor) -> None:
         if self.held:
@@ -163,7 +163,7 @@ class SpilledBucket(GradientBucket):
 
     def call_hooks(self, places: Iterable[int]) -> None:
         places = list(places)
-        if any(self.homes[place].has_hooks for place in places):
+        if any(self.shards[place].has_hooks for place in places):
             with self._present(written=False):  # fetched once for all of them
                 super().call_hooks(places)
 

@@ -1,20 +1,40 @@
-"""What is gathered together: children of ModuleLists, or the modules that the user names; the rest is the root's."""
+"""Groups a model's parameters: into units that are gathered together, and by the ranks that share them.
+
+Units are the children of ModuleLists, or the modules that the user names; the rest is the root's. By default all
+parameters have the same ranks. What gives other answers (tensor parallelism, experts) stands beside the core, in
+zerokern/parallel, and is handed to `Sharding` as `groups`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zerokern.comm import Group, Team
 from zerokern.core.errors import got
-from zerokern.zero.kinds import local_of
+from zerokern.zero.kinds import largest_local_numel, local_of
 from zerokern.zero.partition import Member
-from zerokern.zero.placed import largest_local_numel
 
-__all__ = ["Owner", "Unit", "UnitModule", "UnitWrapper", "Units", "members", "owners_of", "units_of"]
+__all__ = [
+    "PLACE",
+    "GroupsOf",
+    "ModuleGroups",
+    "Owner",
+    "RankGroups",
+    "UnitModule",
+    "UnitSpec",
+    "UnitWrapper",
+    "Units",
+    "members",
+    "one_group",
+    "owners_of",
+    "units_of",
+]
+
 
 Units = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
@@ -26,15 +46,15 @@ class UnitModule(nn.Module):
 class UnitWrapper(Protocol):
     """Wraps the forward of units, within the hooks that gather them: recomputation, slices of the batch."""
 
-    def check(self, units: Sequence[Unit]) -> str:
+    def check(self, units: Sequence[UnitSpec]) -> str:
         """What all ranks must have asked for alike, in words; raises where these units cannot be wrapped."""
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def begin(self, units: Sequence[UnitSpec]) -> None:
         """Wraps the forward of those units that it is for."""
 
 
 @dataclass
-class Unit:
+class UnitSpec:
     """Modules that are gathered and released as one, with the parameters in them that no inner unit has."""
 
     name: str
@@ -54,17 +74,17 @@ class Owner:
     attribute: str
 
 
-def units_of(module: nn.Module, units: Units = None) -> list[Unit]:
+def units_of(module: nn.Module, units: Units = None) -> list[UnitSpec]:
     """The root's unit first, then the others in the order of `named_modules`; units without parameters are left out.
 
     >>> units_of(nn.ModuleDict({"head": nn.Linear(2, 2), "blocks": nn.ModuleList([nn.Linear(2, 2)])}))[1].name
     'blocks.0'
     """
     chosen = _chosen(module, units) | {id(child) for child in module.modules() if isinstance(child, UnitModule)}
-    found = {id(module): Unit("", module)}
+    found = {id(module): UnitSpec("", module)}
     for name, child in module.named_modules():
         if id(child) in chosen and child is not module:
-            found[id(child)] = Unit(name, child)
+            found[id(child)] = UnitSpec(name, child)
     seen: set[int] = set()
     _collect(module, "", found[id(module)], found, seen, set())
     root, *others = found.values()
@@ -88,7 +108,7 @@ def _chosen(module: nn.Module, units: Units) -> set[int]:
 
 
 def _collect(
-    module: nn.Module, prefix: str, unit: Unit, found: dict[int, Unit], seen: set[int], visited: set[int]
+    module: nn.Module, prefix: str, unit: UnitSpec, found: dict[int, UnitSpec], seen: set[int], visited: set[int]
 ) -> None:
     """A parameter belongs to the outermost of the units that it is registered in: whoever is met first, root first."""
     if id(module) in visited:
@@ -119,7 +139,10 @@ def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
 
 
 def members(
-    units: Sequence[Unit], stage: int, param_dtype: torch.dtype | None = None, ranks: Mapping[int, int] | None = None
+    units: Sequence[UnitSpec],
+    stage: int,
+    param_dtype: torch.dtype | None = None,
+    ranks: Mapping[int, int] | None = None,
 ) -> list[Member]:
     """What `partition` needs of the parameters of the units, one after the other.
 
@@ -146,3 +169,89 @@ def dtype_name(param: Tensor, param_dtype: torch.dtype | None = None) -> str:
     """The name of the dtype that a parameter has once it is sharded."""
     dtype = param_dtype if param_dtype is not None and param.is_floating_point() else param.dtype
     return str(dtype).removeprefix("torch.")
+
+
+PLACE = "place in the mesh of DTensors"  # of a rank, as ranks compare it
+
+
+@dataclass
+class RankGroups:
+    """The ranks that one set of parameters concerns.
+
+    `group` shards them; `everyone`: all ranks that have some of them, copies included. `team`: the ranks that norms are
+    summed over, None where each rank has all; `copies`: how many of these have the same elements of a parameter that is
+    no DTensor. `hearing`: those that have a gradient where one of them has. `place`: this rank's in the DTensors' mesh.
+
+    >>> import torch
+    >>> groups = RankGroups.of(Group(0, 1, torch.device("cpu"), "alone"), replicated=False)
+    >>> groups.copies, groups.place, groups.team is groups.everyone, groups.is_first
+    (1, None, True, True)
+    """
+
+    group: Group
+    team: Group | Team | None
+    everyone: Any
+    hearing: Any
+    copies: int = 1
+    place: Sequence[int] | None = None
+
+    @staticmethod
+    def of(group: Group, *, replicated: bool) -> RankGroups:
+        """Those of parameters that are no DTensors; `replicated`: nothing is sharded."""
+        return RankGroups(group, None if replicated else group, group.everyone, group.everyone)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.group.everyone.rank == 0 and not any(self.place or ())
+
+
+class ModuleGroups:
+    """Which ranks shard which parameters of a model: `each` has one entry for each answer, the model's own first.
+
+    `number`: the entry of a parameter by its id; None where there is one answer for all.
+
+    >>> import torch
+    >>> alone = RankGroups.of(Group(0, 1, torch.device("cpu"), "alone"), replicated=False)
+    >>> groups = ModuleGroups([alone])
+    >>> groups.sizes, groups.losses, groups.group_of_buffer(torch.ones(1)) is alone.group
+    ([1], 1, True)
+    """
+
+    def __init__(self, each: Sequence[RankGroups], number: Mapping[int, int] | None = None) -> None:
+        self.each, self.number = list(each), number
+        self.teams = [one.team for one in self.each if one.team is not None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many ranks shard, for each answer."""
+        return [one.group.size for one in self.each]
+
+    @property
+    def losses(self) -> int:
+        """The number of losses that a mean gradient is the mean of."""
+        return self.each[0].group.everyone.size
+
+    def group_of_buffer(self, buffer: Tensor) -> Group:
+        """The ranks that have the same values in a buffer."""
+        return self.each[0].group
+
+    def watch_gradients(self, sharding: Any) -> None:
+        """Called once the model's gradients are hooked; here nothing is to be watched."""
+
+
+GroupsOf = Callable[[nn.Module, Sequence[tuple[str, nn.Parameter]], Group, bool], ModuleGroups]
+"""From a model, its named parameters, the ranks that shard it and whether it is replicated (stage 0)."""
+
+
+def one_group(
+    module: nn.Module, params: Sequence[tuple[str, nn.Parameter]], group: Group, replicated: bool
+) -> ModuleGroups:
+    """The same ranks for all parameters.
+
+    >>> import torch
+    >>> layer, alone = nn.Linear(2, 2), Group(0, 1, torch.device("cpu"), "alone")
+    >>> len(one_group(layer, list(layer.named_parameters()), alone, False).each)
+    1
+    """
+    return ModuleGroups([RankGroups.of(group, replicated=replicated)])

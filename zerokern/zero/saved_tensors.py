@@ -1,8 +1,7 @@
-"""Stage 3: whoever reads a gathered parameter, at whatever time, finds its unit gathered.
+"""Saves a note in place of each full parameter that autograd saves, and unshards its unit when it is read (stage 3).
 
-What autograd saves of a parameter is a note that says which elements, not the memory; to read it is to have its unit
-gathered. What somebody else keeps of the memory keeps it: it is given back once nobody refers to it (`BucketMemory`).
-And the parameter that modules compute with stands, while its unit is not whole, for the one that the user knows.
+A note says which elements were saved, and does not keep their memory. What somebody else keeps of the memory keeps it
+allocated until nobody refers to it (`BucketMemory.release`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.zero import hooks
-from zerokern.zero.computing import Gathered
 from zerokern.zero.kinds import is_placed, local_of, shown_as
-from zerokern.zero.params import BucketMemory
+from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Reads"]
+__all__ = ["SavedTensors"]
 
 PLAIN = (Tensor, nn.Parameter, Gathered)
 INPLACE = (
@@ -31,7 +29,7 @@ INPLACE = (
 
 
 class Note:
-    """Which elements of a bucket were saved, and at which version of their parameter."""
+    """Says which elements of a bucket were saved, and at which version of their parameter."""
 
     __slots__ = ("before", "full", "offset", "shape", "show", "strides", "version")
 
@@ -54,38 +52,38 @@ def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> Non
     raise RuntimeError(INPLACE.format(what=what, shape=shape, found=found, expected=expected))
 
 
-class Reads:
-    """Hooks for what autograd saves while a unit computes.
+class SavedTensors:
+    """Packs and unpacks what autograd saves while a unit computes.
 
-    `memories`: by their storage, each with what makes the call before it is read. A graph keeps what that belongs to.
+    `memories`: by their storage, each with what makes the call before it is read. A graph keeps that call's object.
     """
 
     def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], Callable[[], None]]]]) -> None:
         self._memories = dict(memories)
-        self._beside: tuple[Reads, Reads] | None = None
+        self._beside: tuple[SavedTensors, SavedTensors] | None = None
 
     def begin(self) -> bool:
-        """From here on they are asked; whether `end` is to be called. Hooks of others are left to do their work.
+        """Begins to pack what autograd saves; returns whether `end` is to be called. Hooks of others stay in force.
 
         What those keep of a parameter keeps its memory.
         """
-        if not hooks.hears_of_saved():
+        if not hooks.allows_saved_hooks():
             return False
-        top = hooks.hears_saved()
+        top = hooks.top_saved_hooks()
         if top is None:
-            hooks.hear_saved(self.pack, unpack)
+            hooks.push_saved_hooks(self.pack, unpack)
             return True
         other = getattr(top[0], "__self__", None)
-        if other is self or not isinstance(other, Reads) or self._memories.keys() <= other._memories.keys():
+        if other is self or not isinstance(other, SavedTensors) or self._memories.keys() <= other._memories.keys():
             return False
         if self._beside is None or self._beside[0] is not other:
-            self._beside = other, Reads({**other._memories, **self._memories})
-        hooks.hear_saved(self._beside[1].pack, unpack)
+            self._beside = other, SavedTensors({**other._memories, **self._memories})
+        hooks.push_saved_hooks(self._beside[1].pack, unpack)
         return True
 
     @staticmethod
     def end() -> None:
-        hooks.hear_saved_no_more()
+        hooks.pop_saved_hooks()
 
     @torch._disable_dynamo
     def pack(self, saved: Tensor) -> Any:

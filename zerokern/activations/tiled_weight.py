@@ -1,4 +1,4 @@
-"""What stands for a weight that is in pieces: its shape in front, the pieces behind."""
+"""Shows the weight of a tiled Linear as one tensor: its shape, over the tiles that hold its rows."""
 
 from __future__ import annotations
 
@@ -10,47 +10,46 @@ from torch import Tensor
 
 from zerokern.memory.here import Cuboid, chunk_list, write_items
 from zerokern.zero.kinds import here_of
-from zerokern.zero.sharded_functions import METADATA, methods
-from zerokern.zero.sharded_refusals import ShardedUseError
+from zerokern.zero.sharded_ops import METADATA, ShardedUseError, methods
 
-__all__ = ["Joined"]
+__all__ = ["TiledWeight"]
 
 ALIKE = methods("detach clone") | {torch.clone, torch.detach}
 
 
-class Joined(Tensor):
+class TiledWeight(Tensor):
     """A tensor whose rows are in several others, one after the other.
 
     It tells shape, dtype and where which elements are, as torch.distributed.checkpoint asks; reads and drops gradients,
     freezes and thaws. What would need it in one piece is refused.
 
-    >>> Joined.of([torch.ones(2, 3), torch.zeros(1, 3)])
-    Joined(shape (3, 3) in 2 tiles, torch.float32)
+    >>> TiledWeight.of([torch.ones(2, 3), torch.zeros(1, 3)])
+    TiledWeight(shape (3, 3) in 2 tiles, torch.float32)
     """
 
     parts: list[Tensor]
 
     @staticmethod
-    def of(parts: Sequence[Tensor]) -> Joined:
-        """Of these, which it refers to."""
+    def of(parts: Sequence[Tensor]) -> TiledWeight:
+        """Make one of these parts, which it refers to."""
         first = parts[0]
         shape = torch.Size((sum(len(one) for one in parts), *first.shape[1:]))
         trained = any(one.requires_grad for one in parts)
         made = Tensor._make_wrapper_subclass(
-            Joined, shape, dtype=first.dtype, device=first.device, requires_grad=trained
+            TiledWeight, shape, dtype=first.dtype, device=first.device, requires_grad=trained
         )
         made.parts = list(parts)
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Joined(shape {tuple(self.shape)} in {len(self.parts)} tiles, {self.dtype})"
+        return f"TiledWeight(shape {tuple(self.shape)} in {len(self.parts)} tiles, {self.dtype})"
 
     @property
-    def grad(self) -> Joined | None:
-        """The parts', joined; None where they have none."""
+    def grad(self) -> TiledWeight | None:
+        """The gradients of the parts as one; None where they have none."""
         found = [one.grad for one in self.parts]
         there = [one for one in found if one is not None]
-        return Joined.of(there) if there and len(there) == len(found) else None
+        return TiledWeight.of(there) if there and len(there) == len(found) else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -68,7 +67,7 @@ class Joined(Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Joined:
+    def requires_grad_(self, requires_grad: bool = True) -> TiledWeight:
         """Of all parts."""
         for one in self.parts:
             one.requires_grad_(requires_grad)
@@ -82,8 +81,8 @@ class Joined(Tensor):
             "load_state_dict, or there (write=True) into module.tiles[i].weight"
         )
 
-    def __deepcopy__(self, memo: dict) -> Joined:
-        memo[id(self)] = copied = Joined.of([one.detach().clone() for one in self.parts])
+    def __deepcopy__(self, memo: dict) -> TiledWeight:
+        memo[id(self)] = copied = TiledWeight.of([one.detach().clone() for one in self.parts])
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -96,9 +95,9 @@ class Joined(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found = next((one for one in args if isinstance(one, Joined)), None)
+        found = next((one for one in args if isinstance(one, TiledWeight)), None)
         if func in ALIKE and found is not None:
-            return Joined.of([func(one, *args[1:], **(kwargs or {})) for one in found.parts])
+            return TiledWeight.of([func(one, *args[1:], **(kwargs or {})) for one in found.parts])
         return _refuse(getattr(func, "__name__", str(func)), args, kwargs)
 
     @classmethod
@@ -137,8 +136,8 @@ def _refuse(op: str, args: tuple, kwargs: Mapping[str, Any] | None) -> NoReturn:
     found[0].refuse(op)
 
 
-def _within(value: Any) -> Iterable[Joined]:
-    if isinstance(value, Joined):
+def _within(value: Any) -> Iterable[TiledWeight]:
+    if isinstance(value, TiledWeight):
         yield value
     elif isinstance(value, list | tuple):
         for one in value:

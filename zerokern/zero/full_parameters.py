@@ -1,4 +1,4 @@
-"""Full parameters for a while, in the objects that the user knows."""
+"""Materializes full parameters in place, in the user's objects, within a context manager."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from torch import Tensor, nn
 from zerokern.comm import during
 from zerokern.core.errors import ShardError
 from zerokern.zero import hooks
-from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.kinds import SLOTS, is_placed, present, shardings_of
-from zerokern.zero.params import BucketMemory, Tenant
+from zerokern.zero.params import BucketEntry, BucketMemory
 from zerokern.zero.shard import alias, shard_of
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.unit import Unit
 
-__all__ = ["whole"]
+__all__ = ["full_parameters"]
 
 _OF_THE_SHARDED = Sharded.__annotations__.keys() | {"_is_param"}
 
 
-class Loan:
-    """A parameter that is whole for a while. Graphs made with it may outlive that: their gradients are reduced."""
+class MaterializedParameter:
+    """A parameter that is full within zk.gathered. Gradients of graphs that outlive that are reduced."""
 
-    def __init__(self, unit: GatheredUnit, tenant: Tenant, values: Tensor) -> None:
-        home = shard_of(tenant.param)
-        assert home is not None
-        self._unit, self._tenant, self._home = unit, tenant, home
+    def __init__(self, unit: Unit, entry: BucketEntry, values: Tensor) -> None:
+        shard = shard_of(entry.param)
+        assert shard is not None
+        self._unit, self._entry, self._shard = unit, entry, shard
         self.kept = False
-        self._body = nn.Parameter(tenant.show(values), requires_grad=False)
-        self._body.__dict__.update(_of_the_user(tenant.param))
+        self._body = nn.Parameter(entry.show(values), requires_grad=False)
+        self._body.__dict__.update(_of_the_user(entry.param))
         self._node: object = None
         if values.is_floating_point():
-            self._body.grad_dtype = tenant.param.grad_dtype
-            self._node = home.hand_over(self._body.requires_grad_())
-            hooks.keep_user_hooks(self._body, home.after_reduction)
-            if home.leaf is not None:
-                hooks.share_hooks(home.leaf, self._body)
-        self._body.requires_grad_(tenant.param.requires_grad)
-        self._beside = values.device == tenant.param.device  # else gradients stay where their parameter rests
-        self._body.grad = tenant.param.grad if self._beside else None
+            self._body.grad_dtype = entry.param.grad_dtype
+            self._node = shard.take_from_other_leaf(self._body.requires_grad_())
+            hooks.keep_user_hooks(self._body, shard.after_reduction)
+            if shard.leaf is not None:
+                hooks.share_hooks(shard.leaf, self._body)
+        self._body.requires_grad_(entry.param.requires_grad)
+        self._on_same_device = values.device == entry.param.device  # else gradients stay where their parameter rests
+        self._body.grad = entry.param.grad if self._on_same_device else None
         self._was = _kind(self._body)
         self._version = self._body._version
         self._dropped = False
 
     def begin(self) -> None:
-        _exchange(self._tenant.param, self._body)
-        self._unit.lent += 1
-        self._home.loan = self
+        _exchange(self._entry.param, self._body)
+        self._unit.materialized += 1
+        self._shard.materialized = self
 
     def end(self) -> None:
-        """The parameter is what it was, with what was done to it: gradients, attributes, whether it is trained."""
-        param, body = self._tenant.param, self._body
-        self._unit.lent -= 1
-        self._home.loan = None
+        """Restores the shard, with what was done to the parameter: gradients, attributes, `requires_grad`."""
+        param, body = self._entry.param, self._body
+        self._unit.materialized -= 1
+        self._shard.materialized = None
         _exchange(param, body)
         param.__dict__.update(_of_the_user(body))
         if param.requires_grad != body.requires_grad:
             param.requires_grad_(body.requires_grad)
         if not self._changed:
-            param.grad = body.grad if self._beside else param.grad
+            param.grad = body.grad if self._on_same_device else param.grad
             self._dropped = not self.kept and body._version != self._version
             if self.kept:
                 self._keep()
@@ -72,55 +72,55 @@ class Loan:
         return _kind(self._body) != self._was
 
     def _keep(self) -> None:
-        """This rank's span of what was written."""
-        home = self._home
-        with torch.no_grad(), present(home.piece, written=True):
-            home.piece.copy_(home.here.cut(self._body))
+        """Copies this rank's span of what was written into the shard."""
+        shard = self._shard
+        with torch.no_grad(), present(shard.piece, written=True):
+            shard.piece.copy_(shard.here.cut(self._body))
 
     @property
     def lost(self) -> str:
         """The name of the parameter, if what was written into it is not kept."""
-        return self._home.name if self._dropped else ""
+        return self._shard.name if self._dropped else ""
 
     def check(self) -> None:
         if self._changed:
             raise ShardError(
-                f"{self._home.name!r} was {_in_words(self._was)} and became {_in_words(_kind(self._body))} within "
+                f"{self._shard.name!r} was {_in_words(self._was)} and became {_in_words(_kind(self._body))} within "
                 "zk.gathered; allowed: writing values into it. Convert, move and resize a model before it is sharded"
             )
 
 
 @contextmanager
-def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
-    """Sharded parameters among `params` have their full values within; `write` keeps this rank's span of them."""
+def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
+    """Context manager that gives sharded parameters their full values; `write` keeps what is written to them."""
     shardings = shardings_of(map(shard_of, params))
     for sharding in shardings:
         sharding.publisher.complete()
     asked = {id(param) for param in params if isinstance(param, Sharded)}
-    loans = [
-        loan
+    made = [
+        one
         for sharding in shardings
-        if sharding.gatherer is not None
-        for unit in sharding.gatherer.units
+        if sharding.runner is not None
+        for unit in sharding.runner.units
         for memory in unit.memories
-        for loan in _lend(unit, memory, [tenant for tenant in memory.tenants if id(tenant.param) in asked])
+        for one in _materialize(unit, memory, [entry for entry in memory.entries if id(entry.param) in asked])
     ]
-    begun: list[Loan] = []
+    begun: list[MaterializedParameter] = []
     try:
-        for loan in loans:
-            loan.begin()
-            begun.append(loan)
+        for one in made:
+            one.begin()
+            begun.append(one)
         for sharding in shardings:  # now that other ranks have what they wait for
             sharding.publisher.finish()
         yield
         if write:
             _keep(params)
     finally:
-        for loan in begun:
-            loan.end()
-    for loan in loans:
-        loan.check()
-    lost = [loan.lost for loan in loans if loan.lost]
+        for one in begun:
+            one.end()
+    for one in made:
+        one.check()
+    lost = [one.lost for one in made if one.lost]
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         warnings.warn(
@@ -130,9 +130,9 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
         )
 
 
-def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -> list[Loan]:
-    """Full values in memory of their own, which lives for as long as anything refers to it."""
-    if not tenants:
+def _materialize(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEntry]) -> list[MaterializedParameter]:
+    """Gathers full values into memory of their own, which lives for as long as anything refers to it."""
+    if not entries:
         return []
     full = torch.empty(memory.bucket.padded_numel, dtype=memory.dtype, device=memory.device)
     with (
@@ -141,16 +141,16 @@ def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -
     ):
         memory.gather(full).wait()
         memory.settle()
-    return [Loan(unit, tenant, alias(full, tenant.place.offset, tenant.shape)) for tenant in tenants]
+    return [MaterializedParameter(unit, entry, alias(full, entry.place.offset, entry.shape)) for entry in entries]
 
 
 def _keep(params: Sequence[nn.Parameter]) -> None:
-    """What was written is to last: here, or when the context ends that made a parameter whole."""
-    homes = [shard_of(param) for param in params]
-    for home in homes:
-        if home is not None and home.loan is not None:
-            home.loan.kept = True
-    there = [param for param, home in zip(params, homes, strict=True) if home is None or home.loan is None]
+    """Keeps what was written: here, or when the context ends that materialized a parameter."""
+    shards = [shard_of(param) for param in params]
+    for shard in shards:
+        if shard is not None and shard.materialized is not None:
+            shard.materialized.kept = True
+    there = [param for param, shard in zip(params, shards, strict=True) if shard is None or shard.materialized is None]
     torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
 
 
@@ -167,7 +167,7 @@ def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 
 def _exchange(left: Tensor, right: Tensor) -> None:
-    """As `torch.utils.swap_tensors`, which refuses what graphs refer to; here they are to keep the body they met."""
+    """Swaps the contents of two tensors, as `torch.utils.swap_tensors`, which refuses what graphs refer to."""
     slots = SLOTS if is_placed(left) or is_placed(right) else ()
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__

@@ -1,0 +1,377 @@
+"""Collects the gradients of one bucket into its buffer, reduces it across ranks, and tells the optimizer of the result.
+
+A measured sum of squares counts as long as nobody has written its gradient, or may have: by the version of the tensor
+that it is of, and no longer once somebody was handed the memory itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.comm import Group, Handle
+from zerokern.kernels import Flattener, cpu
+from zerokern.kernels.casts import Squares
+from zerokern.kernels.cpu import sumsq_pointers
+from zerokern.memory import HostTier, Wanted
+from zerokern.memory.addresses import GradientReader, reader_of
+from zerokern.memory.copies import Copy
+from zerokern.memory.rest import Rest
+from zerokern.zero.kinds import is_divided, local_of
+from zerokern.zero.partition import Piece
+from zerokern.zero.tiers import in_turns, rests_of
+
+__all__ = [
+    "BucketSquares",
+    "Flattening",
+    "GradReady",
+    "HostReducer",
+    "KnownSquares",
+    "References",
+    "Seen",
+    "Summing",
+    "shares",
+    "sumsq_of_each",
+]
+
+
+_NATIVE = {torch.float32, torch.bfloat16, torch.float16}
+_is_contiguous, _is_neg = Tensor.is_contiguous, Tensor.is_neg
+_dtype_of, _is_cpu = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
+
+
+class Flattening:
+    """Copies the gradients of one bucket, whose parameters begin at `offsets`, into its buffer, or adds them.
+
+    The layout of the last list of gradients is cached: most are like it.
+
+    >>> buffer = torch.zeros(4)
+    >>> flattening = Flattening([0, 2], [2, 2], torch.float32)
+    >>> flattening.run({1: torch.ones(2)}, buffer); flattening.run({1: torch.ones(2)}, buffer, add=True); buffer
+    tensor([0., 0., 2., 2.])
+    """
+
+    def __init__(self, offsets: Sequence[int], numels: Sequence[int], dtype: torch.dtype) -> None:
+        self._offsets, self._numels, self._dtype = offsets, numels, dtype
+        self._columns: tuple[tuple[int, ...], array[int], array[int]] | None = None
+        self._launched: tuple[tuple, Flattener] | None = None
+        self._reader: GradientReader | None = None
+        self._grad_dtype = dtype
+
+    def of_all(self, leaves: Sequence[Tensor], places: Sequence[int], buffer: Tensor) -> bool:
+        """Copies the gradients of these leaves in one native call; returns False if it cannot, and copied nothing.
+
+        `leaves` and `places` are the same in every call.
+        """
+        if not buffer.is_cpu or not leaves or self._dtype not in _NATIVE:
+            return False
+        if self._reader is None:
+            dtypes, grads = list(map(_dtype_of, leaves)), [leaf.grad for leaf in leaves]
+            found = {grad.dtype for grad in grads if grad is not None}
+            if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
+                return False
+            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in places]
+            self._reader = reader_of(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
+        addresses = None if self._reader is None else self._reader.read()
+        if addresses is None:
+            return False
+        cpu.collect(buffer, addresses, *self._spans(tuple(places)), self._grad_dtype, add=False)
+        return True
+
+    def run(self, grads: Mapping[int, Tensor], buffer: Tensor, *, add: bool = False) -> None:
+        """Copies these gradients, by the places of their parameters, or adds them."""
+        if not grads:
+            return
+        tensors = list(grads.values())
+        dtypes = {*map(_dtype_of, tensors)}
+        native = len(dtypes) == 1 and _NATIVE.issuperset({*dtypes, self._dtype})
+        if native and buffer.is_cpu and all(map(_is_cpu, tensors)):
+            if not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)):
+                tensors = [one.resolve_neg().contiguous() for one in tensors]
+            addresses = array("Q", [one.data_ptr() for one in tensors])
+            cpu.collect(buffer, addresses, *self._spans(tuple(grads)), dtypes.pop(), add)
+            return
+        if not add and not buffer.is_cpu:
+            self._launch(grads, tensors, buffer)
+            return
+        for place, grad in grads.items():
+            span = buffer.narrow(0, self._offsets[place], self._numels[place])
+            span.add_(grad.reshape(-1)) if add else span.copy_(grad.reshape(-1))
+
+    def _launch(self, grads: Mapping[int, Tensor], tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        key = (tuple(grads), tuple((one.shape, one.stride(), one.dtype) for one in tensors))
+        if self._launched is None or self._launched[0] != key:
+            offsets = [self._offsets[place] for place in grads]
+            self._launched = key, Flattener(tensors, self._dtype, offsets=offsets)
+        self._launched[1].flatten(tensors, buffer)
+
+    def _spans(self, places: tuple[int, ...]) -> tuple[array[int], array[int]]:
+        if self._columns is None or self._columns[0] != places:
+            begins, numels = (array("q", [column[at] for at in places]) for column in (self._offsets, self._numels))
+            self._columns = places, begins, numels
+        return self._columns[1:]
+
+
+class HostReducer:
+    """Reduces one bucket's gradients on the device, and copies the result to host memory meanwhile."""
+
+    def __init__(self, group: Group, host: HostTier) -> None:
+        self._group, self._host = group, host
+        self._last: Copy | None = None
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates host memory that the device copies to."""
+        return self._host.lay_out([Wanted("gradients", torch.Size([numel]), dtype)])[0]
+
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, *, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
+        """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
+
+        What is added to is copied to the device first, so that the sum has the same bits there. `squares` are
+        not measured.
+        """
+        copies = self._host.copies
+        assert copies is not None
+        first = self._group.rank * out.numel()
+        span = buffer[first : first + out.numel()]
+        given = copies.here()
+        with copies.driver.aside() if add or not self._group.everyone.alone else nullcontext():
+            given.gate()
+            if add:
+                span = torch.empty_like(span)
+                self._host.fetch(out, span).gate()
+            self._group.reduce_scatter(buffer, span, scale=scale, add=add, scratch=scratch).wait()
+            copy = self._last = self._host.store(out, span)
+        return Handle(copy.gate, copy.done, copy.gate)
+
+    def wait(self) -> None:
+        """Waits until what was reduced is in host memory."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+
+class Summing:
+    """Reduces the gradients of one bucket over ranks, to their mean or sum. `whole`: every rank keeps all of them.
+
+    `losses`: the number of losses that a mean is of, on all ranks that gradients come from; None: a sum.
+
+    >>> Summing(Group(0, 1, torch.device("cpu"), "alone"), None, whole=True).needed
+    False
+    """
+
+    def __init__(self, group: Group, losses: int | None, *, whole: bool, host: HostReducer | None = None) -> None:
+        self._group, self._everyone = group, group.everyone
+        self._whole, self._host = whole, host
+        self._losses = losses or 1
+        self._others = not self._everyone.alone
+        self._op = "mean" if losses == self._everyone.size else "sum"
+        self._divides = whole and losses is not None and self._op == "sum"  # itself, and not the transport
+        self.needed = self._others or self._divides  # whether anything is to be done
+
+    @property
+    def counts_again(self) -> bool:
+        """Whether the next reduction would sum over the ranks again, or divide again, what this one has left."""
+        return self.needed and self._whole and self._op == "sum"
+
+    def share_out(self, spans: Iterable[Tensor]) -> None:
+        """Leaves each rank its share of a sum, so that the next reduction restores it."""
+        for span in spans:
+            span.mul_(self._losses / self._everyone.size)
+
+    def begin(
+        self, buffer: Tensor, out: Tensor, *, add: bool, scratch: Tensor | None, squares: Squares | None = None
+    ) -> Handle | None:
+        """Launches the reduction, in place where every rank keeps all; None where there is nothing to wait for."""
+        scale = 1.0 / self._losses
+        if self._whole:
+            if self._divides:
+                buffer.mul_(scale)
+            return self._everyone.all_reduce(buffer, self._op, scratch=scratch) if self._others else None
+        reduce = (self._host or self._group).reduce_scatter
+        return reduce(buffer, out, scale=scale, add=add, scratch=scratch, squares=squares)
+
+    def scratch_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Returns the scratch bytes of the first and second round, where the transport does not sum itself."""
+        first, second = (self._everyone if self._whole else self._group).scratch_numel(numel)
+        return first * dtype.itemsize, second * dtype.itemsize
+
+
+_version_of = operator.attrgetter("_version")
+
+
+class GradReady(NamedTuple):
+    """Tells listeners that the gradients of one bucket are reduced on this rank.
+
+    On a device they are there for a stream that has waited for the one that computes.
+    """
+
+    pieces: Sequence[Tensor]  # of each parameter, in the order of the bucket
+    versions: Sequence[int]  # of the pieces, when they were ready
+    sumsq: Sequence[float | None]  # of the pieces; None: not measured
+
+    def knows(self, place: int, grad: Tensor) -> float | None:
+        """Returns the sum of squares of a gradient, if it is still the reduced one of this place."""
+        piece = self.pieces[place]
+        same = grad is piece and piece._version == self.versions[place]
+        return self.sumsq[place] if same and not getattr(piece, "zk_handed_out", False) else None
+
+
+class BucketSquares:
+    """Measures the squares of one bucket's gradients.
+
+    >>> from zerokern.kernels.casts import add_up
+    >>> from zerokern.zero.partition import Piece
+    >>> measured, reduced = BucketSquares([0], [Piece(0, 0, 2, 0)], counted=True), [torch.zeros(2)]
+    >>> add_up(reduced[0], torch.ones(2), squares=measured.wanted())
+    >>> measured.found(reduced, everything=False)
+    [2.0]
+    """
+
+    def __init__(self, params: Sequence[int], here: Iterable[Piece], *, counted: bool) -> None:
+        """`params`: the bucket's, by place; `here`: what this rank has of them, in order.
+
+        `counted`: they lie in host memory, and who writes them is seen; of others nothing is wanted.
+        """
+        self._counted = counted
+        places = {param: place for place, param in enumerate(params)}
+        pieces = list(here)
+        self._here = [places.pop(piece.param) for piece in pieces]
+        self._elsewhere = list(places.values())
+        self._squares = Squares((piece.offset, piece.numel) for piece in pieces)
+
+    def wanted(self) -> Squares | None:
+        """Returns what the reduction that begins measures."""
+        self._squares.sums = None
+        return self._squares if self._counted else None
+
+    def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[float | None]:
+        """Returns what has been measured of these, by place; `everything`: measures the rest now."""
+        found: list[float | None] = [None] * len(reduced)
+        sums = self._squares.sums
+        for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
+            found[place] = one
+        for place in self._elsewhere if sums is not None else ():
+            found[place] = 0.0
+        some = [place for place, one in enumerate(found) if one is None] if everything else []
+        if some:
+            pointers = array("Q", [reduced[place].data_ptr() for place in some])
+            numels = array("q", [reduced[place].numel() for place in some])
+            for place, one in zip(some, sumsq_pointers(pointers, numels, reduced[0].dtype), strict=True):
+                found[place] = one
+        return found
+
+
+class KnownSquares:
+    """Knows sums of squares of gradients, as far as they were measured while they were reduced.
+
+    `shards`: of the parameters; None for one that zk.shard does not know.
+    """
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        found: dict[int, tuple[Any, list[int], list[int]]] = {}
+        for row, shard in enumerate(shards):
+            bucket = None if shard is None else shard.gradients
+            if bucket is not None:
+                _, rows, places = found.setdefault(id(bucket), (bucket, [], []))
+                rows.append(row)
+                places.append(shard.place)
+        self._buckets = list(found.values())
+
+    def of(self, grads: Sequence[Tensor]) -> list[float | None]:
+        """Returns the sums of squares of these gradients, by row; None where unknown."""
+        found: list[float | None] = [None] * len(grads)
+        for bucket, rows, places in self._buckets:
+            ready: GradReady | None = bucket.ready
+            if ready is None:
+                continue
+            untouched = list(map(_version_of, ready.pieces)) == ready.versions and not bucket.handed_out()
+            pieces, sums = ready.pieces, ready.sumsq
+            for row, place in zip(rows, places, strict=True):
+                if grads[row] is pieces[place]:
+                    found[row] = sums[place] if untouched else ready.knows(place, grads[row])
+        return found
+
+
+class Seen(NamedTuple):
+    """A gradient: where it rests, and its sum of squares if that is known."""
+
+    zk_rest: Rest | None
+    sumsq: float | None
+
+
+def sumsq_of_each(grads: Sequence[Seen], measure: Callable[[list[int]], Iterable[float]]) -> list[float]:
+    """Returns sums of squares; `measure` gets the places of gradients whose sum is unknown, once fetched.
+
+    >>> sumsq_of_each([Seen(None, None), Seen(None, 3.0)], lambda places: [2.0 for _ in places])
+    [2.0, 3.0]
+    """
+    found = {place: grad.sumsq for place, grad in enumerate(grads) if grad.sumsq is not None}
+    unknown = [place for place in range(len(grads)) if place not in found]
+    some = [grads[place] for place in unknown]
+    for turn in in_turns([some]):
+        for rest in rests_of([some[place] for place in turn]):
+            rest.wait()
+        places = [unknown[place] for place in turn]
+        found.update(zip(places, measure(places), strict=True))
+    return [found[place] for place in range(len(grads))]
+
+
+class References:
+    """Tells whether a program has kept gradients: by references to them that were not there at first.
+
+    >>> memory = torch.zeros(4)
+    >>> shown = [memory[:2], memory[2:]]
+    >>> references = References(memory, shown)
+    >>> references.has_more(memory, set())
+    False
+    >>> kept = shown[1]
+    >>> references.has_more(memory, set()), references.has_more(memory, {1})
+    (True, False)
+    """
+
+    def __init__(self, memory: Tensor, shown: Sequence[Tensor]) -> None:
+        self._shown = list(shown)
+        self._parts = [local_of(one) if is_divided(one) else None for one in shown]
+        self._whole = [one for one in self._parts if one is not None]
+        self._to_memory = _to_memory(memory)
+        self._to_all = _to_tensors(self._shown) + _to_tensors(self._whole)
+
+    def has_more(self, memory: Tensor, live: AbstractSet[int], views: int = 0) -> bool:
+        """Whether there are more references now: to gradients not `live`, by place, or by more than these `views`."""
+        if _to_memory(memory) > self._to_memory + views:
+            return True
+        if not live:
+            return _to_tensors(self._shown) + _to_tensors(self._whole) > self._to_all
+        places = [place for place in range(len(self._shown)) if place not in live]
+        some = [self._shown[place] for place in places]
+        parts = [part for place in places if (part := self._parts[place]) is not None]
+        each = self._to_all / max(len(self._shown), 1)
+        return _to_tensors(some) + _to_tensors(parts) - len(some) - len(parts) > each * len(some)
+
+
+def _to_memory(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _to_tensors(tensors: Sequence[Tensor]) -> int:
+    return sum(map(sys.getrefcount, tensors))
+
+
+def shares(left: Tensor, right: Tensor) -> bool:
+    """Returns whether two tensors share a storage.
+
+    >>> whole = torch.zeros(4)
+    >>> shares(whole[1:], whole), shares(whole.clone(), whole)
+    (True, False)
+    """
+    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)

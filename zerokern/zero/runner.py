@@ -1,0 +1,323 @@
+"""Unshards units before they compute and reshards them afterwards (stage 3): what hooks of modules and autograd call.
+
+The order in which units are used is recorded. As long as a pass follows it, the next unit is gathered while this one
+computes; a pass that does not is followed, once all ranks have agreed that they deviate in the same way. Which units
+are whole when is said in `schedule/passes.py`, and done here: besides the root at most two, as long as `Ahead` says no
+more, and those that lie in each other or are used outside of their modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.comm import Group, during
+from zerokern.core.errors import StateError
+from zerokern.schedule.passes import Ahead, Order, turn
+from zerokern.zero import hooks
+from zerokern.zero.containers import mapped
+from zerokern.zero.hooks import in_backward
+from zerokern.zero.saved_tensors import SavedTensors
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded_ops import GET_DATA, leaves
+from zerokern.zero.unit import WHOLE, Unit
+
+__all__ = ["UnitRunner"]
+
+
+class UnitRunner:
+    """Calls the verbs of units, before and after their forward, and before their backward."""
+
+    def __init__(self, units: Sequence[Unit], group: Group, ahead: Ahead = Ahead()) -> None:  # noqa: B008  frozen
+        self.units, self.root, self.group, self.ahead = units, units[0], group, ahead
+        self.forward, self.backward = Order("forward", group), Order("backward", group)
+        self.is_updating: Callable[[], bool] = lambda: False  # whether an update of some unit is under way
+        self.keeps = False  # whether what is whole stays so from pass to pass
+        self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
+        self._task = -1
+        self._nbytes = [unit.nbytes for unit in units]
+        sharded = [(unit, memory) for unit in units for memory in unit.sharded]
+        self._moves = bool(sharded)  # on one rank parameters stay where they are
+        self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
+        self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
+        self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
+        here = weakref.ref(self)
+        self.saved = SavedTensors(
+            {memory.full.untyped_storage()._cdata: (memory, partial(_reading, here, unit)) for unit, memory in sharded}
+        )
+        # forwards that are running, whether their saved tensors are packed, and the number of the graph's next node
+        self._running: list[tuple[Unit, bool, int]] = []
+        self._active: set[int] = set()
+        for unit in units:
+            unit.active = self._active
+
+    def hook_units(self, modules: Sequence[nn.Module], settle: Callable[[], None]) -> None:
+        """Hook the forwards of all units but the root's, and calls on their parameters.
+
+        Modules and parameters must not keep the runner. `settle`: returns once no update of a parameter is under way.
+        """
+        before, after = hooks.weakly(self.before_forward, _refuse_gone), hooks.weakly(self.after_forward)
+        for unit, module in zip(self.units[1:], modules[1:], strict=True):
+            hooks.wrap_forward(module, partial(before, unit), partial(after, unit))
+        call, in_forward = hooks.weakly(self._call_outside, _not_implemented), hooks.weakly(self._in_forward)
+        for unit in self.units:
+            for entry in unit.entries:
+                assert isinstance(entry.param, Sharded)
+                entry.param.use, entry.param.in_forward, entry.param.settle = call, in_forward, settle
+
+    def _active_units(self) -> list[Unit]:
+        """Those that `reshard` does something for, in one order on all ranks."""
+        return [self.units[number] for number in sorted(self._active)]
+
+    def begin_forward(self) -> None:
+        """A forward of the root begins: what an earlier one left whole is of no more use."""
+        self.keep_writes()
+        if not in_backward() and not self._all_materialized():
+            self._end_pass()
+            self.forward.begin()
+
+    def reshard_all(self) -> None:
+        """Reshard all units, and wait until their shards may be written."""
+        self._kept.clear()
+        for unit in self._active_units():
+            unit.outside, unit.computing = False, 0
+            unit.reshard()
+        for unit in self._copied:
+            unit.wait_for_copies()
+
+    def keep_unsharded(self, keeps: bool) -> None:
+        """Say whether units stay whole from pass to pass; the pass after the last of these reshards them."""
+        self._kept = set(self._active) if self.keeps and not keeps else set()
+        self.keeps = keeps
+
+    def _end_pass(self) -> None:
+        if not self.keeps:
+            self.reshard_all()
+            return
+        for unit in self._active_units():
+            unit.outside, unit.computing = False, 0
+            unit.register_sharded()
+
+    def _all_materialized(self) -> bool:
+        return all(unit.all_materialized for unit in self.units)
+
+    def before_forward(self, unit: Unit, *_: Any) -> None:
+        """Unshard a unit, and let its modules compute with the full parameters."""
+        if unit.all_materialized and (unit is not self.root or self._all_materialized()):
+            unit.bypassed += 1
+            return
+        unit.computing += 1
+        if not in_backward():
+            self._take_turn(unit, self.forward)
+        else:  # a forward that is repeated for its activations: its order is the backward's
+            self.join_backward()
+            if not unit.is_whole:
+                self._take_turn(unit, self.backward)
+            elif unit.state is not WHOLE:
+                unit.unshard()  # it computes once more
+        unit.register_full()
+        unit.keep_writes()  # by others, who use it from outside
+        unit.watch_writes()
+        packs = torch.is_grad_enabled() and self._moves and self.saved.begin()
+        self._running.append((unit, packs, hooks.next_node()))
+
+    def keep_writes(self) -> None:
+        """Keep what was written to parameters that are used outside of their modules."""
+        for unit in self._active_units():
+            if unit.outside:
+                unit.keep_writes()
+                unit.watch_writes()
+
+    def _end_forward(self, unit: Unit) -> int:
+        """End a forward, and those within it that broke off; return the number of its first node."""
+        first, running = 0, sum(one is unit for one, *_ in self._running)
+        while running:
+            ended, packs, first = self._running.pop()
+            if packs:
+                self.saved.end()
+            if ended is unit:
+                break
+        return first
+
+    def _take_turn(self, unit: Unit, order: Order) -> None:
+        """Make a unit whole whose turn it is, begin to gather what follows it, and reshard what is done."""
+        if not self._moves:  # in whatever order
+            unit.unshard()
+            return
+        goes_back = order is self.backward and unit is not self.root
+        if self.keeps and order is self.backward and unit.is_whole:  # nothing is to be gathered
+            return
+        if goes_back:
+            self._collect_done(unit)  # before the others are waited for: they may wait for these
+        with during(order.of(unit)):
+            if order.use(unit) and goes_back:
+                self._collect_done(unit)  # those that were to come again
+            done = [one.number for one in self._done(unit)] if goes_back else []
+            coming = order.coming(self.ahead.depth)
+            for verb, number in turn(unit.number, coming, self._active, done, self._nbytes, self.ahead):
+                if verb == "Release":
+                    if not self.keeps:
+                        self.units[number].reshard()
+                elif number == unit.number:
+                    unit.unshard()
+                    unit.wait_for_unshard()
+                elif not self.is_updating():  # its update would keep this one back
+                    self.units[number].unshard()
+            # shards come from where they rest one unit earlier than they are gathered
+            for number in order.coming(self.ahead.depth + 1)[self.ahead.depth :] if self._fetches else ():
+                if not self.is_updating():
+                    self.units[number].prefetch()
+
+    def after_forward(self, unit: Unit, result: Any) -> None:
+        """End a unit's forward. With the gradients of the outputs that it has computed its backward begins."""
+        if unit.bypassed:
+            unit.bypassed -= 1
+            return
+        first = self._end_forward(unit)
+        unit.computing = max(0, unit.computing - 1)
+        unit.keep_writes()
+        if unit.computing or in_backward():
+            return
+        unit.register_sharded()
+        outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
+        recorded = bool(outputs)
+        if recorded:
+            unit.pending += 1
+        if unit is self.root:
+            if not recorded:
+                self._end_pass()
+            self.forward.end()
+        elif not self.keeps and not unit.outside and not (recorded and self.forward.last(unit.number)):
+            unit.reshard()
+        begins = partial(hooks.weakly(self.before_backward, hooks.refuse_gradients), unit, [-1])
+        for output in outputs:
+            hooks.when_gradient_is_there(output, begins)
+
+    def join_backward(self) -> None:
+        """Begin a backward pass, if this is the first that happens in it."""
+        task = hooks.current_pass()
+        if task != self._task:
+            self._task = task
+            self.backward.begin()
+            hooks.at_end_of_backward(self.end_backward)
+
+    def before_backward(self, unit: Unit, begun: list[int]) -> None:
+        """Unshard a unit: the gradient of an output is there. `begun`: the pass in which that of another came first."""
+        task = hooks.current_pass()
+        if task == begun[0]:
+            return
+        begun[0] = task
+        unit.pending -= 1
+        self._begin_backward(unit)
+        unit.register_full()  # for forwards within it that are repeated for their activations
+
+    def before_reading(self, unit: Unit) -> None:
+        """Unshard a unit: what autograd saved of its parameters is about to be read."""
+        if not in_backward():
+            self.use_outside(unit)
+        elif unit.began != hooks.current_pass():
+            self._begin_backward(unit)
+        elif not unit.is_whole:
+            unit.outside = unit.is_sharded  # it seemed to be done: once more would be too often
+            self._begin_backward(unit)
+
+    def _begin_backward(self, unit: Unit) -> None:
+        self.join_backward()
+        unit.began = self._task
+        self._kept.discard(unit.number)
+        self._take_turn(unit, self.backward)
+
+    def _done(self, unit: Unit) -> list[Unit]:
+        """Units whose backward began before this one's: autograd goes back through the forward in order."""
+        active = (one for one in self._active_units() if one.number not in self._kept and not one.is_sharded)
+        others = (one for one in active if one is not unit and one is not self.root)
+        return [one for one in others if not (one.encloses(unit) or one.outside or one.computing)]
+
+    def _collect_done(self, unit: Unit) -> None:
+        """Not while this one repeats a forward for its activations: gradients of theirs may be still to come."""
+        for other in self._done(unit) if not unit.computing else ():
+            over = other.state is WHOLE and other.began == self._task and other.pending <= 0
+            if over and other.number not in self.backward.coming():
+                other.collect()
+
+    def use_outside(self, unit: Unit) -> None:
+        """Make a unit whole until the pass ends: a parameter of it is used outside of its modules."""
+        unit.outside = True
+        if in_backward():
+            self.join_backward()
+        order = self.backward if in_backward() else self.forward
+        with during(order.of(unit)):
+            if unit.is_sharded:
+                order.use(unit)
+            unit.unshard()
+            unit.wait_for_unshard()
+            unit.wait_for_copies()  # between steps anybody may write next
+        unit.watch_writes()
+
+    def _call_outside(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a function that was given sharded parameters, with the full ones in their place."""
+        given = [one for one in leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if torch.is_grad_enabled() and any(map(_is_detached_leaf, given)):
+            return NotImplemented
+        full = partial(mapped, change=self._full_for)
+        if func is torch.autograd.grad:  # looks at the graph, and not at values
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*full(args), **full(kwargs))
+        known = (self._of_param.get(id(one)) for one in map(_original, given) if isinstance(one, Sharded))
+        for number in sorted({found[0].number for found in known if found is not None}):
+            self.use_outside(self.units[number])
+        packs = torch.is_grad_enabled() and self.saved.begin()
+        try:
+            func = Tensor.detach if func == GET_DATA else func  # so that writes to it count
+            return func(*full(args), **full(kwargs))
+        finally:
+            if packs:
+                self.saved.end()
+
+    def _full_for(self, given: Tensor) -> Tensor:
+        known = _original(given)
+        found = self._of_param.get(id(known)) if isinstance(known, Sharded) else None
+        if found is None:
+            return given
+        full: Tensor = found[1].full
+        return full if given is known else full.detach()  # as a Function is given again what it has saved
+
+    def _in_forward(self) -> bool:
+        return self.root.computing > 0
+
+    def end_backward(self) -> None:
+        """Reshard what is still whole."""
+        for unit in self.units:
+            unit.pending = 0
+        self._end_pass()
+
+
+def _reading(runner: weakref.ref[UnitRunner], unit: Unit) -> Callable[[], None]:
+    """Return what is called before a saved parameter is read; a graph keeps it, and the runner with it."""
+    there = runner()
+    assert there is not None
+    return partial(there.before_reading, unit)
+
+
+def _original(value: Tensor) -> Tensor:
+    """What a sharded parameter was detached of, or the tensor itself."""
+    found: Tensor | None = getattr(value, "original", None)
+    return value if found is None else found
+
+
+def _is_detached_leaf(value: Tensor) -> bool:
+    """Whether this is `p.detach().requires_grad_()`, whose gradients are none of the parameter's."""
+    return isinstance(value, Sharded) and value.original is not None and value.requires_grad
+
+
+def _not_implemented(*_: Any) -> Any:
+    return NotImplemented
+
+
+def _refuse_gone(unit: Unit, *_: Any) -> None:
+    raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")

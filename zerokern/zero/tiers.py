@@ -1,0 +1,281 @@
+"""Puts shards into another tier, fetches what a call reads of them, and copies them from disk to the compute device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerokern.comm import Group
+from zerokern.core.errors import got
+from zerokern.memory import Copies, HostTier, Rests, Wanted
+from zerokern.memory import tier as tiers
+from zerokern.memory.arena import PAGE
+from zerokern.memory.copies import Copy
+from zerokern.memory.rest import GOING, Rest
+from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.memory.tier import AnyTier, config_of
+from zerokern.zero.partition import Bucket, shards_parameters
+
+__all__ = [
+    "DiskCopier",
+    "DiskCopy",
+    "by_rests",
+    "check_tier",
+    "driver_of",
+    "fetched",
+    "goes_by_rests",
+    "in_turns",
+    "laid_out",
+    "lies_on",
+    "own_name",
+    "rests_of",
+    "rests_on",
+]
+
+
+_REPLACED = (
+    "these parameters are gone: they rested in {where}, which a model that was sharded later in this process has "
+    "taken over. Use that model, or give each a folder of its own: tier=zk.Nvme(another path)"
+)
+ADVICE = "More ranks, a narrower dtype, or tier=zk.Nvme(path) would take less of each machine's memory"
+
+
+def check_tier(tier: object, stage: int) -> AnyTier:
+    """Returns the tier that was asked for, or raises an error that says what there is at this stage."""
+    found = tiers.check_tier("tier", tier)
+    if found != "device" and not shards_parameters(stage):
+        do = f"at stage {stage} parameters are whole between steps; choose stage=3"
+        raise ValueError(got("tier", tier, "'device' below stage 3", do))
+    return found
+
+
+def rests_on(tier: AnyTier, group: Group) -> Rests | None:
+    """Opens the tier that shards rest in, with room of its own for each rank; None where they stay in memory."""
+    config = config_of(tier)
+    if config is None:
+        return None
+    opened = config.open(own_name("parameters", group.rank), "parameters")
+    rests = Rests(opened)
+    opened.gives_way = partial(_give_way, weakref.ref(rests), _REPLACED.format(where=opened))
+    return rests
+
+
+def _give_way(there: weakref.ref[Rests], because: str) -> str:
+    rests = there()
+    return because if rests is None or rests.close(because) else ""
+
+
+def own_name(name: str, rank: int = 0) -> str:
+    """Returns the name of this rank's room in a tier; `rank`: its number where there is no process group.
+
+    >>> own_name("parameters", 3)
+    'parameters-3'
+    """
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank
+    return f"{name}-{rank}"
+
+
+def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
+    """Returns the driver of copies to and from the compute device; None: it is the CPU.
+
+    A device that torch does not know forgets these parameters, whose contents will be swapped: see `lies_on`.
+    """
+    played = [driver for param in params if (driver := OTHERS.pop(param, None)) is not None]
+    return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
+
+
+def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
+    """Says that these lie on a device that torch does not know."""
+    if driver is not None and not isinstance(driver, CudaDriver):
+        for one in tensors:
+            OTHERS[one] = driver
+
+
+def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
+    """Reserves room for this rank's shard of each bucket; returns the arguments of each `BucketMemory`."""
+    wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
+    if rests is not None:
+        found = [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
+        units: Counter[int] = Counter()
+        for bucket, one in zip(buckets, found, strict=True):
+            units[bucket.unit] += one["rest"].nbytes
+        largest = max(units.values(), default=0)
+        rests.pages.most_nbytes = 2 * largest  # of the unit that computes, and of the next
+        rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
+        if driver is None:
+            return found
+        config = config_of(tier)
+        assert config is not None
+        disk_copier = DiskCopier(driver, config.ring_nbytes, "zk.shard")
+        return [{**one, "disk_copier": disk_copier, "host": disk_copier.host} for one in found]
+    if driver is None or tier == "device":
+        return [{}] * len(buckets)
+    host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
+    return [{"host": host, "kept": kept} for kept in host.lay_out(wanted)]
+
+
+def rests_of(tensors: Iterable[Any]) -> list[Rest]:
+    """Returns where these rest, each place once."""
+    found = (getattr(one, "zk_rest", None) for one in tensors)
+    return list({id(rest): rest for rest in found if rest is not None}.values())
+
+
+@contextmanager
+def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
+    """Context manager that fetches tensors that rest elsewhere; what is written to them is stored."""
+    resting = [one for one in tensors if getattr(one, "zk_rest", None) is not None]
+    begun: list[Rest] = []
+    try:
+        for rest in rests_of(resting):
+            rest.fetch()
+            begun.append(rest)
+        for rest in begun:
+            rest.wait()
+        for rest in rests_of(written):
+            rest.change()
+        spans = [getattr(one, "span", one) for one in resting]
+        versions = [span._version for span in spans]
+        yield
+        for span, version in zip(spans, versions, strict=True):
+            if span._version != version:
+                span.zk_rest.change()
+    finally:
+        for rest in begun:
+            rest.leave()
+
+
+def in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
+    """Yields positions of these lists, those together that rest together, and fetches the next meanwhile."""
+    found: dict[tuple[int, ...], tuple[list[Rest], list[int]]] = {}
+    for place, column in enumerate(zip(*lists, strict=True)):
+        rests = rests_of(column)
+        found.setdefault(tuple(map(id, rests)), (rests, []))[1].append(place)
+    turns = list(found.values())
+    begun: list[Rest] = []
+    try:
+        for turn, (rests, places) in enumerate(turns):
+            for ahead, _ in turns[turn + (turn > 0) : turn + 2]:
+                for rest in ahead:
+                    rest.fetch()
+                    begun.append(rest)
+            yield places
+            for rest in rests:
+                begun.remove(rest)
+                rest.leave()
+    finally:
+        for rest in begun:
+            rest.leave()
+
+
+def goes_by_rests(func: Callable) -> bool:
+    """Returns whether a call takes lists of tensors, position by position."""
+    return getattr(func, "__name__", "").startswith("_foreach_")
+
+
+def by_rests(perform: Callable[[tuple, dict], Any], args: tuple, given: dict) -> Any:
+    """Performs such a call, one part at a time."""
+    first = args[0] if args else next(iter(given.values()))
+    lists = [one for one in (*args, *given.values()) if _is_parallel(one, len(first))]
+    results: dict[int, Any] = {}
+    for places in in_turns(lists):
+
+        def some(value: Any, places: list[int] = places) -> Any:
+            return [value[place] for place in places] if _is_parallel(value, len(first)) else value
+
+        result = perform(tuple(map(some, args)), {name: some(value) for name, value in given.items()})
+        if result is not None:
+            results.update(zip(places, result, strict=True))
+    return [results[place] for place in sorted(results)] if results else None
+
+
+def _is_parallel(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length and not isinstance(value, torch.Size)
+
+
+LARGEST = 16 << 20
+
+
+class DiskCopy:
+    """The ticket of one copy: nobody touches its target before `gate` or `wait`, which raise what went wrong."""
+
+    def __init__(self, future: Future[Copy | None]) -> None:
+        self._future = future
+
+    def gate(self) -> None:
+        """Makes the current stream wait for the copy; the host waits for the disk alone."""
+        last = self._future.result()
+        if last is not None:
+            last.gate()
+
+    def wait(self) -> None:
+        """Waits for the copy."""
+        last = self._future.result()
+        if last is not None:
+            last.wait()
+
+    def done(self) -> bool:
+        """Whether the copy has ended, or failed."""
+        if not self._future.done():
+            return False
+        failed = self._future.exception() is not None
+        last = None if failed else self._future.result()
+        return last is None or last.done()
+
+
+class DiskCopier:
+    """Copies shards from disk to the compute device through a ring of pinned memory (`host`), on a thread."""
+
+    def __init__(self, driver: Any, ring_nbytes: int, owner: str) -> None:
+        self.copies = Copies(driver)
+        self.host = HostTier(owner, copies=self.copies)
+        self._slot_nbytes = min(LARGEST, max(PAGE, ring_nbytes // 2 // PAGE * PAGE))
+        slot = Wanted("ring", torch.Size([self._slot_nbytes]), torch.uint8)
+        self._slots = self.host.lay_out([slot] * max(2, ring_nbytes // self._slot_nbytes))
+        self._drained: list[Any] = [None] * len(self._slots)
+        self._next = 0
+        self._thread = ThreadPoolExecutor(1, "zerokern disk_copier")
+        weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
+
+    def parts(self, span: Tensor) -> list[Tensor]:
+        """Returns a span of the device's memory in parts of one slot each."""
+        return list(span.view(torch.uint8).split(self._slot_nbytes))
+
+    def start(self, rest: Rest, parts: Sequence[Tensor]) -> DiskCopy:
+        """Begins to copy what the caller has fetched into memory that the current stream no longer uses.
+
+        The caller lets the fetched shard go once the ticket has been waited for.
+        """
+        return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
+
+    def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy | None:
+        last: Copy | None = None
+        try:
+            rest.wait()
+            source = rest.memory.view(torch.uint8)
+            for part, span in zip(parts, source.split(self._slot_nbytes), strict=True):
+                number, self._next = self._next % len(self._slots), self._next + 1
+                if self._drained[number] is not None:
+                    self._drained[number].wait()
+                slot = self._slots[number][: span.numel()]
+                if self.copies.driver.pinned(slot):
+                    slot.copy_(span)
+                    last = self.copies.to_device(slot, part, ready=ready)
+                else:  # the system has refused that, and was named
+                    ready.wait()
+                    part.copy_(span)
+                    last = self.copies.here()
+                self._drained[number] = last
+        except BaseException:
+            if last is not None:
+                last.wait()  # nothing moves into memory that nobody waits for
+            raise
+        return last

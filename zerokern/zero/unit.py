@@ -1,0 +1,324 @@
+"""A unit at stage 3: parameters that are gathered and released together, in a state that has a name.
+
+    SHARDED --unshard--> GATHERING --wait_for_unshard--> WHOLE --collect--> REDUCING --reshard--> SHARDED
+
+`unshard` of what is not sharded does nothing, but that a unit which is REDUCING is WHOLE again: it computes once more.
+`reshard` ends every state; a gather that is under way is waited for. All other moves raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.comm import Handle, during
+from zerokern.core.errors import IoError, StateError
+from zerokern.zero import checks, hooks
+from zerokern.zero.hooks import in_backward
+from zerokern.zero.params import BucketEntry, BucketMemory, mark_gathered, mark_released
+from zerokern.zero.publishing import without_waiting
+from zerokern.zero.shard import shard_of
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.units import UnitSpec
+
+__all__ = ["Registration", "Unit", "UnitState"]
+
+Registration = tuple[dict[str, Any], str]
+"""The parameters of a module by name, and one of these names."""
+
+_version_of = operator.attrgetter("_version")
+_is_trained = operator.attrgetter("requires_grad")
+
+
+class UnitState(enum.Enum):
+    """Where the parameters of a unit are."""
+
+    SHARDED = "each rank has its span"
+    GATHERING = "the full parameters are on their way"
+    WHOLE = "modules may compute with the full parameters"
+    REDUCING = "its backward is over and its gradients are being reduced; the full parameters are still there"
+
+
+SHARDED, GATHERING, WHOLE, REDUCING = UnitState
+
+
+class Unit:
+    """The buckets of one unit, their state, and the places in modules where its parameters are registered."""
+
+    #: by verb, the states in which it may be called
+    LEGAL: ClassVar[dict[str, frozenset[UnitState]]] = {
+        "unshard": frozenset(UnitState),
+        "wait_for_unshard": frozenset({GATHERING, WHOLE}),
+        "collect": frozenset({WHOLE}),
+        "reshard": frozenset(UnitState),
+    }
+
+    def __init__(
+        self,
+        number: int,
+        spec: UnitSpec,
+        memories: Sequence[BucketMemory],
+        registrations: dict[int, list[Registration]],
+        reduce: Callable[[Unit], None],
+    ) -> None:
+        """`reduce`: collects and reduces what has arrived of the unit's gradients."""
+        self.number, self.name, self.memories, self._reduce = number, spec.name, memories, reduce
+        self.called = f"unit {self.name!r}" if self.name else "the root"
+        self.state = SHARDED
+        self.active: set[int] = set()  # numbers of units, of all of the model, that `reshard` does something for
+        self.nbytes = sum(memory.nbytes for memory in memories)
+        self._module, self._modules = id(spec.module), {id(module) for module in spec.module.modules()}
+        self.entries = [entry for memory in memories for entry in memory.entries]
+        self._params = [entry.param for entry in self.entries]
+        self._fulls = [entry.full for entry in self.entries if entry.full is not None]
+        pairs = zip(self._fulls, self._params, strict=True)
+        self._places = [(*place, param, full) for full, param in pairs for place in registrations[id(param)]]
+        self._place_params = [param for _, _, param, _ in self._places]
+        self.sharded = [memory for memory in memories if memory.sharded]
+        # what the runner notes: forwards that are running, those whose backward has not begun, the pass in which a
+        # backward last did, and whether others use the parameters, outside of the unit's modules, in this pass
+        self.computing, self.pending, self.began, self.outside = 0, 0, -1, False
+        self.materialized = 0  # parameters that zk.gathered holds in full: they need no gathering
+        self.bypassed = 0  # forwards that are running with nothing but these
+        self.wait_for_update: Callable[[], None] = _nothing  # returns once the shards are those of the last step
+        self._is_registered = False  # whether modules have the full parameters
+        tables = {id(table) for table, *_ in self._places}
+        rnns = [one for one in spec.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
+        self._rnns = list(map(weakref.ref, rnns))
+        self._pieces = [shard.piece for entry in self.entries if (shard := shard_of(entry.param)) is not None]
+        self._versions = list(map(_version_of, self._pieces))
+        self._handles: list[Handle] = []
+        self._in_place: list[BucketMemory] = []  # on one rank, shards that are fetched and computed with as they are
+        self._unwritten: list[int] | None = None  # versions of full parameters, while somebody may write to them
+        if self.sharded:
+            mark_released(self._fulls)
+
+    def encloses(self, other: Unit) -> bool:
+        """Whether the other unit's module lies within this one's."""
+        return other._module in self._modules
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing but this rank's span is there, nor on its way; what has no shards is always whole."""
+        return self.state is SHARDED and bool(self.sharded)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the full parameters are there."""
+        return self.state is WHOLE or self.state is REDUCING or not self.sharded
+
+    @property
+    def all_materialized(self) -> bool:
+        """Whether zk.gathered holds all parameters in full."""
+        return self.materialized == len(self.entries)
+
+    def _check(self, verb: str) -> None:
+        if self.state not in self.LEGAL[verb]:
+            allowed = " or ".join(state.name for state in UnitState if state in self.LEGAL[verb])
+            raise StateError(
+                f"{verb}() of {self.called}, which is {self.state.name} ({self.state.value}); it must be {allowed}"
+            )
+
+    def prefetch(self) -> None:
+        """Fetch the shards from where they rest, so that they can be gathered soon."""
+        self.wait_for_update()
+        if self.is_sharded:
+            self.active.add(self.number)
+            for memory in self.sharded:
+                memory.fetch()
+
+    def unshard(self) -> None:
+        """Launch the gathers of the full parameters: SHARDED -> GATHERING."""
+        self.active.add(self.number)
+        self.wait_for_update()
+        self._count_updates()
+        if self.state is WHOLE:
+            return
+        if self.state is REDUCING or not self.sharded:
+            self.state = WHOLE
+            return
+        self.state = GATHERING
+        kept = False
+        with during(self.called, of=self.called), hooks.outside_of_transforms():
+            for memory in self.sharded:
+                if not memory.gathered:  # where one could not be launched, it is tried again
+                    kept |= memory.allocate()
+                    self._gather(memory)
+        if kept:  # somebody holds this memory, and may read it without a call that would wait
+            self.wait_for_unshard()
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gathers: GATHERING -> WHOLE."""
+        if self.state is not WHOLE:
+            self._check("wait_for_unshard")
+            self._wait()
+            self.state = WHOLE
+
+    def collect(self) -> None:
+        """Reduce the gradients, for the unit's backward is over: WHOLE -> REDUCING."""
+        self._check("collect")
+        self.state = REDUCING
+        self._reduce(self)
+
+    def reshard(self) -> None:
+        """Give back the memory of the full parameters: any state -> SHARDED."""
+        if self.number not in self.active:
+            return
+        if self.computing:
+            raise StateError(f"reshard() of {self.called}, which is {self.state.name}, within its forward")
+        self._in_place.clear()
+        if any(memory.disk_copier is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                with contextlib.suppress(IoError):
+                    handle.wait()
+        self._wait()
+        self.register_sharded()
+        self._unwritten = None
+        for memory in self.sharded:
+            memory.release()
+        if self.sharded:
+            mark_released(self._fulls)
+        self.state = SHARDED
+        self.active.discard(self.number)  # last: where Ctrl-C has broken this off, it is done again
+
+    def _gather(self, memory: BucketMemory) -> None:
+        if memory.shard is memory.own:
+            self._in_place.append(memory)
+            return
+        if memory.disk_copier is None or not memory.group.alone:
+            self._wait_for_shard(memory)
+        self._handles.append(memory.gather())
+
+    def _wait_for_shard(self, memory: BucketMemory) -> None:
+        """Where a shard cannot be fetched, nobody can gather it, and only this rank knows: tell the others why."""
+        if memory.rest is None:
+            return
+        try:
+            memory.rest.wait()
+        except Exception as error:
+            self._name(error)
+            memory.group.give_up(str(error))
+            raise
+        if memory.recorder is not None:
+            memory.recorder.fetched()
+
+    def _wait(self) -> None:
+        if not self._handles and not self._in_place:
+            return
+        with hooks.outside_of_transforms():
+            while self._handles:  # where one fails, it fails again for whoever waits again
+                try:
+                    self._handles[0].wait()
+                except IoError as error:
+                    self._name(error)
+                    raise
+                self._handles.pop(0)
+            while self._in_place:
+                self._wait_for_shard(self._in_place[-1])
+                self._in_place.pop()
+        for memory in self.sharded:
+            if memory.shard is not memory.own:
+                memory.let_go()
+        mark_gathered(self._fulls)
+
+    def _name(self, error: Exception) -> None:
+        if self.called not in str(error):
+            error.args = (f"{self.called} cannot be fetched: {error}",)
+
+    def wait_for_copies(self) -> None:
+        """Return once no copy reads the shards, so that they may be written."""
+        for memory in self.sharded:
+            memory.settle()
+
+    def _count_updates(self) -> None:
+        """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
+        before, now = self._versions, list(map(_version_of, self._pieces))
+        if now != before:
+            self._versions = now
+            pairs = zip(self._fulls, before, now, strict=True)
+            torch.autograd.graph.increment_version([full for full, was, found in pairs if found != was])
+
+    def watch_writes(self) -> None:
+        """From here on somebody has the full parameters and may write to them."""
+        if self._unwritten is None:
+            self._unwritten = list(map(_version_of, self._fulls))
+
+    def keep_writes(self) -> None:
+        """Copy what was written to full parameters since `watch_writes` into the shards: each rank its span."""
+        before, self._unwritten = self._unwritten, None
+        if before is None:
+            return
+        now = list(map(_version_of, self._fulls))
+        if now != before:
+            with torch.no_grad():
+                for entry, piece, was, found in zip(self.entries, self._pieces, before, now, strict=True):
+                    if was != found:
+                        self._keep(entry, piece)
+            self._versions = list(map(_version_of, self._pieces))
+
+    @staticmethod
+    def _keep(entry: BucketEntry, piece: Tensor) -> None:
+        shard, full = shard_of(entry.param), entry.full
+        assert shard is not None and full is not None
+        written = shard.here.cut(full).to(piece.device)
+        with nullcontext() if shard.rest is None else shard.rest.used():
+            if shard.rest is not None:
+                shard.rest.change()
+            if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
+                torch.autograd.graph.increment_version(piece)
+            elif not torch.equal(written, piece):
+                piece.copy_(written)
+
+    def register_full(self) -> None:
+        """Let the modules compute with the full parameters."""
+        self._is_registered = True
+        with without_waiting():
+            frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
+        found = [there.get(attribute) for there, attribute, _, _ in self._places]
+        if frozen_alike and not self.materialized and all(map(operator.is_, found, self._place_params)):
+            for there, attribute, _, full in self._places:
+                there[attribute] = full
+            self._refresh_rnns()
+            return
+        for one, (there, attribute, param, full) in zip(found, self._places, strict=True):
+            if one is not param and one is not full:  # by functional_call, say: that is what is to compute
+                self._refuse_stranger(one, param)
+            elif isinstance(param, Sharded):
+                if not in_backward():  # there what arrives of a frozen one is dropped, and that is noted
+                    full.requires_grad_(param.requires_grad)
+                there[attribute] = full
+        self._refresh_rnns()
+
+    def register_sharded(self) -> None:
+        """Give the modules back the parameters that the user knows."""
+        if self._is_registered:
+            for there, attribute, param, full in self._places:
+                if there.get(attribute) is full:
+                    there[attribute] = param
+            self._refresh_rnns()
+            self._is_registered = False
+
+    def _refuse_stranger(self, found: Tensor | None, param: Tensor) -> None:
+        if checks.is_trained(found) and torch.is_grad_enabled() and not in_backward():
+            assert found is not None
+            checks.refuse_stranger(next(entry.name for entry in self.entries if entry.param is param), found)
+
+    def _refresh_rnns(self) -> None:
+        """Recurrent modules keep a list of their parameters besides."""
+        for reference in self._rnns:
+            module = reference()
+            if module is not None:
+                module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def _nothing() -> None:
+    pass
