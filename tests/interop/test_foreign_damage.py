@@ -80,7 +80,7 @@ def test_damage_is_found_by_its_checksum(tmp_path: Path, capsys: Any) -> None:
     for name, file in damaged.items():
         spoiled(file, model.second.weight.detach())
         path = tmp_path / name
-        assert [error.key for error in open_checkpoint(path).damage()] == ["model.second.weight"]
+        assert [error.key for error in open_checkpoint(path).find_damage()] == ["model.second.weight"]
         assert main(["checkpoint", "verify", str(path)]) == 1
         assert "model.second.weight" in capsys.readouterr().err
         for verify in ("first", "reading"):
@@ -175,7 +175,7 @@ def zip_of(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 def tensor(numel: int, size: int, stride: int = 1) -> bytes:
     """A pickle of {"w": a tensor} whose header says what it is told to."""
-    from zerokern.checkpoint.envelope import PROTOCOL, _Pickler, _Storage
+    from zerokern.checkpoint.torch_zip import PROTOCOL, _Pickler, _Storage
 
     class Lying:
         def __reduce__(self) -> Any:

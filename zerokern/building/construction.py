@@ -81,7 +81,11 @@ class Construction:
             if id(homes[0]) not in done:
                 done.add(id(homes[0]))
                 empty = {id(params[one]) for one in blank}
-                own = [one for one in homes[0]._parameters.values() if one is not None and id(one) not in empty]
+                own = [
+                    parameter
+                    for parameter in homes[0]._parameters.values()
+                    if parameter is not None and id(parameter) not in empty
+                ]
                 for one in own:
                     self._recorder.fill(one)
                 before = [one.detach().clone() for one in own]
@@ -123,7 +127,7 @@ class Recording(TorchDispatchMode):
     def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func in LOOK_AWAY:
             return func(*args, **kwargs)
-        given = {id(one): one for one in tree_leaves((args, kwargs)) if is_plain(one)}
+        given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)}
         keys = {key_of(one) for one in given.values()}
         self._have(given.values(), whole_of(args[0]) if func in OVERWRITES and len(keys) == 1 + moves(func) else None)
         if func.overloadpacket in MOVES:
@@ -168,8 +172,8 @@ class Recording(TorchDispatchMode):
 
     def _frozen(self, func: Any, args: tuple, kwargs: dict[str, Any], given: dict[int, Tensor]) -> tuple | None:
         """The arguments as a Step has them; None if the operator cannot be done again."""
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if func.namespace != "aten" or len(tensors) > WIDEST or any(id(one) not in given for one in tensors):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.namespace != "aten" or len(tensors) > WIDEST or any(id(tensor) not in given for tensor in tensors):
             return None
         stand_ins: dict[int, Viewed | Constant] = {}
         for number, one in given.items():
@@ -199,18 +203,18 @@ class Recording(TorchDispatchMode):
     def _note_made(self, step: Step | None, result: Any, given: set[int]) -> None:
         if step is None:
             return
-        tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        for place, one in enumerate(tensors):
-            if not is_plain(one) or key_of(one) in given or key_of(one) in self.recipes:
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for place, tensor in enumerate(tensors):
+            if not is_plain(tensor) or key_of(tensor) in given or key_of(tensor) in self.recipes:
                 continue
-            storage = one.untyped_storage()
+            storage = tensor.untyped_storage()
             if not storage.resizable():
                 continue
             recipe = Origin(StorageWeakRef(storage), storage.nbytes())
             if recipe.add(replace(step, place=place)):
-                self.recipes[key_of(one)] = recipe
+                self.recipes[key_of(tensor)] = recipe
                 if recipe.nbytes > SMALL_NBYTES:
-                    self._filled[key_of(one)] = recipe.nbytes
+                    self._filled[key_of(tensor)] = recipe.nbytes
         if len(self.recipes) > self._limit:
             self._forget_the_dead()
 
@@ -244,7 +248,7 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def lent(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
         """Their values are there while a function has them; for good, where it tells somebody where they lie."""
-        found = {key_of(one): one for one in tensors if is_plain(one) and key_of(one) in self.recipes}
+        found = {key_of(tensor): tensor for tensor in tensors if is_plain(tensor) and key_of(tensor) in self.recipes}
         with _disable_current_modes():
             self._have(found.values(), None)
         if forever:
@@ -325,19 +329,19 @@ def moves(func: Any) -> int:
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """What the schema says that an operator writes."""
     found = []
-    for number, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(one.name)
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
 
 
 def generator_of(args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> torch.Generator:
     """Whose numbers an operator draws."""
-    for one in tree_leaves((args, kwargs)):
-        if isinstance(one, torch.Generator):
-            return one
-    device = torch.device(kwargs.get("device") or next((one.device for one in tensors), "cpu"))
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Generator):
+            return leaf
+    device = torch.device(kwargs.get("device") or next((tensor.device for tensor in tensors), "cpu"))
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -79,7 +79,7 @@ class Origin:
 
     def add(self, step: Step) -> bool:
         """False if doing all of it again is worth less than the memory."""
-        others = [one.recipe for one in leaves((step.args, step.kwargs)) if isinstance(one, Viewed)]
+        others = [leaf.recipe for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, Viewed)]
         others = [one for one in others if one is not self]
         self.weight += 1 + sum(one.weight for one in others)
         self.depth = max([self.depth, *(1 + one.depth for one in others)])
@@ -107,7 +107,7 @@ class Cook:
 
     def _make(self, recipe: Origin, steps: int) -> torch.UntypedStorage:
         first = recipe.steps[0]
-        tensors = [one for one in tree_leaves(self._run(first, None, None)) if isinstance(one, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(self._run(first, None, None)) if isinstance(leaf, Tensor)]
         storage = tensors[first.place].untyped_storage()
         assert storage.nbytes() == recipe.nbytes, (first.func, storage.nbytes(), recipe.nbytes)
         self._follow(recipe, storage, steps)

@@ -25,7 +25,7 @@ from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.room import amount, room
 
-__all__ = ["Saves", "Saving", "StagedPlanner", "wait_for_devices"]
+__all__ = ["PendingSaves", "Saving", "StagedPlanner", "wait_for_devices"]
 
 PATIENCE = timedelta(hours=4)  # ranks write at different speeds; one that is gone shows at once, by its connection
 MARGIN = 0.1  # of the free memory, which is left to who trains meanwhile
@@ -52,7 +52,7 @@ class Saving:
         self.path = path
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self._thread = threading.Thread(target=self._run, name=f"zk.save {path.name}", daemon=False)
 
     def _start(self) -> None:
@@ -60,7 +60,7 @@ class Saving:
             self._thread.start()
             return
         self._run()  # Python exits, and has waited for its threads already: another would be lost
-        self._tell()
+        self._report()
 
     def _run(self) -> None:
         try:
@@ -71,14 +71,14 @@ class Saving:
             log.error("zk.save(%r, wait=False) failed: %s: %s", str(self.path), type(error).__name__, error)
         finally:
             self._work = None  # lets go of the model and of the copy
-            _unguard(self)
+            _allow_shutdown(self)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
-        self._ended(timeout)
+        self._join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the save to {self.path} still runs after {timeout:g} s; it goes on")
-        self._tell()
+        self._report()
 
     def done(self) -> bool:
         """Returns whether it has ended, well or not."""
@@ -88,21 +88,21 @@ class Saving:
         """Returns what went wrong; None while it runs, and where nothing did."""
         if not self.done():
             return None
-        self._told = True
+        self._reported = True
         return self._error
 
-    def _tell(self) -> None:
-        self._told = True
+    def _report(self) -> None:
+        self._reported = True
         if self._error is not None:
             raise self._error
 
     def _finish(self) -> None:
         """Waits for the end, and raises its error if nobody has heard of it."""
-        self._ended()
-        if not self._told:
-            self._tell()
+        self._join()
+        if not self._reported:
+            self._report()
 
-    def _ended(self, timeout: float | None = None) -> None:
+    def _join(self, timeout: float | None = None) -> None:
         """Waits for the end, whatever it is; not in its own thread, nor where it was done at once."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -112,7 +112,7 @@ class Saving:
         return f"Saving({str(self.path)!r}, {state})"
 
 
-class Saves:
+class PendingSaves:
     """The saves of the same ranks: the last one, and a group for threads, whose order is not the program's."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Saves:
         self._own: Any = None
 
     @classmethod
-    def of(cls, ranks: Ranks, model: torch.nn.Module) -> Saves:
+    def of(cls, ranks: Ranks, model: torch.nn.Module) -> PendingSaves:
         """Returns those of a process group; a process without one has some for each model."""
         return _SAVES.setdefault(model if ranks.pg is None else ranks.pg, cls())
 
@@ -137,22 +137,22 @@ class Saves:
     def wait(self) -> None:
         """Waits until no save runs. What the last one failed with is left to the next save to raise."""
         if self.last is not None:
-            self.last._ended()
+            self.last._join()
 
     def start(self, saving: Saving, *, shared: bool) -> None:
         """Starts a save, which is the last one from here on; `shared`: with other ranks, through a process group."""
         self.last = saving
         try:
             if shared:
-                _guard(saving)
+                _delay_shutdown(saving)
             saving._start()
         except BaseException:
             if saving._thread.ident is None:
                 self.last = None
-                _unguard(saving)
+                _allow_shutdown(saving)
             raise
 
-    def apart(self, ranks: Ranks) -> Ranks:
+    def separate_ranks(self, ranks: Ranks) -> Ranks:
         """Returns the same ranks, over connections of their own."""
         if ranks.pg is None:
             return ranks
@@ -170,7 +170,7 @@ class Saves:
 
 
 # Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.
-_SAVES: weakref.WeakKeyDictionary[Any, Saves] = weakref.WeakKeyDictionary()
+_SAVES: weakref.WeakKeyDictionary[Any, PendingSaves] = weakref.WeakKeyDictionary()
 
 
 # Saves that run over a process group. While there are any, ProcessGroup.shutdown is ours: through it all
@@ -180,15 +180,15 @@ _CHANGING = threading.Lock()
 _CLOSING, _BEFORE = "shutdown", "_zerokern_before"
 
 
-def _guard(saving: Saving) -> None:
+def _delay_shutdown(saving: Saving) -> None:
     """Lets no process group be closed before this save ends."""
     with _CHANGING:
         if not _RUNNING:
-            setattr(dist.ProcessGroup, _CLOSING, _after_saves(vars(dist.ProcessGroup)[_CLOSING]))
+            setattr(dist.ProcessGroup, _CLOSING, _wait_then_shutdown(vars(dist.ProcessGroup)[_CLOSING]))
         _RUNNING.add(saving)
 
 
-def _unguard(saving: Saving) -> None:
+def _allow_shutdown(saving: Saving) -> None:
     with _CHANGING:
         if saving not in _RUNNING:
             return
@@ -198,14 +198,14 @@ def _unguard(saving: Saving) -> None:
             setattr(dist.ProcessGroup, _CLOSING, before)
 
 
-def _after_saves(before: Any) -> Callable[..., None]:
+def _wait_then_shutdown(before: Any) -> Callable[..., None]:
     """Wraps the method `before` so that it waits for running saves: they use the groups that are about to go."""
 
     def shutdown(self: Any, *given: Any, **settings: Any) -> None:
         with _CHANGING:
             running = list(_RUNNING)
         for saving in running:
-            saving._ended()
+            saving._join()
         before.__get__(self, type(self))(*given, **settings)
 
     setattr(shutdown, _BEFORE, before)  # as the class has it: what getattr gives would not bind
@@ -232,7 +232,7 @@ class StagedPlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Returns the plan, once a copy of what it names has been taken on every rank."""
         plan = super().finish_plan(new_plan)
-        self._ranks.each("the copy", lambda: self._copy(plan.items))
+        self._ranks.all_gather("the copy", lambda: self._copy(plan.items))
         self._staged = True
         if not self._streams:
             self._free.set()
@@ -274,15 +274,17 @@ class StagedPlanner(SavePlanner):
             raise interrupt
 
     def _copy(self, items: Sequence[WriteItem]) -> None:
-        self._streams = {one.index for one in items if isinstance(self.state_dict[one.index.fqn], OnDiskPart)}
-        near = [one for one in items if one.index not in self._streams]
-        live = [self.lookup_object(one.index).detach() for one in near]
-        copies = self._room([(tuple(one.shape), one.dtype) for one in live], pinned=any(one.is_cuda for one in live))
+        self._streams = {item.index for item in items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)}
+        near = [item for item in items if item.index not in self._streams]
+        live = [self.lookup_object(item.index).detach() for item in near]
+        copies = self._room(
+            [(tuple(tensor.shape), tensor.dtype) for tensor in live], pinned=any(tensor.is_cuda for tensor in live)
+        )
         with torch.no_grad():
-            for copy, one in zip(copies, live, strict=True):
-                copy.copy_(one, non_blocking=True)
+            for copy, tensor in zip(copies, live, strict=True):
+                copy.copy_(tensor, non_blocking=True)
         wait_for_devices(live)
-        self._copies = {one.index: copy for one, copy in zip(near, copies, strict=True)}
+        self._copies = {item.index: copy for item, copy in zip(near, copies, strict=True)}
 
     def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pinned: bool) -> list[Tensor]:
         """Makes memory for these, side by side where it is pinned; refused before any is taken if it does not fit.
@@ -311,7 +313,7 @@ class StagedPlanner(SavePlanner):
         if self._budget is not None:
             most, limit = self._budget, f"staging_budget={self._budget:,}"
         elif left := room():
-            name, least = min(left.items(), key=lambda one: one[1])
+            name, least = min(left.items(), key=lambda limit_and_left: limit_and_left[1])
             most = int(least * (1 - MARGIN))
             limit = f"{name}: {amount(least)}, less {MARGIN:.0%} for what trains meanwhile"
         if nbytes > most:
@@ -324,5 +326,5 @@ class StagedPlanner(SavePlanner):
 
 def wait_for_devices(tensors: Iterable[Any]) -> None:
     """Waits until all that the current streams of these tensors' devices had been given is done."""
-    for device in {one.device for one in tensors if isinstance(one, Tensor) and one.is_cuda}:
+    for device in {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}:
         torch.zeros(1, device=device).item()

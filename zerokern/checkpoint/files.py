@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, unfit
+from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
 from zerokern.core import native
 from zerokern.core.errors import IoError, say_once
 from zerokern.io.advice import failed
@@ -33,8 +33,17 @@ from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
 
 __all__ = [
-    "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_bytes",
-    "crc32c", "put",
+    "BLOCK",
+    "SLOTS",
+    "FileReader",
+    "FileWriter",
+    "PartsWriter",
+    "SlotWriter",
+    "Slots",
+    "Span",
+    "copy_bytes",
+    "copy_into",
+    "crc32c",
 ]  # fmt: skip
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
@@ -64,8 +73,8 @@ class Slots(AbstractContextManager["Slots"]):
         faults: Faults | None = None,
     ) -> None:
         self.offset_align = 1  # what the files ask for
-        found = cached(folder) if depth is None or block is None else None
-        usual_depth, usual_block = (found.depth, found.block) if found is not None else START
+        probe = cached(folder) if depth is None or block is None else None
+        usual_depth, usual_block = (probe.depth, probe.block) if probe is not None else START
         self.engine = Engine(engine, depth=depth or usual_depth, block=block or usual_block, faults=faults)
         try:
             self.arena = Arena(slots * BLOCK)
@@ -77,7 +86,7 @@ class Slots(AbstractContextManager["Slots"]):
             self.engine.close()
             raise
 
-    def enter(self, fd: int, path: Path) -> int:
+    def register(self, fd: int, path: Path) -> int:
         """Returns the engine's number of an open file, which bypasses the page cache where the file system lets it."""
         memory_align, offset_align = go_direct(fd, path.parent)
         if offset_align == 1:
@@ -88,7 +97,7 @@ class Slots(AbstractContextManager["Slots"]):
         self.transfers.paths[number] = str(path)
         return number
 
-    def leave(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """Lets go of a file; waits for what is pending in the slots."""
         self.drain()
         self.engine.forget_file(number)
@@ -129,7 +138,7 @@ class SlotWriter(AbstractContextManager[Any]):
 
     def __init__(self, slots: Slots, fd: int, path: Path) -> None:
         self.slots, self.path = slots, path
-        self._number = slots.enter(fd, path)
+        self._number = slots.register(fd, path)
         self._tickets: list[Ticket | None] = [None] * len(slots.slots)
         self._slot = 0
 
@@ -308,14 +317,14 @@ class PartsWriter(SlotWriter):
         self._page = max(mmap.PAGESIZE, slots.offset_align, preferred)
         self._begin = self._end = 0  # what the slot holds of the file
 
-    def room(self, at: int) -> Tensor:
-        """Returns memory for the bytes from `at` on, as many as the slot has; then tell `took` how many there are."""
+    def buffer(self, at: int) -> Tensor:
+        """Returns memory for bytes from `at` on, up to the end of the slot; `advance` counts what was written."""
         if at != self._end:
             self._flush()
             self._begin = self._end = at
         return self.bytes[at % BLOCK : BLOCK]
 
-    def took(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         """Counts so many bytes as there."""
         self._end += nbytes
         if not self._end % BLOCK:
@@ -328,7 +337,7 @@ class PartsWriter(SlotWriter):
         os.fsync(self._fd)
 
     def __exit__(self, *_: object) -> None:
-        self.slots.leave(self._number)
+        self.slots.forget(self._number)
 
     def _flush(self) -> None:
         begin, end, page = self._begin, self._end, self._page
@@ -353,17 +362,17 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.path, self.row = folder / row.name, row
         self._slots, self._number = slots, -1
         try:
-            lent = None if files is None else files.fd(self.path)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if lent is None else lent
+            shared = None if files is None else files.fd(self.path)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if shared is None else shared
         except OSError as error:
             raise failed("Opening", self.path, error, 0, row.nbytes) from error
-        self._lent = lent is not None
+        self._shared = shared is not None
         try:
             sums = files.tables.get(self.path) if files is not None else None
             self._sums = self._table() if sums is None else sums
-            if files is not None and self._lent:  # past the page cache a file cannot be read at any offset later
+            if files is not None and self._shared:  # past the page cache a file cannot be read at any offset later
                 files.tables[self.path] = self._sums
-            self._number = slots.enter(self._fd, self.path)
+            self._number = slots.register(self._fd, self.path)
         except BaseException:
             self.close()
             raise
@@ -381,31 +390,31 @@ class FileReader(AbstractContextManager["FileReader"]):
                 )
         waiting = deque(ordered)
         under_way: list[Span] = []
-        for begin, found, error in self._arrivals(_blocks(ordered)):
+        for begin, block, error in self._read_blocks(_blocks(ordered)):
             if error is not None:
                 raise error
-            end = begin + len(found)
+            end = begin + len(block)
             while waiting and waiting[0][0] < end:
                 under_way.append(waiting.popleft())
             for offset, nbytes, take in under_way:
                 low, high = max(offset, begin), min(offset + nbytes, end)
-                take(found[low - begin : high - begin], low - offset)
+                take(block[low - begin : high - begin], low - offset)
             under_way = [span for span in under_way if span[0] + span[1] > end]
 
-    def damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
+    def find_damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
         """Yields an error for each block that is not as written, or cannot be read; reports the bytes of each."""
-        for _, found, error in self._arrivals(blocks):
+        for _, block, error in self._read_blocks(blocks):
             if error is not None:
                 yield error
-            report(len(found))
+            report(len(block))
 
     def close(self) -> None:
         """Lets go of the file."""
         number, self._number = self._number, -1
         if number >= 0:
-            self._slots.leave(number)
+            self._slots.forget(number)
         fd, self._fd = self._fd, -1
-        if fd >= 0 and not self._lent:
+        if fd >= 0 and not self._shared:
             os.close(fd)
 
     def __exit__(self, *_: object) -> None:
@@ -429,7 +438,7 @@ class FileReader(AbstractContextManager["FileReader"]):
             sums.byteswap()
         return sums
 
-    def _arrivals(self, blocks: Iterable[int]) -> Iterator[tuple[int, Tensor, IoError | None]]:
+    def _read_blocks(self, blocks: Iterable[int]) -> Iterator[tuple[int, Tensor, IoError | None]]:
         """Yields blocks in their order while later ones are under way: offset, bytes, and why they are not good."""
         if self._number < 0:
             raise ValueError(f"{self.path} is closed: nothing can be read from it")
@@ -446,27 +455,27 @@ class FileReader(AbstractContextManager["FileReader"]):
                     pending.append((begin, slots.bytes[slot][:nbytes], slot, ticket))
                 if not pending:
                     return
-                begin, found, slot, ticket = pending.popleft()
-                yield begin, found, self._error(begin, found, ticket)
+                begin, data, slot, ticket = pending.popleft()
+                yield begin, data, self._error(begin, data, ticket)
                 free.append(slot)
         finally:
             slots.drain()  # nothing is written into a slot that somebody else may use next
 
-    def _error(self, begin: int, found: Tensor, ticket: Ticket) -> IoError | None:
+    def _error(self, begin: int, block: Tensor, ticket: Ticket) -> IoError | None:
         """Waits for a request; returns why the bytes are not those that were written."""
         try:
             ticket.wait()
         except IoError as error:
             return failed("Reading", self.path, error)
-        nbytes, expected = len(found), self._sums[begin // BLOCK]
-        crc = crc32c(found.data_ptr(), nbytes)
+        nbytes, expected = len(block), self._sums[begin // BLOCK]
+        crc = crc32c(block.data_ptr(), nbytes)
         if crc == expected:
             return None
         says = f"is damaged in its {nbytes} bytes from offset {begin} on: their CRC32C is {crc:08x}"
         return self._broken(f"{says}, what was written had {expected:08x}", begin, nbytes)
 
     def _broken(self, says: str, offset: int, nbytes: int, number: int = errno.EBADMSG) -> IoError:
-        return unfit(self.path, f"{says}. {RESTORE}", number, offset=offset, nbytes=nbytes)
+        return file_error(self.path, f"{says}. {RESTORE}", number, offset=offset, nbytes=nbytes)
 
 
 def _blocks(spans: list[Span]) -> Iterator[int]:
@@ -519,11 +528,11 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-def put(target: Tensor, source: Tensor) -> None:
+def copy_into(target: Tensor, source: Tensor) -> None:
     """Copies elements into as many in host memory, 1-D; by torch, whose threads would disturb training, if it must."""
-    plain = source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    dense = source.is_contiguous() and not (source.is_conj() or source.is_neg())
     alike = target.dtype is source.dtype and target.numel() == source.numel()
-    if plain and alike and source.device.type == "cpu":
+    if dense and alike and source.device.type == "cpu":
         copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)

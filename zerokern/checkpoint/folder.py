@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokern.checkpoint.index import NAME, FileRow, Index, unfit
+from zerokern.checkpoint.index import NAME, FileRow, Index, file_error
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.io.advice import refused
 from zerokern.io.files import make_folder, sync_folder
@@ -32,8 +32,18 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "latest", "leftovers", "likeness", "listed",
-    "saved_at", "started",
+    "DATA",
+    "LOCK",
+    "METADATA",
+    "Draft",
+    "OpenFiles",
+    "Published",
+    "describe_unfinished",
+    "fingerprint",
+    "latest",
+    "leftovers",
+    "list_files",
+    "saved_at",
 ]  # fmt: skip
 
 METADATA = ".metadata"  # torch's name for its own index
@@ -85,9 +95,9 @@ class OpenFiles:
             if kept is None:
                 os.close(fd)
 
-    def likeness(self) -> str:
-        """Returns `likeness` of the files that are open."""
-        return likeness(self._fds, self._fds.values())
+    def fingerprint(self) -> str:
+        """Returns `fingerprint` of the files that are open."""
+        return fingerprint(self._fds, self._fds.values())
 
     def close(self) -> None:
         """Closes all of them."""
@@ -99,7 +109,7 @@ class OpenFiles:
         self.close()
 
 
-def likeness(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
+def fingerprint(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
     """Returns a digest that two ranks have in common if their files of these names are the same.
 
     It is one of lengths, and of samples: checkpoints of two steps have the same headers, and differ nearly everywhere
@@ -107,14 +117,14 @@ def likeness(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
     """
     paths = list(files)
     opened: list[Path | int] = list(paths if fds is None else fds)
-    sizes = [os.stat(one).st_size for one in opened]
+    sizes = [os.stat(source).st_size for source in opened]
     made, begin = hashlib.sha256(), 0
     step = max(SAMPLE, sum(sizes) // SAMPLES)
-    for path, one, size in zip(paths, opened, sizes, strict=True):
+    for path, source, size in zip(paths, opened, sizes, strict=True):
         made.update(f"{path.name} {size}\n".encode())
         mine = range(-begin % step, size, step)
         if mine:
-            with open(one, "rb", buffering=0, closefd=isinstance(one, Path)) as file:
+            with open(source, "rb", buffering=0, closefd=isinstance(source, Path)) as file:
                 for at in mine:
                     made.update(os.pread(file.fileno(), SAMPLE, at))
         begin += size
@@ -130,7 +140,7 @@ def saved_at(save_id: str) -> float:
     return float(calendar.timegm(time.strptime(save_id.partition("-")[0], "%Y%m%dT%H%M%S")))
 
 
-def listed(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """Lists what a folder holds, by name; nothing if there is no folder."""
     try:
         return sorted(folder.iterdir())
@@ -156,7 +166,7 @@ class Published:
         index = _read(folder)
         while True:
             files = OpenFiles() if hold else None
-            broken = _broken(folder, index, files)
+            broken = _length_errors(folder, index, files)
             if not broken:
                 return cls(folder, index, files)
             if files is not None:
@@ -165,7 +175,7 @@ class Published:
             newer = _read(folder)
             if newer.save_id == index.save_id:
                 raise IoError(
-                    f"{folder} is not whole: {broken}. {_instead(folder)}",
+                    f"{folder} is not whole: {broken}. {_suggest_other(folder)}",
                     path=str(folder / index.files[0].name),
                     errno=errno.ENODATA,
                 )
@@ -187,13 +197,13 @@ def latest(parent: Path) -> Path | None:
     >>> latest(Path("no such folder")) is None
     True
     """
-    found = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
-    return next((folder for _, folder in sorted(found, reverse=True) if _is_whole(folder)), None)
+    by_age = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
+    return next((folder for _, folder in sorted(by_age, reverse=True) if _is_whole(folder)), None)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        return not _broken(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
+        return not _length_errors(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
     except (OSError, IoError):
         return False
 
@@ -201,13 +211,13 @@ def _is_whole(folder: Path) -> bool:
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
     """Lists files of saves that were not published, or are no longer: all of ours that the index does not name."""
     kept = {file.name for file in keep.files} if keep else set()
-    names = (path for path in listed(folder) if path.name not in kept)
+    names = (path for path in list_files(folder) if path.name not in kept)
     return [path for path in names if DATA.fullmatch(path.name) or NEW.fullmatch(path.name)]
 
 
-def started(folder: Path) -> str:
+def describe_unfinished(folder: Path) -> str:
     """Says what there is of a save into the folder that has not been published; "" if there is none."""
-    ids = sorted(found[1] for found in map(DATA.fullmatch, (path.name for path in listed(folder))) if found)
+    ids = sorted(match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match)
     if not ids and not (folder / LOCK).exists():
         return ""
     since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(ids[-1]))) if ids else ""
@@ -227,21 +237,21 @@ def _holder(folder: Path) -> Holder | None:
     return holder if holder.pid.isdigit() and holder.lives() else None
 
 
-def _broken(folder: Path, index: Index, files: OpenFiles | None = None) -> str:
+def _length_errors(folder: Path, index: Index, files: OpenFiles | None = None) -> str:
     """Says what is wrong with data files as far as their lengths tell; `files` has them open from here on."""
-    return "; ".join(filter(None, (_why_broken(folder / file.name, file, files) for file in index.files)))
+    return "; ".join(filter(None, (_length_error(folder / file.name, file, files) for file in index.files)))
 
 
-def _why_broken(path: Path, file: FileRow, files: OpenFiles | None) -> str:
+def _length_error(path: Path, file: FileRow, files: OpenFiles | None) -> str:
     try:
         fd = None if files is None else files.fd(path)
-        found = os.stat(path if fd is None else fd).st_size
+        nbytes = os.stat(path if fd is None else fd).st_size
     except FileNotFoundError:
         return f"{file.name}, {amount(file.nbytes)}, is missing"
-    if found == file.nbytes:
+    if nbytes == file.nbytes:
         return ""
-    how = "truncated" if found < file.nbytes else "longer than it was"
-    return f"{file.name} is {how}: it has {found:,} bytes, {file.nbytes:,} were written"
+    how = "truncated" if nbytes < file.nbytes else "longer than it was"
+    return f"{file.name} is {how}: it has {nbytes:,} bytes, {file.nbytes:,} were written"
 
 
 def _read(folder: Path) -> Index:
@@ -261,16 +271,16 @@ def _no_checkpoint(folder: Path) -> IoError:
         says = "does not exist"
     elif not folder.is_dir():
         says, number = "is a file, no folder of a checkpoint", errno.ENOTDIR
-    elif what := started(folder):
+    elif what := describe_unfinished(folder):
         says = f"holds no published checkpoint: {what}, and is ignored"
     else:
-        names = [path.name for path in listed(folder)]
+        names = [path.name for path in list_files(folder)]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         says = f"is no checkpoint: there is no {NAME} in it, but {shown or 'nothing at all'}"
-    return unfit(folder, f"{says}. {_instead(folder)}", number)
+    return file_error(folder, f"{says}. {_suggest_other(folder)}", number)
 
 
-def _instead(folder: Path) -> str:
+def _suggest_other(folder: Path) -> str:
     below = latest(folder) if folder.is_dir() else None
     if below is not None:
         return f"The newest checkpoint within it is {below}: load that"
@@ -297,12 +307,12 @@ class Draft:
         try:
             made = make_folder(folder)
             lock = FolderLock(folder, USE)
-            before = _before(folder)
+            before = _previous_index(folder)
             _finish_renames(folder, before)
             if left := leftovers(folder, before):
                 sync_folder(folder)  # the rename that made them leftovers may be in memory only
-                for one in left:
-                    os.unlink(one)
+                for path in left:
+                    os.unlink(path)
             for thread in threading.enumerate():  # what this process has removed counts as free
                 if thread.name == FREEING:
                     thread.join()
@@ -322,7 +332,7 @@ class Draft:
         """Returns the same draft on another rank, which must see the folder that rank 0 took."""
         folder = Path(path)
         until = time.monotonic() + APPEARS_S
-        while not _appeared(folder):
+        while not _is_visible(folder):
             if time.monotonic() > until:
                 raise IoError(
                     f"rank {rank} does not see {folder} as rank 0 made it: there is no {LOCK} in it. All ranks save "
@@ -341,8 +351,8 @@ class Draft:
         """Makes this the checkpoint of the folder. Everything that `index` names must be written and synced already."""
         if self._lock is None:
             raise ValueError(f"rank {self.rank} joined this draft, or it has ended; only rank 0 publishes, and once")
-        if broken := _broken(self.folder, index):
-            raise unfit(self.folder, f"is not published: {broken}. The one before it is untouched: save again")
+        if broken := _length_errors(self.folder, index):
+            raise file_error(self.folder, f"is not published: {broken}. The one before it is untouched: save again")
         new_index, new_metadata = f"{NAME}.new", f"{METADATA}.{self.save_id}.new"
         try:
             with Folder(self.folder) as folder:
@@ -352,7 +362,7 @@ class Draft:
         except OSError as error:
             raise refused(error, self.folder, "Publishing the checkpoint") from error
         self._remove(leftovers(self.folder, index))
-        self._let_go()
+        self._release()
 
     def abandon(self) -> None:
         """Removes what was written of the draft. After ``publish``, and on other ranks than 0, it does nothing."""
@@ -360,13 +370,13 @@ class Draft:
             return
         # What is published is asked of the disk: an error may have come after the rename.
         try:
-            published = _before(self.folder)
+            published = _previous_index(self.folder)
             _finish_renames(self.folder, published)
             self._remove(leftovers(self.folder, published))
         except OSError as error:
             _log.warning("%s: what an abandoned save wrote stays for the next one to remove: %s", self.folder, error)
         finally:
-            self._let_go()
+            self._release()
 
     def _remove(self, paths: list[Path]) -> None:
         """Removes files. What stays is removed by the next save: no reason to fail this one."""
@@ -378,7 +388,7 @@ class Draft:
             except OSError as error:
                 _log.warning("%s stays behind: %s; the next save into its folder removes it", path, error)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         lock, self._lock = self._lock, None
         try:
             if lock is not None:
@@ -390,7 +400,7 @@ class Draft:
                 threading.Thread(target=os.close, args=(self._unnamed.pop(),), name=FREEING).start()
 
 
-def _appeared(folder: Path) -> bool:
+def _is_visible(folder: Path) -> bool:
     try:
         return (folder / LOCK).exists()
     except OSError as error:
@@ -417,7 +427,7 @@ def _remove_empty(folder: Path) -> None:
         os.rmdir(folder)
 
 
-def _before(folder: Path) -> Index | None:
+def _previous_index(folder: Path) -> Index | None:
     """Reads the checkpoint that a save will replace; refuses what this library did not write, or cannot read."""
     try:
         data = (folder / NAME).read_bytes()
@@ -447,8 +457,8 @@ def _finish_renames(folder: Path, index: Index | None) -> None:
 
 
 def _refuse_beyond_free(folder: Path, nbytes: int, before: Index | None) -> None:
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
     if nbytes + MARGIN_NBYTES <= free:
         return
     held = sum(file.nbytes for file in before.files) if before else 0

@@ -14,8 +14,16 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import decode_int8, encode_int8, join, split
 
 __all__ = [
-    "MASTERS", "exact_values", "is_coded", "master_kind", "moment", "overflowed", "published", "refuse_infinite",
-    "rounds_master", "rounds_moment",
+    "MASTERS",
+    "convert_exact",
+    "convert_moment",
+    "exact_values",
+    "is_coded",
+    "master_kind",
+    "overflowed",
+    "refuse_infinite",
+    "rounds_master",
+    "rounds_moment",
 ]  # fmt: skip
 
 Values = Mapping[str, Tensor]
@@ -50,11 +58,11 @@ def rounds_moment(key: str, source: torch.dtype, target: torch.dtype) -> bool:
     return target.itemsize < 4 if is_coded(key, source) else torch.promote_types(source, target) is not target
 
 
-def moment(key: str, values: Values, target: torch.dtype) -> dict[str, Tensor]:
+def convert_moment(key: str, values: Values, target: torch.dtype) -> dict[str, Tensor]:
     """A moment in another dtype, with its scales where that is codes.
 
-    >>> made = moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
-    >>> made["exp_avg"].tolist(), moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
+    >>> made = convert_moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
+    >>> made["exp_avg"].tolist(), convert_moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
     ([127, 127, 127], [1.0, 1.0, 1.0])
     """
     value = values[key]
@@ -113,10 +121,10 @@ def exact_values(values: Values) -> Tensor:
     return torch.where(same, master, param.float())
 
 
-def published(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None = None) -> dict[str, Tensor]:
+def convert_exact(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None = None) -> dict[str, Tensor]:
     """A span of a parameter of `dtype`, with what is kept beside it. `param`: what it was, if in that dtype already.
 
-    >>> made = published(torch.tensor([0.1]), torch.bfloat16, "split16")
+    >>> made = convert_exact(torch.tensor([0.1]), torch.bfloat16, "split16")
     >>> exact_values(made).item() == torch.tensor(0.1).item()
     True
     """
@@ -127,27 +135,28 @@ def published(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None
     return {"param": rounded, "master": exact} if kind == "fp32" else {"param": rounded}
 
 
-def refuse_infinite(key: str, found: Tensor, made: Tensor) -> None:
+def refuse_infinite(key: str, source: Tensor, converted: Tensor) -> None:
     """Values that were finite must be so in their new dtype: rounding is what `lossy` allows, and this is not."""
-    if lost := overflowed(found, made):
+    if lost := overflowed(source, converted):
         raise StateError(
-            f"{key}: {lost} of these values are beyond {torch.finfo(made.dtype).max:g}, the largest of {made.dtype}; "
+            f"{key}: {lost} of these values are beyond {torch.finfo(converted.dtype).max:g}, the largest of "
+            f"{converted.dtype}; "
             "load into bfloat16 or float32. A part of the checkpoint is loaded already: load another before going on"
         )
 
 
-def overflowed(found: Tensor, made: Tensor) -> int:
+def overflowed(source: Tensor, converted: Tensor) -> int:
     """How many finite values are no longer so in their new dtype.
 
     >>> overflowed(torch.tensor([1.0, 1e6, torch.inf]), torch.tensor([1.0, torch.inf, torch.inf]).half())
     1
     """
-    if not (found.is_floating_point() and made.is_floating_point()):
+    if not (source.is_floating_point() and converted.is_floating_point()):
         return 0
-    if torch.finfo(made.dtype).max >= torch.finfo(found.dtype).max:
+    if torch.finfo(converted.dtype).max >= torch.finfo(source.dtype).max:
         return 0
-    beyond = ~(made.float() if made.itemsize == 1 else made).isfinite()
-    return int((beyond & found.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
+    beyond = ~(converted.float() if converted.itemsize == 1 else converted).isfinite()
+    return int((beyond & source.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
 
 
 def rounded_to(exact: Tensor, dtype: torch.dtype) -> Tensor:

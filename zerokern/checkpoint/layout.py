@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from zerokern.checkpoint.source import Source
 
-__all__ = ["SavedLayout", "Within", "folded", "index_of"]
+__all__ = ["PartOf", "SavedLayout", "index_of", "merge_parts"]
 
 
 @dataclass(frozen=True)
-class Within:
+class PartOf:
     """Where a saved item lies in a larger tensor of this key and shape: from `first` on in its first dimension."""
 
     key: str
@@ -50,7 +50,7 @@ class SavedLayout:
         """`saved_names` in the order that a model without parts registers them in."""
         return self.saved_names(names)
 
-    def joined(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Within]]:
+    def items_to_save(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, PartOf]]:
         """Items to be saved by key, and where those lie that are parts; what all parts have alike is one item."""
         return items, {}
 
@@ -59,22 +59,22 @@ class SavedLayout:
         return source
 
 
-def folded(
-    metadata: Mapping[str, TensorStorageMetadata], within: Mapping[str, Within]
+def merge_parts(
+    metadata: Mapping[str, TensorStorageMetadata], within: Mapping[str, PartOf]
 ) -> dict[str, TensorStorageMetadata]:
     """torch's description of the saved tensors, with the boxes of parts in the tensors that they lie in."""
     made: dict[str, TensorStorageMetadata] = {}
-    for key, found in metadata.items():
+    for key, described in metadata.items():
         place = within.get(key)
         if place is None:
-            made[key] = found
+            made[key] = described
             continue
-        there = made.setdefault(place.key, replace(found, size=place.shape, chunks=[]))
-        there.chunks += [ChunkStorageMetadata(place.moved(one.offsets), one.sizes) for one in found.chunks]
+        there = made.setdefault(place.key, replace(described, size=place.shape, chunks=[]))
+        there.chunks += [ChunkStorageMetadata(place.moved(chunk.offsets), chunk.sizes) for chunk in described.chunks]
     return made
 
 
-def index_of(index: MetadataIndex, within: Mapping[str, Within]) -> MetadataIndex:
+def index_of(index: MetadataIndex, within: Mapping[str, PartOf]) -> MetadataIndex:
     """The index of a box in the tensor that it is saved in."""
     place = within.get(index.fqn)
     if place is None:

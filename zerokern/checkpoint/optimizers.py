@@ -23,7 +23,7 @@ from zerokern.optim.exchange import Exchange, Inflow
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.zero.shard import here_of_state, shard_of
 
-__all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "plain"]
+__all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "to_plain"]
 
 Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
 
@@ -58,11 +58,11 @@ class AnyOptimizer:
     def settle(self) -> None:
         """Returns once the state is that of the last step; refuses one that a load has left torn."""
         if getattr(self.opt, "_zk_half_loaded", None) is not None:
-            _refuse()
+            _refuse_half_loaded()
 
     def entries(self) -> list[dict[str, Any] | None]:
         """Returns the state of each parameter."""
-        found: list[dict[str, Any] | None] = []
+        entries: list[dict[str, Any] | None] = []
         for param in self.params:
             home = shard_of(param)
             entry = {key: value for key, value in (self.opt.state.get(param) or {}).items() if value is not None}
@@ -73,8 +73,8 @@ class AnyOptimizer:
                     else value
                     for key, value in entry.items()
                 }
-            found.append(entry or None)
-        return found
+            entries.append(entry or None)
+        return entries
 
     def values(self) -> dict[str, Any]:
         """Returns what else is saved of it, as JSON has it."""
@@ -107,9 +107,9 @@ class AnyOptimizer:
         """Takes over groups, and makes room for state; until `complete`, the optimizer refuses to step."""
         opt = self.opt
         if getattr(opt, "_zk_half_loaded", None) is None:
-            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
+            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse_half_loaded)
         for own, saved in zip(opt.param_groups, groups, strict=True):
-            own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
+            own.update({key: value for key, value in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
         kept = opt.state
         opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
         opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
@@ -117,7 +117,7 @@ class AnyOptimizer:
         for param, wanted, group in zip(self.params, entries, owners, strict=True):
             opt.state.pop(param, None)
             if wanted:
-                opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
+                opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
 
     def inflow(self) -> Inflow | None:
         """Returns the room on disk that `lay_out` has made."""
@@ -151,7 +151,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
     def values(self) -> dict[str, Any]:
         opt = self.opt
         tier = opt.tier if isinstance(opt.tier, str) else "nvme"
-        counters = {name: plain(value, name) for name, value in self.counters().items()}
+        counters = {name: to_plain(value, name) for name, value in self.counters().items()}
         return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
@@ -173,7 +173,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
         made: list[tuple[Wanted, frozenset[str]]] = []
-        owners = [one for one in self._merged for _ in one["params"]]
+        owners = [group for group in self._merged for _ in group["params"]]
         for param, owner, there in zip(self.params, owners, saved, strict=True):
             if not there:
                 made.append(({}, frozenset()))
@@ -185,7 +185,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
         made = [
-            {key: _stand_in(param, *one) for key, one in wanted.items()} if wanted else None
+            {key: _placeholder(param, *spec) for key, spec in wanted.items()} if wanted else None
             for param, wanted in zip(self.params, entries, strict=True)
         ]
         self.take_room(groups, made)
@@ -201,7 +201,7 @@ def optimizer_of(opt: Any) -> AnyOptimizer:
     return OurOptimizer(opt) if isinstance(opt, FusedOptimizer) else AnyOptimizer(opt)
 
 
-def plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, where: str) -> Any:
     """Returns a value of a param_group as JSON has it; `where` is how errors call it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -212,9 +212,9 @@ def plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(one, where) for one in value]
+        return [to_plain(item, where) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value) and "float" not in value:
-        return {key: plain(one, where) for key, one in value.items()}
+        return {key: to_plain(item, where) for key, item in value.items()}
     raise TypeError(
         f"{where} is {value!r}, a {type(value).__name__}; allowed: numbers, strings, None, tensors of one element, and "
         "lists, tuples and dicts of these"
@@ -222,17 +222,17 @@ def plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any, like: Any = None) -> Any:
-    """Returns what `plain` was given; tensors and lists where `like` is one."""
+    """Returns what `to_plain` was given; tensors and lists where `like` is one."""
     if isinstance(value, dict):
-        return _LIMITS[value["float"]] if "float" in value else {key: from_plain(one) for key, one in value.items()}
+        return _LIMITS[value["float"]] if "float" in value else {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, list):
         likes = like if isinstance(like, (list, tuple)) and len(like) == len(value) else [None] * len(value)
-        made = [from_plain(one, other) for one, other in zip(value, likes, strict=True)]
+        made = [from_plain(item, other) for item, other in zip(value, likes, strict=True)]
         return made if isinstance(like, list) else tuple(made)
     return torch.full_like(like, value) if isinstance(like, Tensor) else value
 
 
-def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _placeholder(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Makes zeros of the shape that an optimizer asks for, without the memory for them."""
     home = shard_of(param)
     if home is not None and param is home.piece and shape:
@@ -241,14 +241,14 @@ def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     return torch.zeros(1, dtype=dtype, device="cpu").expand(shape) if shape else torch.zeros((), dtype=dtype)
 
 
-def _room(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _zeros(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if shape == here_of_state(param).shape and shape:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
     there = key != "step" or group.get("capturable") or group.get("fused")
     return torch.zeros(shape, dtype=dtype, device=param.device if there else "cpu")
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse_half_loaded(*_: Any) -> NoReturn:
     raise StateError(
         "a load of this optimizer was broken off, so that parameters and state may be of different steps; load a "
         "checkpoint with zk.load to go on"

@@ -32,8 +32,8 @@ class SharedWeights:
         for groups in values["groups"]:
             for group in groups:
                 group["params"] = [name for name in group["params"] if name not in self.copies]
-        for one in values["optimizers"]:
-            one["beside"] = {name: kept for name, kept in one["beside"].items() if name not in self.copies}
+        for optimizer in values["optimizers"]:
+            optimizer["beside"] = {name: kept for name, kept in optimizer["beside"].items() if name not in self.copies}
         values["aliases"].update({name: self.names[name][0] for name in self.copies if name != self.names[name][0]})
 
     def _is_copy(self, key: str) -> bool:
@@ -61,8 +61,8 @@ class PartialModel(nn.Module):
         """The names that other ranks have of the model, without those here."""
         raise NotImplementedError
 
-    def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], found: Mapping[str, Any], nbytes: int) -> Any:
-        """`values`, `places` and `nbytes` of the whole model, of what each rank has `found` to save of its part."""
+    def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], described: Mapping[str, Any], nbytes: int) -> Any:
+        """`values`, `places` and `nbytes` of the whole model, of what each rank has `described` of its part."""
         raise NotImplementedError
 
     def merge_rows(self, ranks: Ranks, digest: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Any]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from zerokern.comm import Group, during, joined
 from zerokern.core.errors import StateError, ZerokernError, got
 
-__all__ = ["Ranks", "absolute", "digests", "open_alike", "refuse_differences", "refuse_unusable"]
+__all__ = ["Ranks", "absolute_path", "digests", "open_same", "refuse_differences", "refuse_unusable"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Ranks:
     """A process group as torch.distributed.checkpoint sees it; one process without any group is a group of one.
 
     >>> alone = Ranks.of(None)
-    >>> alone.rank, alone.size, alone.each("example", lambda: "done")
+    >>> alone.rank, alone.size, alone.all_gather("example", lambda: "done")
     (0, 1, ['done'])
     """
 
@@ -65,31 +65,31 @@ class Ranks:
             raise ValueError(got("group", group, f"a group that this rank, {dist.get_rank()}, is part of"))
         return cls(group, call)
 
-    def each(self, what: str, work: Callable[[], T]) -> list[T]:
+    def all_gather(self, what: str, work: Callable[[], T]) -> list[T]:
         """Returns what `work` returns on each rank, to all of them; raises on all where it raises on one."""
         return self._run(what, self._wrapper.all_gather, work)
 
-    def same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
+    def check_same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
         """Raises on all ranks where one has been given something else than the first, or refuses what it was given."""
-        each = self.each("arguments", lambda: {"call": call, **given()})
+        each = self.all_gather("arguments", lambda: {"call": call, **given()})
         for rank, mine in enumerate(each):
             for name in each[0]:
                 if name not in mine or mine[name] != each[0][name]:
-                    found = f"{name}={each[0][name]!r} on rank 0 and {mine.get(name)!r} on rank {rank}"
+                    difference = f"{name}={each[0][name]!r} on rank 0 and {mine.get(name)!r} on rank {rank}"
                     raise ValueError(
-                        f"{each[0]['call']} was given {found}; allowed: the same on all ranks, which call it together. "
-                        "Decide on one rank and tell the others, or leave the argument out"
+                        f"{each[0]['call']} was given {difference}; allowed: the same on all ranks, which call it "
+                        "together. Decide on one rank and tell the others, or leave the argument out"
                     )
 
-    def lead(self, what: str, work: Callable[[], T]) -> T:
+    def broadcast(self, what: str, work: Callable[[], T]) -> T:
         """Returns on all ranks what `work` returns on the first, which alone calls it."""
         return self._run(what, self._wrapper.broadcast, work)
 
-    def divide(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
+    def scatter(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
         """Returns to each rank its own of what the first makes of what `mine` returns on all of them."""
         return self._run(what, self._wrapper.reduce_scatter, mine, divided)
 
-    def gather(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
+    def gather_to_first(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
         """Hands the first rank what `mine` returns on all of them, and waits until it has ended with it."""
         self._run(what, self._wrapper.all_reduce, mine, ended)
 
@@ -105,17 +105,17 @@ class Ranks:
                 self._group.agree(what)
         kept: list[BaseException] = []
 
-        def portably() -> Any:
+        def picklable() -> Any:
             try:
                 return mine()
             except BaseException as error:
                 kept.append(error)
-                raise _portable(error) from None
+                raise _make_picklable(error) from None
 
         try:
-            return exchange(what, portably, *more)
+            return exchange(what, picklable, *more)
         except CheckpointException as wrapped:
-            error = kept[0] if kept else _plainly(wrapped, self.rank, self.size)
+            error = kept[0] if kept else _unwrap(wrapped, self.rank, self.size)
         raise error from None
 
 
@@ -128,10 +128,10 @@ def refuse_unusable(model: Any, **switches: Any) -> None:
             raise TypeError(got(name, value, "True or False"))
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
+def absolute_path(path: str | os.PathLike[str]) -> Path:
     """Returns where that is, wherever the program goes later.
 
-    >>> absolute("step3") == Path.cwd() / "step3"
+    >>> absolute_path("step3") == Path.cwd() / "step3"
     True
     """
     if not os.fspath(path):
@@ -139,10 +139,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(path).absolute()
 
 
-def _plainly(wrapped: CheckpointException, rank: int, size: int) -> BaseException:
+def _unwrap(wrapped: CheckpointException, rank: int, size: int) -> BaseException:
     """Returns what was raised inside of torch.distributed.checkpoint: on this rank, or else on the first that failed.
 
-    >>> _plainly(CheckpointException("read", {1: (ValueError("shape"), None)}), rank=0, size=2)
+    >>> _unwrap(CheckpointException("read", {1: (ValueError("shape"), None)}), rank=0, size=2)
     ValueError('shape')
     """
     failures = wrapped.failures
@@ -158,11 +158,11 @@ def _plainly(wrapped: CheckpointException, rank: int, size: int) -> BaseExceptio
     return error
 
 
-def _portable(error: BaseException) -> BaseException:
+def _make_picklable(error: BaseException) -> BaseException:
     """Returns the error, or one that says the same and that another process can be sent.
 
     >>> class Local(Exception): ...
-    >>> _portable(Local("three")), _portable(ValueError("four"))
+    >>> _make_picklable(Local("three")), _make_picklable(ValueError("four"))
     (RuntimeError('Local: three'), ValueError('four'))
     """
     if isinstance(error, _TEACH) and type(error).__module__.partition(".")[0] in ("builtins", "zerokern"):
@@ -170,16 +170,16 @@ def _portable(error: BaseException) -> BaseException:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _in_words(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
+def _rows_to_compare(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns what is compared between ranks, in words; parts of tensors count as what they are parts of.
 
     >>> import torch
-    >>> _in_words({"model.w": torch.ones(2, 3)}, {"groups": [], "aliases": {"v": "w"}})
+    >>> _rows_to_compare({"model.w": torch.ones(2, 3)}, {"groups": [], "aliases": {"v": "w"}})
     {'model': ['w torch.float32 (2, 3)'], 'opt': [], 'tied weights': ['v is w']}
     """
-    names = {key.removeprefix("model."): one for key, one in items.items() if key.startswith("model.")}
+    names = {key.removeprefix("model."): item for key, item in items.items() if key.startswith("model.")}
     return {
-        "model": [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in names.items()],
+        "model": [f"{name} {item.dtype} {tuple(item.shape)}" for name, item in names.items()],
         "opt": [
             f"{number} of optimizer {which}: {json.dumps(group, sort_keys=True)}"
             for which, groups in enumerate(values["groups"])
@@ -191,39 +191,41 @@ def _in_words(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 def digests(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
     """Returns digests that two ranks with the same model and optimizers have in common: they are sent, not these."""
-    made = _in_words(items, values)
+    made = _rows_to_compare(items, values)
     return {name: hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() for name, rows in made.items()}
 
 
 def refuse_differences(
     ranks: Ranks, each: Sequence[Mapping[str, str]], items: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Raises StateError on all ranks with what one has and the first has not; `each`: their `digests`."""
-    found = next(((rank, name) for rank, mine in enumerate(each) for name in mine if mine[name] != each[0][name]), None)
-    if found is None:
+    """Raises StateError on all ranks with what one has and the first has not; `all_gather`: their `digests`."""
+    difference = next(
+        ((rank, name) for rank, mine in enumerate(each) for name in mine if mine[name] != each[0][name]), None
+    )
+    if difference is None:
         return
-    rank, name = found
-    rows = ranks.each("what differs", lambda: _in_words(items, values)[name])
+    rank, name = difference
+    rows = ranks.all_gather("what differs", lambda: _rows_to_compare(items, values)[name])
     only = []
-    for one, other in ((0, rank), (rank, 0)):
-        mine = [row for row in rows[one] if row not in rows[other]]
+    for this, other in ((0, rank), (rank, 0)):
+        mine = [row for row in rows[this] if row not in rows[other]]
         more = f" and {len(mine) - LISTED} more" if len(mine) > LISTED else ""
-        only.append(f"rank {one} alone has {', '.join(mine[:LISTED]) or 'nothing'}{more}")
+        only.append(f"rank {this} alone has {', '.join(mine[:LISTED]) or 'nothing'}{more}")
     raise StateError(
         f"{name} differs between ranks 0 and {rank}: {'; '.join(only)}. All ranks save one model and its optimizers "
         "together, as one checkpoint; allowed: the same on all of them (group=... names the ranks of one model)"
     )
 
 
-def open_alike(ranks: Ranks, path: Path, opening: Callable[[], str]) -> None:
+def open_same(ranks: Ranks, path: Path, opening: Callable[[], str]) -> None:
     """Opens on every rank what lies at `path`, until all have the same before them; `opening` says what that is.
 
     StateError on all ranks where they have not: a folder of one name may be another one on another host.
     """
     before: list[str] = []
-    while len(set(each := ranks.each("open", opening))) > 1:
+    while len(set(each := ranks.all_gather("open", opening))) > 1:
         if each == before:  # else something was saved between two ranks' looks
-            rank = next(rank for rank, one in enumerate(each) if one != each[0])
+            rank = next(rank for rank, seen in enumerate(each) if seen != each[0])
             raise StateError(
                 f"{path} is not the same on all ranks: rank 0 sees {each[0]}, rank {rank} sees {each[rank]}; nothing "
                 "was changed. All ranks load one checkpoint: choose a folder that every host mounts, or copy the same "

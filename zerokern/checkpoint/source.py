@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerokern.checkpoint.files import BLOCK, FileReader, Slots, Span, copy_bytes
 from zerokern.checkpoint.folder import Published
-from zerokern.checkpoint.index import NAME, Box, TensorRow, unfit
+from zerokern.checkpoint.index import NAME, Box, TensorRow, file_error
 from zerokern.core.errors import IoError, StateError, ZerokernError, got
 from zerokern.core.ports import plugs
 from zerokern.io.advice import refused
@@ -25,13 +25,23 @@ from zerokern.io.ticket import again
 from zerokern.memory.here import Cuboid, boxes
 
 __all__ = [
-    "BoxRead", "Items", "Parts", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
-    "open_checkpoint", "sound",
+    "BoxRead",
+    "BoxTargets",
+    "Items",
+    "Report",
+    "Saved",
+    "Source",
+    "box_reads",
+    "boxes_of",
+    "dtype_name",
+    "no_report",
+    "open_checkpoint",
+    "reject_invalid",
 ]  # fmt: skip
 
 ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
 Report = Callable[[int], object]  # called with how many bytes have been moved since the last time
-Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by our keys: tensors, and `Parts`
+Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by our keys: tensors, and `BoxTargets`
 
 
 def no_report(nbytes: int) -> None:
@@ -39,7 +49,7 @@ def no_report(nbytes: int) -> None:
 
 
 @contextmanager
-def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
+def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Turns what an index with strange content raises into an IoError, before a load changes anything.
 
     One with a right checksum, or with none, may hold anything, and what no save writes raises whatever it raises.
@@ -51,7 +61,7 @@ def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
         raise
     except (*caught, *also) as error:
         says = f"says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
-        raise unfit(path, f"{says}restore it from a copy, or load another checkpoint") from error
+        raise file_error(path, f"{says}restore it from a copy, or load another checkpoint") from error
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
@@ -64,16 +74,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     ...
     zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
     """
-    place = Path(path)
+    copy_into_box = Path(path)
     try:
-        with sound(place, TypeError, ValueError):
-            for open_foreign in plugs("checkpoint source") if not (place / NAME).exists() else ():
-                source: Source | None = open_foreign(place)
+        with reject_invalid(copy_into_box, TypeError, ValueError):
+            for open_foreign in plugs("checkpoint source") if not (copy_into_box / NAME).exists() else ():
+                source: Source | None = open_foreign(copy_into_box)
                 if source is not None:
                     return source
-            return Saved(Published.open(place, hold=True))
+            return Saved(Published.open(copy_into_box, hold=True))
     except OSError as error:
-        raise refused(error, place, "Loading") from error
+        raise refused(error, copy_into_box, "Loading") from error
 
 
 class Source(ABC):
@@ -89,24 +99,24 @@ class Source(ABC):
     tensors: dict[str, TensorRow]
     values: dict[str, Any]
     numbered = False
-    summed = True  # whether all of its bytes have checksums; some writers leave them out
+    has_checksums = True  # whether all of its bytes have checksums; some writers leave them out
 
     @abstractmethod
     def read(self, items: Items, report: Report = no_report) -> None:
         """Fills these, as far as they are here. No other rank takes part."""
 
     @abstractmethod
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         """Yields all that is wrong with this rank's share of the bytes."""
 
     @abstractmethod
-    def likeness(self) -> str:
+    def fingerprint(self) -> str:
         """Returns what two ranks have in common if they opened the same checkpoint, in words for people."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """How many bytes `damage` reads, on all ranks."""
+        """How many bytes `find_damage` reads, on all ranks."""
 
     def close(self) -> None:
         """Lets go of its files, where it holds any."""
@@ -117,21 +127,21 @@ class Source(ABC):
         """As it was opened."""
         return self
 
-    def equal(self, one: str, other: str) -> bool:
+    def tensors_equal(self, one: str, other: str) -> bool:
         """Returns whether two tensors are known to have the same bits; of ours no two are saved if they are tied."""
         return False
 
     def verify(self, rank: int = 0, world: int = 1, report: Report = no_report) -> None:
         """Reads this rank's share of the bytes, and raises the first thing that is wrong with them."""
-        for error in self.damage(rank, world, report):
+        for error in self.find_damage(rank, world, report):
             raise error
 
     def name_parameters(self, names: Sequence[Sequence[str]]) -> None:
         """Names numbered optimizer state: `names` are each optimizer's parameters, in the order of its groups."""
         if not self.numbered:
             return
-        places = {str(n): one for n, one in enumerate(names[0])} if len(names) == 1 else {}
-        places |= {f"{at}.{n}": one for at, some in enumerate(names) for n, one in enumerate(some)}
+        places = {str(n): name for n, name in enumerate(names[0])} if len(names) == 1 else {}
+        places |= {f"{at}.{n}": name for at, some in enumerate(names) for n, name in enumerate(some)}
         states = [key for key in self.tensors if key.startswith("optim.state.")]
         parts = {key: key.removeprefix("optim.state.").rpartition(".") for key in states}
         lost = sorted({number for number, _, _ in parts.values()} - places.keys())
@@ -143,8 +153,8 @@ class Source(ABC):
         self.rename({key: f"optim.state.{places[number]}.{last}" for key, (number, _, last) in parts.items()})
         for some, groups in zip(names, self.values.get("groups", ()), strict=False):
             for group in groups:
-                if all(isinstance(one, int) and one < len(some) for one in group.get("params", ())):
-                    group["params"] = [some[one] for one in group.get("params", ())]
+                if all(isinstance(number, int) and number < len(some) for number in group.get("params", ())):
+                    group["params"] = [some[number] for number in group.get("params", ())]
         self.numbered = False
 
     def rename(self, keys: dict[str, str]) -> None:
@@ -164,24 +174,24 @@ class Saved(Source):
 
     def read(self, items: Items, report: Report = no_report) -> None:
         of_file: dict[int, list[BoxRead]] = {}
-        for one in box_reads(items, self.tensors):
-            of_file.setdefault(one.box.file, []).append(one)
+        for read in box_reads(items, self.tensors):
+            of_file.setdefault(read.box.file, []).append(read)
         try:
             for number, some in sorted(of_file.items()):
                 try:
                     with self._reader(number) as reader:
-                        reader.read(span for one in some for span in one.spans(report))
+                        reader.read(span for read in some for span in read.spans(report))
                 except IoError as error:
                     raise self._with_keys(error, number) from error
         finally:  # what came from the processor's own copying is unknown to torch
-            written = [one.target for some in of_file.values() for one in some if not one.target.is_inference()]
+            written = [read.target for some in of_file.values() for read in some if not read.target.is_inference()]
             torch.autograd.graph.increment_version(written)
 
     def _reader(self, number: int) -> FileReader:
         self._slots = self._slots or Slots(self.path)
         return FileReader(self.path, self.index.files[number], self._slots, self.published.files)
 
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         """Yields an error for each block of this rank's share that is broken; it names file, offset and keys."""
         if not 0 <= rank < world:
             raise ValueError(got("rank", rank, f"0 to {world - 1}"))
@@ -196,7 +206,7 @@ class Saved(Source):
                 continue
             try:
                 with self._reader(number) as reader:
-                    for error in reader.damage(range(first, behind), report):
+                    for error in reader.find_damage(range(first, behind), report):
                         yield self._with_keys(error, number)
             except IoError as error:
                 yield self._with_keys(error, number)
@@ -215,7 +225,7 @@ class Saved(Source):
         error.key = keys[0]
         return again(f"{error}. There lie {', '.join(keys[:3])}{more}", error)
 
-    def likeness(self) -> str:
+    def fingerprint(self) -> str:
         return f"the save {self.index.save_id} (its files end in {sum(file.crc for file in self.index.files):x})"
 
     def close(self) -> None:
@@ -241,7 +251,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Parts:
+class BoxTargets:
     """Boxes of one tensor that are to be read, each into memory that it is given."""
 
     def __init__(self, shape: torch.Size) -> None:
@@ -269,22 +279,22 @@ class BoxRead:
             yield self.box.offset + first * width, numel * width, self._taking(first, report)
 
     def _taking(self, first: int, report: Report) -> Callable[[Tensor, int], None]:
-        def take(found: Tensor, at: int) -> None:
+        def take(piece: Tensor, at: int) -> None:
             begin = first + at // self.target.itemsize
-            place(found.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
-            report(found.numel())
+            copy_into_box(piece.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
+            report(piece.numel())
 
         return take
 
-    def cut(self, found: Tensor) -> Tensor:
+    def cut(self, whole: Tensor) -> Tensor:
         """Returns the part of the whole box."""
-        return _narrowed(found, self.offsets, self.target.shape)
+        return _narrowed(whole, self.offsets, self.target.shape)
 
 
 def box_reads(items: Items, tensors: Mapping[str, TensorRow]) -> list[BoxRead]:
     """Plans where what is to be read comes from, and where it goes."""
     pairs: Iterable[tuple[str, Any]] = items.items() if isinstance(items, Mapping) else items
-    return [one for key, item in pairs for one in _box_reads(key, item, tensors[key])]
+    return [read for key, item in pairs for read in _box_reads(key, item, tensors[key])]
 
 
 def _box_reads(key: str, item: Any, row: TensorRow) -> Iterator[BoxRead]:
@@ -307,7 +317,7 @@ def _box_reads(key: str, item: Any, row: TensorRow) -> Iterator[BoxRead]:
 
 def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yields what is here of a tensor; torch asks a DTensor and a Sharded in the same way."""
-    if isinstance(item, Parts):
+    if isinstance(item, BoxTargets):
         yield from item.boxes
     elif hasattr(item, "__create_chunk_list__"):
         for chunk in item.__create_chunk_list__():
@@ -317,11 +327,11 @@ def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
 
 
 def _sums(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    return tuple(one + other for one, other in zip(some, others, strict=True))
+    return tuple(a + b for a, b in zip(some, others, strict=True))
 
 
 def _less(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    return tuple(one - other for one, other in zip(some, others, strict=True))
+    return tuple(a - b for a, b in zip(some, others, strict=True))
 
 
 def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -359,13 +369,13 @@ def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], r
     yield first, last - first + 1
 
 
-def place(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
+def copy_into_box(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
     """Copies elements `first` and following of a flat box `sizes` to their places in `target`, its part at `offsets`.
 
     The version of `target` may stay: whoever gave it away counts it up, once.
 
     >>> target = torch.zeros(2, 2, dtype=torch.int64)
-    >>> place(torch.arange(3, 9), 3, (4, 3), (1, 1), target)
+    >>> copy_into_box(torch.arange(3, 9), 3, (4, 3), (1, 1), target)
     >>> target
     tensor([[4, 5],
             [7, 8]])

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from zerokern.checkpoint.envelope import ALIGN, envelope
 from zerokern.checkpoint.files import BLOCK, FileWriter
 from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
-from zerokern.checkpoint.layout import Within, folded, index_of
+from zerokern.checkpoint.layout import PartOf, index_of, merge_parts
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Report, dtype_name, no_report
+from zerokern.checkpoint.torch_zip import ALIGN, zip_around
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
 from zerokern.memory.here import Here, write_items
@@ -88,7 +88,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(_undivided(all_plans))
+        return super().create_global_plan(_assign_unstepped(all_plans))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Puts the items of this rank into the order in which they are best written."""
@@ -113,7 +113,7 @@ class SavePlanner(DefaultSavePlanner):
         return find_state_dict_object(self.state_dict, index).detach()
 
 
-def _undivided(plans: Sequence[SavePlan]) -> list[SavePlan]:
+def _assign_unstepped(plans: Sequence[SavePlan]) -> list[SavePlan]:
     """Leaves tensors of the model that no optimizer steps to the first rank that has them."""
     names = {item.index.fqn for plan in plans for item in plan.items}
     stepped = {f"model.{key.removeprefix(STATE).rpartition('.')[0]}" for key in names if key.startswith(STATE)}
@@ -121,8 +121,8 @@ def _undivided(plans: Sequence[SavePlan]) -> list[SavePlan]:
     taken: set[MetadataIndex] = set()
     made = []
     for plan in plans:
-        own = {one.index for one in plan.items if one.type is WriteItemType.TENSOR and one.index.fqn in alone}
-        made.append(replace(plan, items=[one for one in plan.items if one.index not in own & taken]))
+        own = {item.index for item in plan.items if item.type is WriteItemType.TENSOR and item.index.fqn in alone}
+        made.append(replace(plan, items=[item for item in plan.items if item.index not in own & taken]))
         taken |= own
     return made
 
@@ -148,28 +148,28 @@ class Writer:
         draft: Draft,
         values: dict[str, Any],
         report: Report = no_report,
-        within: Mapping[str, Within] | None = None,
+        within: Mapping[str, PartOf] | None = None,
     ) -> None:
         self.draft, self.values, self._report, self._within = draft, values, report, within or {}
 
     def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
         """Writes what the ranks have, and publishes it once it lasts; every rank calls this."""
-        found: list[Metadata] = []
+        described: list[Metadata] = []
 
         def plan() -> SavePlan:
             planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
             return planner.create_local_plan()
 
-        def divide(plans: list[SavePlan]) -> list[SavePlan]:
+        def scatter(plans: list[SavePlan]) -> list[SavePlan]:
             plans, metadata = planner.create_global_plan(plans)
-            found.append(metadata)
-            return [replace(one, storage_data=rank) for rank, one in enumerate(plans)]  # it names the rank's file
+            described.append(metadata)
+            return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]  # it names the rank's file
 
-        mine = ranks.divide("plan", plan, divide)
-        ranks.gather(
+        mine = ranks.scatter("plan", plan, scatter)
+        ranks.gather_to_first(
             "writing",
             lambda: self.write_data(planner.finish_plan(mine), planner),
-            lambda results: self._publish(found[0], results),
+            lambda results: self._publish(described[0], results),
         )
 
     def write_data(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
@@ -183,8 +183,8 @@ class Writer:
             item = plan.items[0]
             try:
                 for item in plan.items:
-                    tensor = _resolved(item, planner)
-                    before, after = envelope(tensor.dtype, tensor.shape)
+                    tensor = _resolve_tensor(item, planner)
+                    before, after = zip_around(tensor.dtype, tensor.shape)
                     writer.align(ALIGN)
                     begin = writer.append(before)
                     offset = writer.append(tensor, self._report)
@@ -194,7 +194,7 @@ class Writer:
             except IoError as error:
                 if error.path != str(writer.path):  # state that could not be read from its own disk
                     raise
-                there = (one for one, _, (begin, length) in placed if begin <= error.offset < begin + length)
+                there = (item for item, _, (begin, length) in placed if begin <= error.offset < begin + length)
                 key = next(there, item).index.fqn
                 raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
         return [
@@ -206,14 +206,14 @@ class Writer:
         """Publishes, on the first rank, once all have written: the index, and torch's own beside it."""
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
         saved = {
-            key: one for key, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
+            key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)
         }
-        whole = folded(saved, self._within)  # _resolved refuses all else
+        whole = merge_parts(saved, self._within)  # _resolved refuses all else
         metadata.state_dict_metadata = dict(whole)
-        for key, found in whole.items():
-            index.tensors[key] = TensorRow(dtype_name(found.properties.dtype), tuple(found.size))
+        for key, tensor in whole.items():
+            index.tensors[key] = TensorRow(dtype_name(tensor.properties.dtype), tuple(tensor.size))
         storage = {}
-        for result in (one for of_rank in results for one in of_rank):
+        for result in (result for of_rank in results for result in of_rank):
             placed: Written = result.storage_data
             if not index.files or index.files[-1] != placed.file:
                 index.files.append(placed.file)
@@ -227,7 +227,7 @@ class Writer:
         self.draft.publish(index, pickle.dumps(metadata))
 
 
-def _resolved(item: WriteItem, planner: AnyPlanner) -> Tensor:
+def _resolve_tensor(item: WriteItem, planner: AnyPlanner) -> Tensor:
     key = item.index.fqn
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{key} is no tensor, and data files hold tensors alone: other values go into `extra`")
@@ -253,8 +253,8 @@ def _data(item: WriteItem) -> Any:
 
 
 def _nbytes(item: WriteItem) -> int:
-    found = item.tensor_data
-    return prod(found.chunk.sizes) * found.properties.dtype.itemsize if found is not None else 0
+    data = item.tensor_data
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 def _versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.layout import SavedLayout
-from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, plain
+from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, to_plain
 from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.storage import OnDiskPart
 from zerokern.core.errors import StateError, got
@@ -142,7 +142,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     {}
     """
     own = nn.Module.get_extra_state
-    return {f"{at}_extra_state": one for at, one in _modules(model) if type(one).get_extra_state is not own}
+    return {f"{at}_extra_state": module for at, module in _modules(model) if type(module).get_extra_state is not own}
 
 
 def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
@@ -171,7 +171,7 @@ def announce_writes(model: nn.Module) -> None:
     written: list[Tensor] = []
     for tensor in named.values():
         written += [tensor, local_of(tensor)] if is_divided(tensor) else [tensor]
-    torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
+    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
     for sharding in shardings_of(map(shard_of, named.values())):
         if sharding.gatherer is not None:
             sharding.gatherer.settle()
@@ -197,12 +197,12 @@ class TrainingState:
             home = shard_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
-        self.params = [self._named(one) for one in self.optimizers]  # names, in the order of the groups
+        self.params = [self._named(optimizer) for optimizer in self.optimizers]  # names, in the order of the groups
         every = Counter(name for names in self.params for name in names)
         twice = sorted(name for name, count in every.items() if count > 1)
         if twice and len(self.optimizers) > 1:
-            found = f"two optimizers that step {twice[0]}"
-            raise ValueError(got("opt", found, "optimizers of different parameters"))
+            given = f"two optimizers that step {twice[0]}"
+            raise ValueError(got("opt", given, "optimizers of different parameters"))
 
     def _named(self, optimizer: AnyOptimizer) -> list[str]:
         names: list[str] = []
@@ -225,12 +225,12 @@ class TrainingState:
     def names_by_group(self) -> list[list[list[str]]]:
         """Returns the names of the parameters of each optimizer and group."""
         made = []
-        for one, names in zip(self.optimizers, self.params, strict=True):
+        for optimizer, names in zip(self.optimizers, self.params, strict=True):
             left = iter(names)
-            made.append([[next(left) for _ in group["params"]] for group in one.opt.param_groups])
+            made.append([[next(left) for _ in group["params"]] for group in optimizer.opt.param_groups])
         return made
 
-    def numbered(self) -> list[list[str]]:
+    def names_by_number(self) -> list[list[str]]:
         """Returns the names of each optimizer's parameters in the order of its groups, as an untiled model has them."""
         return [[name for some in groups for name in self.layout.saved_order(some)] for groups in self.names_by_group()]
 
@@ -242,8 +242,8 @@ class TrainingState:
         for name, tensor in self.tensors.items():
             refuse_meta(name, tensor)
         finish_updates(self.model)
-        for one in self.optimizers:
-            one.settle()
+        for optimizer in self.optimizers:
+            optimizer.settle()
         items: dict[str, Any] = {}
         for name, tensor in self.tensors.items():
             items[f"model.{name}"] = tensor.detach()
@@ -252,9 +252,9 @@ class TrainingState:
             if home is not None and initial is not None:
                 items[f"initial.{name}"] = home.here.show(initial, name=home.name)
         groups, optimizers = [], []
-        for one, names, by_group in zip(self.optimizers, self.params, self.names_by_group(), strict=True):
-            optimizers.append({**one.values(), "beside": self._describe_state(one, names, items)})
-            groups.append(self._describe_groups(one, by_group))
+        for optimizer, names, by_group in zip(self.optimizers, self.params, self.names_by_group(), strict=True):
+            optimizers.append({**optimizer.values(), "beside": self._describe_state(optimizer, names, items)})
+            groups.append(self._describe_groups(optimizer, by_group))
         extra_state = {}
         for name, module in extra_states(self.model).items():
             kept = module.get_extra_state()
@@ -264,17 +264,17 @@ class TrainingState:
         values = {"groups": groups, "optimizers": optimizers}
         return items, {**values, "aliases": aliases(self.model), "extra_state": extra_state}
 
-    def _describe_state(self, one: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
+    def _describe_state(self, optimizer: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
         """Puts the tensors of an optimizer's state among the items; returns, by parameter, what is none."""
         beside: dict[str, dict[str, Any]] = {}
-        for name, param, entry in zip(names, one.params, one.entries(), strict=True):
+        for name, param, entry in zip(names, optimizer.params, optimizer.entries(), strict=True):
             for key, value in (entry or {}).items():
                 if isinstance(value, Column):
                     value = OnDiskPart(here_of_state(param), key, value).or_empty()
                 if isinstance(value, (Tensor, OnDiskPart)):
                     items[f"optim.state.{name}.{key}"] = value
                     continue
-                said = plain(value, f"the optimizer's state {key!r} of {name}")
+                said = to_plain(value, f"the optimizer's state {key!r} of {name}")
                 known = beside.setdefault(self.layout.saved_names([name])[0], {})
                 if known.setdefault(key, said) != said:
                     raise StateError(
@@ -283,11 +283,11 @@ class TrainingState:
                     )
         return beside
 
-    def _describe_groups(self, one: AnyOptimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    def _describe_groups(self, optimizer: AnyOptimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         made = []
-        for number, (group, mine) in enumerate(zip(one.opt.param_groups, names, strict=True)):
+        for number, (group, mine) in enumerate(zip(optimizer.opt.param_groups, names, strict=True)):
             where = f"param_groups[{number}]"
-            own = {key: plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _UNSAVED}
+            own = {key: to_plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _UNSAVED}
             made.append({**own, "params": self.layout.saved_names(mine)})
         every = Counter(name for group in made for name in group["params"])
         twice = [name for name, count in every.items() if count > 1]
@@ -304,4 +304,4 @@ def _extra(name: str, module: nn.Module, kept: Any) -> Any:
         return None
     if isinstance(kept, (bytes, bytearray)):
         return {"bytes": base64.b64encode(kept).decode()}
-    return {"value": plain(kept, f"what {type(module).__name__}.get_extra_state() returns for {name}")}
+    return {"value": to_plain(kept, f"what {type(module).__name__}.get_extra_state() returns for {name}")}

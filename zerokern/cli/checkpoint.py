@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(path: Path, as_json: bool) -> int:
-    from zerokern.checkpoint.folder import started
+    from zerokern.checkpoint.folder import describe_unfinished
     from zerokern.checkpoint.source import open_checkpoint
 
     try:
         source = open_checkpoint(path)
     except IoError:
-        children = [] if started(path) else _children(path)
+        children = [] if describe_unfinished(path) else _children(path)
         if not children:
             raise
         print(json.dumps(children, indent=1) if as_json else _listing(path, children))
@@ -61,14 +61,18 @@ def _verify(path: str) -> int:
     broken = 0
     began = time.monotonic()
     with Progress("verifying", source.nbytes) as progress:
-        for error in source.damage(report=progress):
+        for error in source.find_damage(report=progress):
             broken += 1
             print(f"broken: {error}", file=sys.stderr)
     took = max(time.monotonic() - began, 1e-9)
     if broken:
         print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {_amount(source.nbytes)}", file=sys.stderr)
         return 1
-    said = "are as they were written" if source.summed else "can be read; not all have checksums to compare them with"
+    said = (
+        "are as they were written"
+        if source.has_checksums
+        else "can be read; not all have checksums to compare them with"
+    )
     print(f"{path}: {_amount(source.nbytes)} {said} ({source.nbytes / took / 1e9:.2f} GB/s)")
     return 0
 
@@ -121,7 +125,7 @@ def _step(source: Source) -> int | None:
 
     counts: dict[str, Any] = {key: torch.zeros(row.shape, dtype=getattr(torch, row.dtype)) for key, row in few.items()}
     source.read(counts)
-    return int(max(one.item() for one in counts.values()))
+    return int(max(count.item() for count in counts.values()))
 
 
 def _page(facts: dict[str, Any]) -> str:
@@ -150,13 +154,13 @@ def _page(facts: dict[str, Any]) -> str:
 
 def _children(parent: Path) -> list[dict[str, Any]]:
     """Returns the checkpoints within a folder, newest first, and what is there of saves that did not end."""
-    from zerokern.checkpoint.folder import Published, listed, started
+    from zerokern.checkpoint.folder import Published, describe_unfinished, list_files
     from zerokern.checkpoint.index import NAME
 
     found = []
-    for child in filter(Path.is_dir, listed(parent)):
+    for child in filter(Path.is_dir, list_files(parent)):
         is_published = (child / NAME).exists()
-        partial = "" if is_published else started(child)
+        partial = "" if is_published else describe_unfinished(child)
         if not is_published and not partial:
             continue
         row: dict[str, Any] = {

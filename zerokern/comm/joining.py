@@ -97,7 +97,7 @@ def _check_two(mesh: DeviceMesh) -> None:
         raise ValueError(got("mesh", mesh, f"a mesh of one dimension (shard), or of two, {_TWO}", advice))
     for name in names:
         if name in _OF_THE_MODEL:
-            other = next((one for one in names if one not in _OF_THE_MODEL), "dp")
+            other = next((name for name in names if name not in _OF_THE_MODEL), "dp")
             advice = (
                 f"{name!r} is the dimension of {_OF_THE_MODEL[name]} parallelism; choose the other: mesh[{other!r}]"
             )

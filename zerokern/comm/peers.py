@@ -147,7 +147,7 @@ class PeerGroup(CommonGroup):
         def finish() -> None:
             rows = cells.view(self.size, CELL_NBYTES)
             heads = rows[:, :HEAD_NBYTES]
-            if any(not torch.equal(one, heads[self.rank]) for one in heads):
+            if any(not torch.equal(head, heads[self.rank]) for head in heads):
                 raise observer.unlike(operation)
             parts = rows[:, HEAD_NBYTES : mine.numel()].contiguous().view(tensor.dtype)
             _combine(tensor, dict(enumerate(parts)), op)

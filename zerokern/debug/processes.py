@@ -99,7 +99,7 @@ class ProcessState:
         self.store, self.rank = store, rank
         self.known[rank] = self.token
         group.pages.append(page)
-        group.members = [self.known.get(one, "") for one in ranks]
+        group.members = [self.known.get(rank, "") for rank in ranks]
         self._groups.add(group)
 
     def begin_wait(self, group: GroupRecord, operation: Operation) -> tuple[GroupRecord, Operation] | None:
@@ -182,7 +182,7 @@ class ProcessState:
             for thread, (one, wait) in list(self.waits.items())
             if one.pages
         }
-        groups = [(page, one) for one in list(self._groups) for page in one.pages]
+        groups = [(page, group) for group in list(self._groups) for page in group.pages]
         return {
             "rank": self.rank,
             "main": threading.main_thread().ident,

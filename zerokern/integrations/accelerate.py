@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
         for memory in sharding_of(model).memories:  # one bucket at a time is whole on the devices
             params = [tenant.param for tenant in memory.tenants]
             with zk.gathered(params):
-                whole |= {id(one): one.detach().to("cpu", copy=True) for one in params if self.is_main_process}
+                whole |= {id(param): param.detach().to("cpu", copy=True) for param in params if self.is_main_process}
         shown = model.state_dict(keep_vars=True) if self.is_main_process else {}
         return {key: whole[id(one)] if id(one) in whole else one.detach().cpu() for key, one in shown.items()}
 
@@ -133,10 +133,10 @@ class Accelerator(accelerate.Accelerator):
         """Context manager that hides divided models and their optimizers from Accelerate; yields them, paired."""
         models, optimizers = self._models, self._optimizers
         divided = [model for model in models if is_sharded(model)]
-        pairs = [(model, [one for one in optimizers if trains(one, model)]) for model in divided]
+        pairs = [(model, [optimizer for optimizer in optimizers if trains(optimizer, model)]) for model in divided]
         taken = {id(one) for _, mine in pairs for one in mine}
         self._models = [model for model in models if not is_sharded(model)]
-        self._optimizers = [one for one in optimizers if id(one) not in taken]
+        self._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in taken]
         try:
             yield [(model, [unwrapped(one) for one in mine]) for model, mine in pairs]
         finally:

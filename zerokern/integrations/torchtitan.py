@@ -127,7 +127,7 @@ def exchanged(container: OptimizersContainer, options: Options | None = None, **
     if isinstance(container, FTOptimizersContainer):
         raise ValueError(got("fault_tolerance.enable", True, "False with zerokern: torchft keeps copies of its own"))
     names = {param: name for part in container.model_parts for name, param in part.named_parameters()}
-    container.optimizers = [_replacement(one, names, options, settings) for one in container.optimizers]
+    container.optimizers = [_replacement(optimizer, names, options, settings) for optimizer in container.optimizers]
     container._zk_shards = True  # it is an Optimizer itself, whose step is that of ours
     return container
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import unfit
+from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 from zerokern.io.advice import on_disk, refused
@@ -67,7 +67,7 @@ def headers_of(path: Path, held: OpenFiles) -> list[Header]:
     found = sorted(one.name for one in path.glob("*.safetensors"))
     there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
     do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
-    raise unfit(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
+    raise file_error(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
 
 
 def _header(path: Path, held: OpenFiles) -> Header:
@@ -88,7 +88,7 @@ def _indexed(folder: Path, weight_map: Mapping[str, str], held: OpenFiles) -> li
                 says = f"{folder / file} does not hold {name!r}, which {INDEX} places there"
                 raise IoError(f"{says}: files of different models lie mixed", path=str(folder / file), key=name)
         # what is there beside the index's own counts too, unless the index knows it elsewhere
-        mine = {name: one for name, one in header.entries.items() if weight_map.get(name, file) == file}
+        mine = {name: entry for name, entry in header.entries.items() if weight_map.get(name, file) == file}
         headers.append(Header(header.path, mine, header.metadata))
     return headers
 
@@ -119,10 +119,10 @@ class Target:
                 self._refuse_without_space(nbytes)
                 self.files = self._begin(names_of, total_size)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._lock.release()
         self._inside.close()
 
@@ -161,7 +161,7 @@ class Target:
                 self._rename_beside(WITH_SINGLE)
                 self._inside.remove(*self._named_in(INDEX), INDEX)
             self._inside.sync()
-        self._let_go()
+        self._release()
 
     def _publish_index(self) -> None:
         # an index that a kill has left behind may name files that were gone, and are the new ones now
@@ -205,7 +205,7 @@ class Target:
             with on_disk(self.folder, "cannot clear"):
                 self._clear_leftovers()
         finally:
-            self._let_go()
+            self._release()
 
     def _clear_leftovers(self) -> None:
         """Files of an export that nobody finished, or whose removal nobody did."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.checkpoint.files import PartsWriter, Slots, put
+from zerokern.checkpoint.files import PartsWriter, Slots, copy_into
 from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.ranks import Ranks, absolute, refuse_unusable
+from zerokern.checkpoint.ranks import Ranks, absolute_path, refuse_unusable
 from zerokern.checkpoint.training_state import NamedSpan, layout_of, named_tensors, spans
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import parse_nbytes
@@ -125,7 +125,7 @@ def export(
     Unmatched(missing=[], unexpected=[])
     """
     ranks, model = Ranks.of(group, "zk.export"), model_of(model)
-    folder = absolute(path)
+    folder = absolute_path(path)
     mine: list[Weight] = []
     files: list[Beginning] = []
 
@@ -141,15 +141,15 @@ def export(
         files.extend(_files(held, most, {"format": "pt", **_checked(dtype, opt, metadata)}))
         return _digest(held), [one.intervals for one in held]
 
-    ranks.each("look at the model", look)
+    ranks.all_gather("look at the model", look)
     copies = shared_weights(ranks, model, lambda: named_tensors(model)).copies
-    ranks.each("find the weights", find)
+    ranks.all_gather("find the weights", find)
     held = mine
     if isinstance(model, PartialModel):  # all weights of the whole model, of which nothing is here but these
         there = {one.name: one for one in mine}
         rows = model.merge_rows(ranks, _digest(mine), [(one.name, one.dtype, one.shape) for one in mine])
         held = [there.get(row[0]) or Weight(*row) for row in rows]
-    everyone = ranks.each("lay out the files", lay_out)
+    everyone = ranks.all_gather("lay out the files", lay_out)
     _refuse_incomplete(held, everyone)
     intervals = [[rows[number] for _, rows in everyone] for number in range(len(held))]
     target: list[Target] = []
@@ -163,11 +163,11 @@ def export(
         return there.files
 
     try:
-        names = ranks.lead("begin", begin)
+        names = ranks.broadcast("begin", begin)
         share = _share(files, held, intervals, ranks.rank)
         with Progress("exporting", sum(one.nbytes for one in share), progress if ranks.rank == 0 else False) as moved:
-            ranks.each("write", lambda: _write(folder, names, share, moved))
-        ranks.lead("publish", lambda: target[0].publish(_beside(model, dtype)))
+            ranks.all_gather("write", lambda: _write(folder, names, share, moved))
+        ranks.broadcast("publish", lambda: target[0].publish(_beside(model, dtype)))
     except BaseException:
         for begun_one in target:
             begun_one.abandon()
@@ -243,9 +243,9 @@ def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: 
 def _write_run(file: PartsWriter, run: _Run, progress: Progress) -> None:
     begin = run.begin
     while begin < run.end:
-        room = file.room(run.offset + (begin - run.begin) * run.dtype.itemsize).view(run.dtype)[: run.end - begin]
-        put(room, run.take(begin, begin + len(room)))
-        file.took(room.nbytes)
+        room = file.buffer(run.offset + (begin - run.begin) * run.dtype.itemsize).view(run.dtype)[: run.end - begin]
+        copy_into(room, run.take(begin, begin + len(room)))
+        file.advance(room.nbytes)
         progress(room.nbytes)
         begin += len(room)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.extra import encode
-from zerokern.checkpoint.folder import DATA, METADATA, likeness
+from zerokern.checkpoint.folder import DATA, METADATA, fingerprint
 from zerokern.checkpoint.index import NAME as INDEX_NAME
-from zerokern.checkpoint.index import Box, TensorRow, itemsize, refuse_uncovered, unfit
+from zerokern.checkpoint.index import Box, TensorRow, file_error, itemsize, refuse_uncovered
 from zerokern.checkpoint.source import BoxRead, Items, Report, Source, box_reads, dtype_name, no_report
 from zerokern.core.errors import IoError
 from zerokern.interop.naming import Named, bare, groups, named, parameter
@@ -68,8 +68,8 @@ class Foreign(Source):
 
     def read(self, items: Items, report: Report = no_report) -> None:
         by_box: dict[tuple[str, tuple[int, ...]], list[BoxRead]] = {}
-        for one in box_reads(items, self.tensors):
-            by_box.setdefault((one.key, one.box.offsets), []).append(one)
+        for read in box_reads(items, self.tensors):
+            by_box.setdefault((read.key, read.box.offsets), []).append(read)
         for place, some in sorted(by_box.items(), key=lambda one: one[0] != self._box):
             if place != self._box:
                 self._box, self._found = None, None  # before the next is read: two would be twice the memory
@@ -105,7 +105,7 @@ class Foreign(Source):
             )
         return found
 
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
         for key, box in boxes[rank::world]:
             try:
@@ -114,7 +114,7 @@ class Foreign(Source):
                 yield error
             report(box.numel * itemsize(self.tensors[key].dtype))
 
-    def equal(self, one: str, other: str) -> bool:
+    def tensors_equal(self, one: str, other: str) -> bool:
         rows = [self.tensors[key] for key in (one, other)]
         boxes = [{(box.offsets, box.sizes): box for box in row.boxes} for row in rows]
         if (rows[0].dtype, rows[0].shape) != (rows[1].dtype, rows[1].shape) or boxes[0].keys() != boxes[1].keys():
@@ -204,7 +204,7 @@ class Dcp(Foreign):
             tensors, values = self._described(metadata)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             says = f"was edited, or a torch wrote it that is newer than this zerokern: {error}"
-            raise unfit(index, says) from error
+            raise file_error(index, says) from error
         keys = self.sort_in(set(tensors), {place: self._item(box, _joined(place)) for place, box in values.items()})
         self.tensors |= {keys[place]: row for place, row in tensors.items() if place in keys}
 
@@ -279,10 +279,12 @@ class Dcp(Foreign):
         if found is None or found < nbytes:
             says = "is missing" if found is None else f"is truncated: it has {found:,} bytes of at least {nbytes:,}"
             number = errno.ENOENT if found is None else errno.ENODATA
-            raise unfit(file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=found or 0)
+            raise file_error(
+                file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=found or 0
+            )
 
-    def likeness(self) -> str:
-        return f"files with the digest {likeness([self.path / name for name in (METADATA, *self.files)])}"
+    def fingerprint(self) -> str:
+        return f"files with the digest {fingerprint([self.path / name for name in (METADATA, *self.files)])}"
 
     def _item(self, box: Box, key: str) -> Any:
         """Reads one item, a file of torch.save; checksums are compared where torch has written them."""
@@ -299,9 +301,9 @@ class Dcp(Foreign):
                 for entry in archive.infolist():
                     if entry.CRC:  # 0: the writer was told to leave it out
                         archive.read(entry)
-                    self.summed &= bool(entry.CRC or not entry.file_size)
+                    self.has_checksums &= bool(entry.CRC or not entry.file_size)
         except BROKEN as error:
-            raise unfit(
+            raise file_error(
                 file,
                 f"at offset {start}, {length} bytes: {key} is damaged: {error}. Restore the file from a copy",
                 offset=start,
@@ -334,14 +336,14 @@ class TorchFile(Foreign):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._archive = Archive(path)
-        self.summed = self._archive.summed
+        self.has_checksums = self._archive.has_checksums
         found = self._archive.values()
         if not isinstance(found, Mapping):
             says = f"holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead"
-            raise unfit(path, says, errno.EINVAL)
+            raise file_error(path, says, errno.EINVAL)
         leaves = _leaves(found, path)
-        tensors = {place: one for place, one in leaves.items() if isinstance(one, Tensor)}
-        others = {place: one for place, one in leaves.items() if place not in tensors}
+        tensors = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        others = {place: leaf for place, leaf in leaves.items() if place not in tensors}
         # Tensors among the other values come with them: a scheduler's, a generator's state.
         beside = {place: tensors[place] for place in self._named(tensors, others).rest if place in tensors}
         stored = _leaves(self._archive.content, path)
@@ -352,8 +354,8 @@ class TorchFile(Foreign):
             self.hold(key, tensors[place].detach())
             self._stored[key] = stored.get(place)
 
-    def likeness(self) -> str:
-        return f"a file with the digest {likeness([self.path])}"
+    def fingerprint(self) -> str:
+        return f"a file with the digest {fingerprint([self.path])}"
 
     def close(self) -> None:
         self._archive.close()
@@ -436,8 +438,8 @@ class Universal(Foreign):
             self.values["groups"] = [plain]
         self.values["extra"] = {}
 
-    def likeness(self) -> str:
-        return f"files with the digest {likeness(sorted(self.path.rglob('*.pt')))}"
+    def fingerprint(self) -> str:
+        return f"files with the digest {fingerprint(sorted(self.path.rglob('*.pt')))}"
 
     def _take_buffers(self, archive: Archive, names: Sequence[str]) -> None:
         """Takes in buffers: they are in the model's own file alone, or in `zero` with another dtype."""
@@ -452,7 +454,7 @@ class Universal(Foreign):
 
     def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
         self._archives[key] = archive = Archive(file)
-        self.summed &= archive.summed
+        self.has_checksums &= archive.has_checksums
         found = self._tensor(key)
         sizes = tuple(found.shape) if shape is None or found.dim() != 1 else shape
         if torch.Size(sizes).numel() != found.numel():
@@ -466,7 +468,7 @@ class Universal(Foreign):
         found = found.get("param") if isinstance(found, Mapping) else found
         if not isinstance(found, Tensor):
             says = f"holds a {type(found).__name__}, no tensor of {key}: ds_to_universal writes other files"
-            raise unfit(archive.path, says, key=key)
+            raise file_error(archive.path, says, key=key)
         return found
 
     def _load(self, key: str, box: Box) -> Tensor:
@@ -521,13 +523,13 @@ def _plain(value: Any) -> bool:
 def _refuse_safetensors(path: Path, files: list[Path]) -> None:
     if files and all(file.suffix == ".safetensors" for file in files):
         says = f"holds weights alone ({files[0].name}), no checkpoint: zk.load_pretrained(model, path) reads them"
-        raise unfit(path, says, errno.EINVAL)
+        raise file_error(path, says, errno.EINVAL)
 
 
 def _refuse_unconverted(path: Path) -> None:
     shards = [*path.glob("*zero_pp_rank_*_optim_states.pt"), *path.glob("*/*zero_pp_rank_*_optim_states.pt")]
     if shards:
-        raise unfit(
+        raise file_error(
             path,
             f"is a checkpoint of DeepSpeed as its ranks wrote it ({shards[0].name}); it can be read once "
             "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --input_folder PATH "

@@ -126,10 +126,10 @@ def _merged(options: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
     if all(isinstance(of, int) for of in options):
         return [options[number] for number in sorted(options)]
     made: list[dict[str, Any]] = []
-    for name, one in options.items():
-        same = next((group for group in made if {**group, "params": 0} == {**one, "params": 0}), None)
+    for name, option in options.items():
+        same = next((group for group in made if {**group, "params": 0} == {**option, "params": 0}), None)
         if same is None:
-            made.append({**one, "params": [name]})
+            made.append({**option, "params": [name]})
         else:
             same["params"].append(name)
     return made

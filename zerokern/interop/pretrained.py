@@ -16,7 +16,7 @@ from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.formats import overflowed
 from zerokern.checkpoint.partial import SharedWeights, model_of, names_elsewhere, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.ranks import Ranks, open_alike, refuse_unusable
+from zerokern.checkpoint.ranks import Ranks, open_same, refuse_unusable
 from zerokern.checkpoint.training_state import NamedSpan, aliases, announce_writes, named_tensors, spans
 from zerokern.core.errors import IoError, StateError
 from zerokern.interop.exported import headers_of
@@ -95,16 +95,16 @@ def load_pretrained(
         found.append(_compared(model, opened, known, strict, elsewhere, ties[0]))
 
     try:
-        open_alike(ranks, path, look)
+        open_same(ranks, path, look)
         ties.append(shared_weights(ranks, model, lambda: named_tensors(model)))
         elsewhere = names_elsewhere(
             ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
         )
-        ranks.each("compare the files with the model", compare)
+        ranks.all_gather("compare the files with the model", compare)
         loads, unmatched = found[0]
         total = sum(load.span.numel * load.itemsize for load in loads)
         with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
-            ranks.each("read", lambda: _read(model, loads, opened.files, moved))
+            ranks.all_gather("read", lambda: _read(model, loads, opened.files, moved))
     finally:
         opened.files.close()
     return unmatched
@@ -128,7 +128,7 @@ class Opened:
                         says = f"{name!r} is in {self.entries[name].path} and in {entry.path}"
                         raise IoError(f"{says}; files of different models lie mixed", path=str(entry.path), key=name)
                     self.entries[name] = entry
-            return f"files with the digest {self.files.likeness()}" if alike else ""
+            return f"files with the digest {self.files.fingerprint()}" if alike else ""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerokern.checkpoint.index import unfit
+from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import IoError, got
 from zerokern.io.advice import on_disk
 
@@ -232,4 +232,4 @@ def _without_gaps(path: Path, entries: Sequence[TensorBytes], data: int, size: i
 
 
 def _bad(path: Path, why: str, *, key: str | None = None, offset: int = 0) -> IoError:
-    return unfit(path, f"is no good safetensors file: {why}. Fetch or write it anew", 0, offset=offset, key=key)
+    return file_error(path, f"is no good safetensors file: {why}. Fetch or write it anew", 0, offset=offset, key=key)

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.envelope import STORAGES
-from zerokern.checkpoint.index import itemsize, unfit
+from zerokern.checkpoint.index import file_error, itemsize
+from zerokern.checkpoint.torch_zip import STORAGES
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.memory.room import amount, room
 
@@ -74,10 +74,12 @@ class Unmade:
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
-        if self.name.endswith(SIZED) and any(type(one) is int for one in arguments):
+        if self.name.endswith(SIZED) and any(type(argument) is int for argument in arguments):
             raise ValueError(f"{self.name}{arguments[:4]} has so many elements, and none of them is in the file")
         # torch's reader copies what an object is made of: the same list again and again, if the file says so.
-        self.spend(sum(len(one) for one in (arguments, *arguments) if isinstance(one, list | tuple | dict)))
+        self.spend(
+            sum(len(argument) for argument in (arguments, *arguments) if isinstance(argument, list | tuple | dict))
+        )
         self.arguments = arguments
 
     def spend(self, count: int) -> None:
@@ -146,7 +148,7 @@ class Inert(pickle.Unpickler):
             if name.startswith("_rebuild_parameter"):
                 return lambda data, *_: data
         if self.allowed is not None and full not in self.allowed:
-            raise unfit(
+            raise file_error(
                 self.path,
                 f"names {full}, which no index of torch.distributed.checkpoint needs: torch would run it. "
                 "Nothing was run; do not load this checkpoint with anything unless you know who wrote it, and why",
@@ -231,7 +233,7 @@ def dcp_metadata(data: bytes, path: Path) -> Unmade:
 
 def damaged(path: Path, why: str) -> IoError:
     """The error for a file that cannot be what its writer wrote."""
-    return unfit(
+    return file_error(
         path, f"was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one"
     )
 
@@ -259,8 +261,8 @@ def _unreadable(path: Path, key: str, says: str, number: int) -> IoError:
 class Archive:
     """A file of torch.save; `content` is what its pickle says, with a `Stored` in the place of each tensor.
 
-    `mapped`: whether its tensors can stay in the file. `summed`: whether all of its records have a checksum; the form
-    before torch 1.6, which is no zip, has none.
+    `mapped`: whether its tensors can stay in the file. `has_checksums`: whether every record has a checksum; files from
+    before torch 1.6 are not zips and have none.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -272,7 +274,7 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.mapped = self.summed = False
+        self.mapped = self.has_checksums = False
         self._root = ""  # the folder of all records within a zip
         self._checked: set[str] = set()
         self._zip: zipfile.ZipFile | None = None  # open from the first check on: its directory is read once
@@ -319,18 +321,22 @@ class Archive:
             if len(names) != 1 or len(entries) != len(archive.infolist()):
                 raise ValueError("it is no file of torch.save")
             self._root = names[0].removesuffix("data.pkl")
-            self.mapped = all(one.compress_type == zipfile.ZIP_STORED for one in entries.values())
-            self.summed = all(hasattr(one, "CRC") or not one.file_size for one in entries.values())
+            self.mapped = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries.values())
+            self.has_checksums = all(hasattr(entry, "CRC") or not entry.file_size for entry in entries.values())
             size = os.stat(self.path).st_size
-            stored = sum(one.compress_size for one in entries.values())
-            if stored > size or (self.mapped and any(one.file_size != one.compress_size for one in entries.values())):
+            stored = sum(entry.compress_size for entry in entries.values())
+            if stored > size or (
+                self.mapped and any(entry.file_size != entry.compress_size for entry in entries.values())
+            ):
                 raise ValueError(f"its records take {stored} bytes, and it has {size}")
             if not self.mapped:
-                self._refuse_without_room(size, sum(one.file_size for one in entries.values()))
+                self._refuse_without_room(size, sum(entry.file_size for entry in entries.values()))
             if entries[names[0]].file_size > size + MOST_TEXT:
                 raise ValueError(f"its pickle takes {entries[names[0]].file_size} bytes, and the file has {size}")
             data = f"{self._root}data/"
-            records = {name.removeprefix(data): one.file_size for name, one in entries.items() if name.startswith(data)}
+            records = {
+                name.removeprefix(data): entry.file_size for name, entry in entries.items() if name.startswith(data)
+            }
             return look(archive.read(names[0]), self.path, records=records)
 
     def _refuse_without_room(self, size: int, unpacked: int) -> None:

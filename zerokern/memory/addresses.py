@@ -50,13 +50,13 @@ def torch_calls() -> Calls | None:
     """torch's functions, its numbers for dtypes and for the strided layout; None where this torch lacks one of them."""
     folder = Path(torch.__file__).parent / "lib"
     try:
-        found = {
+        functions = {
             name: ctypes.cast(getattr(ctypes.CDLL(str(folder / file)), symbol), ctypes.c_void_p).value
             for name, (file, symbol) in _IMPORTS.items()
         }
         interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
         numbers = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
-        calls = native.TensorCalls(**found), numbers, int(interface.aoti_torch_layout_strided())
+        calls = native.TensorCalls(**functions), numbers, int(interface.aoti_torch_layout_strided())
         why = "" if _works(calls) else "a trial found another address than torch's own"
     except (AttributeError, OSError) as error:
         why = str(error)
@@ -70,8 +70,8 @@ def _works(calls: Calls) -> bool:
     """Whether a gradient is found where it is."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
     weight.grad = torch.ones_like(weight)
-    found = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
-    return found is not None and found.tolist() == [weight.grad.data_ptr()]
+    addresses = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
+    return addresses is not None and addresses.tolist() == [weight.grad.data_ptr()]
 
 
 def reader_of(
@@ -125,16 +125,16 @@ class GradientReader:
         """
         if not self.cells.unchanged():
             return None
-        found = array("Q", bytes(8 * len(self.cells.bodies)))
-        count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), found.buffer_info()[0])
-        return found if count == len(found) else None
+        addresses = array("Q", bytes(8 * len(self.cells.bodies)))
+        count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), addresses.buffer_info()[0])
+        return addresses if count == len(addresses) else None
 
 
 @functools.cache
 def _cell() -> int | None:
     """Where in a tensor's Python object the cell is that holds its body; None: not known."""
     trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.ones(2, device="cpu")]
-    words = [(ctypes.c_uint64 * _WORDS).from_address(id(one)) for one in trials]
+    words = [(ctypes.c_uint64 * _WORDS).from_address(id(trial)) for trial in trials]
     places = [place for place in range(_WORDS) if all(w[place] == t._cdata for w, t in zip(words, trials, strict=True))]
     return 8 * places[0] if len(places) == 1 else None
 
@@ -143,8 +143,8 @@ def _cell() -> int | None:
 def _raising() -> int | None:
     """torch's function that counts a write to the tensor in a cell; None: this torch has none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    found = [getattr(library, name) for name in _COUNTS_A_WRITE if hasattr(library, name)]
-    return ctypes.cast(found[0], ctypes.c_void_p).value if found else None
+    functions = [getattr(library, name) for name in _COUNTS_A_WRITE if hasattr(library, name)]
+    return ctypes.cast(functions[0], ctypes.c_void_p).value if functions else None
 
 
 class Cells:
@@ -159,7 +159,7 @@ class Cells:
         self._tensors, place = tensors, _cell()
         self._known = place is not None
         self.bodies = array("Q", map(_tensor_of, tensors))
-        self._cells = array("Q", [id(one) + (place or 0) for one in tensors])
+        self._cells = array("Q", [id(tensor) + (place or 0) for tensor in tensors])
 
     def unchanged(self) -> bool:
         """Whether every tensor has the body that it had (`torch.utils.swap_tensors` exchanges them)."""

@@ -190,7 +190,7 @@ class Arena:
                     f"the arena cannot close: {len(self._taken)} leases are out; release them, or pass force=True "
                     f"if nothing moves there any more.\n{self._table()}"
                 )
-            for lease in [one.lease() for one in self._taken.values()]:
+            for lease in [taken.lease() for taken in self._taken.values()]:
                 if lease is not None:
                     lease.released = True
             self._taken.clear()
@@ -202,8 +202,8 @@ class Arena:
 
     def _table(self) -> str:
         held: dict[str, list[int]] = {}
-        for one in self._taken.values():
-            held.setdefault(one.owner, []).append(one.nbytes)
+        for taken in self._taken.values():
+            held.setdefault(taken.owner, []).append(taken.nbytes)
         rows = sorted(((owner, len(sizes), sum(sizes)) for owner, sizes in held.items()), key=lambda row: -row[2])
         width = max([len("owner"), len("free"), *(len(row[0]) for row in rows)])
         lines = [f"{'owner':<{width}}{'leases':>9}{'bytes':>18}"]
@@ -316,9 +316,9 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
 
 def never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:
     """In a forked child the memory is not there; by the time the object dies, its addresses may hold something else."""
-    found = mapping()
-    if found is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    alive = mapping()
+    if alive is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))
 
 
 def _name(code: int) -> str:

@@ -49,8 +49,8 @@ class Blocks:
 
     def take(self, nbytes: int) -> Block:
         """A block of at least so many bytes, the smallest of those that are free."""
-        fitting = [one for one in self._free if one.memory.numel() >= nbytes]
-        best = min(fitting, key=lambda one: one.memory.numel(), default=None)
+        fitting = [block for block in self._free if block.memory.numel() >= nbytes]
+        best = min(fitting, key=lambda block: block.memory.numel(), default=None)
         # one that is far too large serves where there may be no more memory
         if best is None or (best.memory.numel() > SLACK * nbytes and self.nbytes + nbytes <= self._most_nbytes):
             return self._new(nbytes)
@@ -60,7 +60,7 @@ class Blocks:
 
     def _new(self, nbytes: int) -> Block:
         most = max(self._most_nbytes, self._in_use + nbytes)
-        self._free.sort(key=lambda one: one.memory.numel(), reverse=True)
+        self._free.sort(key=lambda block: block.memory.numel(), reverse=True)
         while self._free and self.nbytes + nbytes > most:
             self.nbytes -= self._free.pop().memory.numel()
         (memory,) = self._host.lay_out([Wanted(self._owner, torch.Size([nbytes]), torch.uint8)])
@@ -74,7 +74,7 @@ class Blocks:
 
     @property
     def _in_use(self) -> int:
-        return self.nbytes - sum(one.memory.numel() for one in self._free)
+        return self.nbytes - sum(block.memory.numel() for block in self._free)
 
     def _count(self) -> None:
         self._most_nbytes = max(self._most_nbytes, self._in_use)
@@ -107,7 +107,7 @@ class BlockTier:
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[BlockPart]:
         """Parts whose room is taken when they are stored."""
-        return [BlockPart(one) for one in wanted]
+        return [BlockPart(spec) for spec in wanted]
 
     def store(self, part: BlockPart, value: Tensor, after: Ticket | None = None) -> Ticket:
         """From the device into a block, once what last used that has ended."""

@@ -268,7 +268,7 @@ class Copies:
 
     def _sweep(self) -> None:
         """Lets go of what has ended; a slow copy in one direction does not keep those of the other."""
-        for copy in [one for one in self._pending if one.done()]:
+        for copy in [pending for pending in self._pending if pending.done()]:
             self._let_go(copy)
 
     def _let_go(self, copy: Copy) -> None:

@@ -78,20 +78,20 @@ class Here:
 
     def boxes(self) -> list[Cuboid]:
         """The fewest boxes of the tensor that these elements make up, in their order."""
-        found = boxes(self.sizes, self.start, self.numel)
+        cuboids = boxes(self.sizes, self.start, self.numel)
         return [
-            (tuple(a + b for a, b in zip(self.offsets, at, strict=True)), sizes, first) for at, sizes, first in found
+            (tuple(a + b for a, b in zip(self.offsets, at, strict=True)), sizes, first) for at, sizes, first in cuboids
         ]
 
     def runs(self) -> list[tuple[int, int, int]]:
         """The same as (start in the tensor, numel, first among these elements)."""
-        end, found = self.start + self.numel, []
+        end, local_runs = self.start + self.numel, []
         for at, numel, first in runs(self.shape, self.offsets, self.sizes):
             begin = max(first, self.start)
             count = min(first + numel, end) - begin
             if count > 0:
-                found.append((at + begin - first, count, begin - self.start))
-        return found
+                local_runs.append((at + begin - first, count, begin - self.start))
+        return local_runs
 
     def alike(self, other: Here) -> bool:
         """Whether another tensor that is divided like this one is divided like that one too."""

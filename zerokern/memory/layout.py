@@ -42,10 +42,10 @@ def offsets_of(nbytes: Iterable[int]) -> tuple[list[int], int]:
     """
     offsets: list[int] = []
     free = end = 0
-    for one in nbytes:
-        offsets.append(free if one else 0)  # nothing is anywhere, and so never beyond the end
-        end = free + one if one else end
-        free += -(-one // LINE) * LINE + (SKEW if one >= 100 * SKEW else 0)
+    for size in nbytes:
+        offsets.append(free if size else 0)  # nothing is anywhere, and so never beyond the end
+        end = free + size if size else end
+        free += -(-size // LINE) * LINE + (SKEW if size >= 100 * SKEW else 0)
     return offsets, end
 
 

@@ -58,15 +58,15 @@ def nodes(folder: Path = _NODES, status: Path = Path("/proc/self/status")) -> di
         with_memory = set(env.cpu_numbers((folder / "has_memory").read_text()))
         if allowed is not None:
             with_memory &= set(env.cpu_numbers(allowed))
-        found = {}
+        by_number = {}
         for number in numbers:
             own = folder / f"node{number}"
             cpus = frozenset(env.cpu_numbers((own / "cpulist").read_text()))
             distances = map(int, (own / "distance").read_text().split())
-            found[number] = Node(cpus, number in with_memory, dict(zip(numbers, distances, strict=True)))
+            by_number[number] = Node(cpus, number in with_memory, dict(zip(numbers, distances, strict=True)))
     except (OSError, ValueError, IndexError):  # a kernel without NUMA, or a container that hides it
         return {}
-    return found
+    return by_number
 
 
 def nodes_for(nodes: Mapping[int, Node], cpus: Collection[int]) -> tuple[int, ...]:
@@ -145,8 +145,8 @@ def cpus_near(device: torch.device, folder: Path = _PCI) -> frozenset[int]:
     if device.type != "cuda":
         return frozenset()
     try:
-        found: Any = torch.cuda.get_device_properties(device)
-        name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(device)
+        name = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         return frozenset(env.cpu_numbers((folder / name / "local_cpulist").read_text()))
     except (AttributeError, OSError, ValueError):  # a torch that does not say, a container that hides it
         return frozenset()

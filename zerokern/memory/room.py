@@ -78,7 +78,7 @@ def refuse_beyond(nbytes: int, what: str, because: str = "") -> None:
     if nbytes <= most and not because:
         return
     lines = [f"{what} of {amount(nbytes)} does not fit{': ' + because if because else ''}. What is left:"]
-    lines += [f"  {name:<22}{amount(one):>12}" for name, one in left.items()]
+    lines += [f"  {name:<22}{amount(nbytes_left):>12}" for name, nbytes_left in left.items()]
     grows = "; where the system has more to give than it says, ZEROKERN_MEMORY=64G (or what is true) says so"
     do = f"Ask for less than {amount(min(most, nbytes))}, or raise the limit"
     raise BudgetError("\n".join([*lines, do + (grows if most == left.get(_FREE) else "")]))

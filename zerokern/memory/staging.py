@@ -139,15 +139,15 @@ def runtime_library() -> Batches | None:
         if CFUNCTYPE(c_int, POINTER(c_int))((function, library))(byref(version)):
             return None
         versions[function] = version.value
-    found = Batches(
+    batches = Batches(
         library, runtime_version=versions["cudaRuntimeGetVersion"], driver_version=versions["cudaDriverGetVersion"]
     )
-    if not found.batched:
+    if not batches.batched:
         say_once(
             "zerokern.memory",
             f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both",
         )
-    return found
+    return batches
 
 
 def forget_error() -> None:

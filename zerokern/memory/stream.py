@@ -108,7 +108,7 @@ class Stream:
             return
         before, self._reserved = self._reserved, []
         self.tier.evict([record.part for record in before])
-        self._reserved = [Record(part, one) for part, one in zip(self.tier.lay_out(wanted), wanted, strict=True)]
+        self._reserved = [Record(part, spec) for part, spec in zip(self.tier.lay_out(wanted), wanted, strict=True)]
 
     def evict(self, records: Iterable[Record]) -> None:
         """Gives their room back."""

@@ -195,8 +195,8 @@ class Footprint(HeldMemory):
     def moves(self) -> list[Move]:
         """What a rank moves over its link and to and from its disk; what ranks send each other is `traffic`."""
         sums: dict[tuple[str, str], int] = {}
-        for one in _moves(self):
-            sums[one.role, one.lane] = sums.get((one.role, one.lane), 0) + one.nbytes
+        for move in _moves(self):
+            sums[move.role, move.lane] = sums.get((move.role, move.lane), 0) + move.nbytes
         return [Move(role, lane, nbytes) for (role, lane), nbytes in sums.items() if nbytes]
 
     def moved(self, lane: str) -> int:
@@ -206,12 +206,12 @@ class Footprint(HeldMemory):
         >>> {lane: on_disk.moved(lane) / 1e9 for lane in ("up", "down", "read", "write")}
         {'up': 4.0, 'down': 2.0, 'read': 14.0, 'write': 12.0}
         """
-        return sum(one.nbytes for one in self.moves if one.lane == lane)
+        return sum(move.nbytes for move in self.moves if move.lane == lane)
 
     @property
     def kept(self) -> int:
         """Bytes of inputs that leave the device in a step, and come back."""
-        return max((one.nbytes for one in self.moves if one.role == "checkpoints"), default=0)
+        return max((move.nbytes for move in self.moves if move.role == "checkpoints"), default=0)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -418,7 +418,7 @@ def _pinned(run: Footprint) -> int:
 
     pieces = run.subject.pieces(run.stage, run.world, settings.bucket_bytes)
     nbytes = _with_host_copies(pieces, recipe) if has_copies else _state_alone(pieces, recipe)
-    return nbytes_of([((one,), 1) for one in nbytes])
+    return nbytes_of([((size,), 1) for size in nbytes])
 
 
 def _kept_state(recipe: Recipe, dtype: str) -> list[StateRole]:

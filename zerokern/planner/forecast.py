@@ -230,15 +230,15 @@ def _a_day(row: Prediction) -> str:
 
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
     """Predicts every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
-    for one in tokens:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 1:
-            raise ValueError(got("tokens", one, "whole numbers of tokens per rank and step, from 1 on"))
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 1:
+            raise ValueError(got("tokens", token, "whole numbers of tokens per rank and step, from 1 on"))
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.ranks)
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
-    rows = [row for one in tokens for row in _predictions(shape, mine, names, one)]
+    rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
     moving = names if shape.tells else []

@@ -290,7 +290,7 @@ def _why_nothing_fits(plan: Plan) -> str:
 
 def _cheapest(plan: Plan, *, lossy: bool = False) -> Plan | None:
     """Returns the cheapest plan that fits."""
-    return next((one for one in _candidates(plan, lossy=lossy) if not one.missing), None)
+    return next((candidate for candidate in _candidates(plan, lossy=lossy) if not candidate.missing), None)
 
 
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:

@@ -117,7 +117,7 @@ class _Step:
         return len(self.ops) - 1
 
     def compute(self, verb: str, what: str, reads: Iterable[str]) -> None:
-        there = [self._gathered[one] for one in reads if one in self._gathered]
+        there = [self._gathered[read] for read in reads if read in self._gathered]
         self._computed = [self.add(verb, what, "device", [*self._computed, *there])]
 
     def update(self, lane: str) -> None:

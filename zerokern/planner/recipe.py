@@ -232,7 +232,11 @@ class Recipe:
 
     def smallest_lossy(self, dtype: str) -> Recipe | None:
         """Returns the lossy formats of fewest bytes that keep a master; None where there are none."""
-        lossy = [one for one in self.alternatives(dtype) if one.is_lossy() and one.master_format != "none"]
+        lossy = [
+            alternative
+            for alternative in self.alternatives(dtype)
+            if alternative.is_lossy() and alternative.master_format != "none"
+        ]
         return min(lossy, key=lambda one: one.state_nbytes(dtype), default=None)
 
 

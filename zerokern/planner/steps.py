@@ -66,8 +66,8 @@ class StepShape:
         """The same with all passes together, for what is on the device."""
         times = self.passes
         return [
-            replace(one, forward_flops=times * one.forward_flops, backward_flops=times * one.backward_flops)
-            for one in spans
+            replace(span, forward_flops=times * span.forward_flops, backward_flops=times * span.backward_flops)
+            for span in spans
         ]
 
     def _span(self, number: int, part: Lump, tokens: float) -> Span:

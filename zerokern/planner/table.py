@@ -73,8 +73,8 @@ def worlds_page(plans: Sequence[Footprint]) -> str:
     rows = []
     for plan in plans:
         stages = [plan.at(stage) for stage in plan.stages]
-        fits = [_fitting([one.total for one in stages], most, plan.stages) for most in first.device_memory.values()]
-        rows.append([f"{plan.ranks:,}", *(gigabytes(one.states) for one in stages), *fits])
+        fits = [_fitting([stage.total for stage in stages], most, plan.stages) for most in first.device_memory.values()]
+        rows.append([f"{plan.ranks:,}", *(gigabytes(stage.states) for stage in stages), *fits])
     said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
     header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
     parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
@@ -255,34 +255,34 @@ def _notes_at_rest(plan: Footprint) -> list[str]:
 
 def _stages(plan: Footprint) -> str:
     stages = [plan.at(stage) for stage in STAGES]
-    several = len({tier for one in stages for tier in one.tiers}) > 1
+    several = len({tier for stage in stages for tier in stage.tiers}) > 1
     rows = _stage_rows(stages, STATES, several)
     if not several:  # bytes of a device and of a host are no sum that anybody has to fit anywhere
-        rows.append(["**model states**", "", *(gigabytes(one.states) for one in stages)])
+        rows.append(["**model states**", "", *(gigabytes(stage.states) for stage in stages)])
     if not plan.subject.units and plan.world > 1 and plan.settings.pp == 1:
         rows.append([NAMES["gathered"], _BARE, *[_NOTHING] * 3, _UNKNOWN])
     rows += _stage_rows(stages, WORKING, several)
-    rows.append(["**total on the device**", "", *(f"**{gigabytes(one.total)}**" for one in stages)])
+    rows.append(["**total on the device**", "", *(f"**{gigabytes(stage.total)}**" for stage in stages)])
     for tier in ("cpu", "nvme"):
-        if any(tier in one.tiers for one in stages):
-            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(one.tiers.get(tier, 0)) for one in stages)])
+        if any(tier in stage.tiers for stage in stages):
+            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(stage.tiers.get(tier, 0)) for stage in stages)])
     for name, most in plan.device_memory.items():
-        rows.append([f"fits {name}", "", *(_fit(one.total, most) for one in stages)])
+        rows.append([f"fits {name}", "", *(_fit(stage.total, most) for stage in stages)])
     if plan.world > 1:
-        traffic = [one.traffic for one in stages]
+        traffic = [stage.traffic for stage in stages]
         rows.append(["volume of a step", "", *(f"{one.numel / plan.numel:.2f} Ψ" for one in traffic)])
         rows.append(["reduced in a step", "", *(_gb(one.reduced_nbytes) for one in traffic)])
         rows.append(["gathered in a step", "", *(_gb(one.gathered_nbytes) for one in traffic)])
         rows.append(["sent by a rank in a step", "", *(_gb(one.sent_nbytes) for one in traffic)])
     for name in [name for name in plan.sent if name != "dp"]:
-        sent = [one.sent[name] for one in stages]
+        sent = [stage.sent[name] for stage in stages]
         rows.append([f"sent along {name}", "", *(_UNKNOWN if one is None else _gb(one) for one in sent)])
     return table_of(["on each rank", "format", *_STAGE_HEADS], rows, left=2)
 
 
 def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
     """A row for each role, format and tier that any stage has."""
-    sums = [_sums(one.held) for one in stages]
+    sums = [_sums(stage.held) for stage in stages]
     keys = {key for found in sums for key in found if key[0] in roles}
     return [
         [NAMES.get(role, role), _format(Holding(role, form, tier, 0), names_tiers)]
@@ -326,7 +326,7 @@ def _tiers(plan: Footprint) -> str:
 
 def _lanes(plan: Footprint) -> str:
     """Each cell once for a step; the last row for each parameter of the model."""
-    cells = {(one.role, one.lane): one.nbytes for one in plan.moves}
+    cells = {(move.role, move.lane): move.nbytes for move in plan.moves}
     if plan.settings.has_others:
         traffic, share = plan.traffic, (plan.world - 1) / plan.world
         cells["parameters", "net"] = round(traffic.gathered_nbytes * share)
@@ -471,7 +471,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "gradients_spill": settings.spills,
         "budget": dict(plan.budget),
         "missing": plan.missing,
-        "moves": [vars(one) for one in plan.moves],
+        "moves": [vars(move) for move in plan.moves],
         "stages": [_stage_dict(plan.at(stage)) for stage in plan.stages],
     }
 

@@ -390,7 +390,7 @@ def preset(
     124439808
     """
     if name not in PRESETS:
-        near = "".join(f"The nearest is {one!r}. " for one in get_close_matches(name.lower(), PRESETS, n=1))
+        near = "".join(f"The nearest is {match!r}. " for match in get_close_matches(name.lower(), PRESETS, n=1))
         do = f"{near}Any other is planned as a module, or by its config.json: --config, zerokern.planner.from_config"
         raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION on the command line", do))
     return _transformer(name, name, PRESETS[name], batch=batch, seq=seq, ci=ci, attention=attention)

@@ -55,7 +55,7 @@ class Sketch:
         last: list[OpKey] = []
         there: dict[int, list[OpKey]] = {}
         ready = begin(0)
-        for verb, unit in step_of([one for one in units if one != ROOT], [0] * (max(units) + 1)):
+        for verb, unit in step_of([unit for unit in units if unit != ROOT], [0] * (max(units) + 1)):
             places = units[unit] if verb == "Forward" else units[unit][::-1]
             if verb == "Gather":
                 again = int(unit in there)

@@ -110,9 +110,9 @@ class Task:
     def advance(self, state: int) -> None:
         """Is launched, or has ended. Called with the worker's lock held."""
         was, self.state = self.state, state
-        for one in self.followers:
-            one.unlaunched -= was < LAUNCHED
-            one.unended -= state == ENDED
+        for follower in self.followers:
+            follower.unlaunched -= was < LAUNCHED
+            follower.unended -= state == ENDED
         if state == ENDED and was != ENDED:
             self.run_state.left -= 1
             self.ticket, self.followers = None, []

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import _utils as rebuilding
 
-__all__ = ["ALIGN", "STORAGES", "envelope"]
+__all__ = ["ALIGN", "STORAGES", "zip_around"]
 
 ALIGN = 64  # of the raw bytes within the zip, as torch's own: whole cache lines, and a multiple of every element
 FOLDER = b"archive/"
@@ -43,13 +43,13 @@ END_64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR_64 = struct.Struct("<4sIQI")
 
 
-def envelope(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
+def zip_around(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
     """Returns what to write before and after the contiguous bytes of a tensor, so that torch.load reads it."""
-    return _envelope(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
+    return _zip_around(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
 
 
 @lru_cache(maxsize=1024)  # a model has few shapes, and many tensors
-def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+def _zip_around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     stream = io.BytesIO()
     _Pickler(stream, PROTOCOL).dump(_Tensor(dtype, sizes))
     before, directory, count = b"", b"", 0
@@ -118,5 +118,5 @@ class _Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, found: Any) -> tuple[Any, ...] | None:
-        return ("storage", found.kind, "0", "cpu", found.numel) if isinstance(found, _Storage) else None
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        return ("storage", value.kind, "0", "cpu", value.numel) if isinstance(value, _Storage) else None
