@@ -67,7 +67,7 @@ def test_what_was_packed_again_is_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "c.pt")
     repacked(tmp_path / "c.pt")
-    monkeypatch.setattr(torchfile, "room", lambda: {"free memory": 1 << 20})
+    monkeypatch.setattr(torchfile, "memory_left", lambda: {"free memory": 1 << 20})
     with pytest.raises(BudgetError, match=r"c\.pt has .*, is compressed and takes .* unpacked"):
         open_checkpoint(tmp_path / "c.pt")
 

@@ -18,14 +18,14 @@ MUTANTS = (
     Mutant(
         "delayed_step_overwrites_what_is_being_stored",
         "zerokern/schedule/policies.py",
-        "last = sketch.step(span, [*norm, *read] if shadow else [*norm, free])",
-        "last = sketch.step(span, norm if shadow else [*norm, free])",
+        "last = builder.step(span, [*norm, *read] if shadow else [*norm, free])",
+        "last = builder.step(span, norm if shadow else [*norm, free])",
         "A delayed update writes host values that the last one's copy to the device may still read.",
         ("tests/schedule/test_program.py", "tests/schedule/test_races.py"),
     ),
     Mutant(
         "gradient_fetched_over_the_one_being_read",
-        "zerokern/schedule/sketch.py",
+        "zerokern/schedule/builder.py",
         'self.fetch(span, [*computed, OpKey("Step", span.name, 1)])',
         "self.fetch(span, computed)",
         "A gradient arrives in host memory that the last update may still read.",

@@ -31,7 +31,7 @@ from zerokern.memory.here import Here
 from zerokern.optim.exchange import Inflow
 from zerokern.optim.formats import Slot
 from zerokern.optim.state import begin
-from zerokern.schedule.passes import Ahead, turn
+from zerokern.schedule.passes import Prefetch, moves_before
 from zerokern.zero.shard import shard_of
 
 
@@ -143,7 +143,11 @@ def test_state_that_begins_anew_in_memory_that_was_used_is_zero() -> None:
 
 
 def test_a_unit_that_computes_next_is_not_released() -> None:
-    assert turn(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Ahead()) == [("Release", 7), ("Gather", 5), ("Gather", 6)]
+    assert moves_before(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Prefetch()) == [
+        ("Release", 7),
+        ("Gather", 5),
+        ("Gather", 6),
+    ]
 
 
 class Chain(nn.Module):

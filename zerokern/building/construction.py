@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerokern.building.recipes import DRAWING, Constant, Cook, Origin, Step, Viewed, mapped
 from zerokern.core.errors import ShardError, got
-from zerokern.memory.heap import give_back
+from zerokern.memory.heap import trim_heap
 from zerokern.zero.units import Unit
 
 __all__ = ["Construction"]
@@ -49,7 +49,7 @@ class Construction:
 
     def materialize(self, unit: Unit) -> None:
         """Memory and values for the parameters of a unit, in the objects that the module has."""
-        give_back()  # what the unit before has left
+        trim_heap()  # what the unit before has left
         blank = []
         for name, param in unit.params:
             recipe = self._recorder.recipes.get(key_of(param))
@@ -243,7 +243,7 @@ class Recording(TorchDispatchMode):
             self._emptied += recipe.nbytes
             if self._emptied >= HEAP_NBYTES:
                 self._emptied = 0
-                give_back()
+                trim_heap()
 
     @contextmanager
     def lent(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a user keeps beside model and optimizer, as JSON and tensors, exactly: one value for all ranks, or each its own.
+"""Encodes what a user saves beside model and optimizer as JSON and tensors: one value for all ranks, or one per rank.
 
 Nobody's code is stored or run.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from zerokern.checkpoint.files import crc32c
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.core.errors import StateError, got
-from zerokern.memory.room import refuse_beyond
+from zerokern.memory.room import check_fits
 from zerokern.zero.kinds import is_divided
 
 __all__ = ["EachRank", "check_targets", "decode", "decode_extra", "empty_tensors", "encode", "encode_extra"]
@@ -189,14 +189,15 @@ FORMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 
 
 class EachRank(list):
-    """A value of ``extra`` that was not the same on all ranks, where it is loaded by another number of them.
+    """A value of ``extra`` that differed between ranks, loaded by another number of ranks: a list with one value per
+    saving rank.
 
     The values by rank of those that saved. Where the number is the same, each rank gets its own value instead.
     """
 
 
 def encode_extra(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Encodes `extra` of all ranks: what they agree on once, what they do not by rank. Every rank calls this.
+    """Encodes `extra` of all ranks: values that are the same on all ranks once, others by rank. Every rank calls this.
 
     As JSON, and the tensors that it names by their keys.
     """
@@ -231,7 +232,9 @@ def encode_extra(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
-    """Returns what tells one rank's value from another's; what is divided among ranks counts as the same on all."""
+    """Returns text that differs where values of two ranks differ; tensors that are divided among ranks count as the
+    same.
+    """
     said: list[Any] = [tree]
     for key, tensor in tensors.items():
         said.append([key, str(tensor.dtype), list(tensor.shape)])
@@ -245,7 +248,9 @@ Part = tuple[Any, str]  # a value as JSON, and what the keys of its tensors in t
 
 
 def _values_for_rank(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
-    """Yields by name what this rank needs: its value, or those of all ranks where another number of them saved."""
+    """Yields by name what this rank needs: its own value, or those of all ranks if another number of ranks saved
+    them.
+    """
     for number, (name, entry) in enumerate(tree.items()):
         each = entry.get(EACH)
         if each is None:
@@ -257,7 +262,7 @@ def _values_for_rank(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[st
 
 
 def check_targets(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Returns what is to be restored in place, by name; refuses what the checkpoint has nothing for."""
+    """Returns the objects that are restored in place, by name; raises if the checkpoint has no value for one."""
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):
@@ -283,16 +288,16 @@ def check_targets(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str
 
 
 def empty_tensors(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
-    """Makes room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
+    """Allocates the tensors of extra that this rank needs, by their keys in the checkpoint."""
     prefixes = tuple(prefix for _, _, parts in _values_for_rank(tree, ranks) for _, prefix in parts)
     keys = [key for key in rows if key.startswith(prefixes)]
-    refuse_beyond(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
+    check_fits(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
     dtypes = {key: getattr(torch, rows[key].dtype) for key in keys}
     return {key: torch.empty(tuple(rows[key].shape), dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
 
 
 def decode_extra(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
-    """Returns the values of extra, from what `empty_tensors` asked for."""
+    """Returns the values of extra, once the tensors of `empty_tensors` have been read."""
     extra = {}
     for name, apart, parts in _values_for_rank(tree, ranks):
         values = []

@@ -60,7 +60,7 @@ Span = tuple[int, int, Take]  # offset and nbytes in a file
 
 
 class Slots(AbstractContextManager["Slots"]):
-    """An engine for requests and the memory that they move. Depth and block are what a probe of this disk found."""
+    """Memory slots and the I/O engine that moves them. Depth and block size come from a probe of this disk."""
 
     def __init__(
         self,
@@ -87,7 +87,9 @@ class Slots(AbstractContextManager["Slots"]):
             raise
 
     def register(self, fd: int, path: Path) -> int:
-        """Returns the engine's number of an open file, which bypasses the page cache where the file system lets it."""
+        """Returns the engine's number for an open file, which bypasses the page cache if the file
+        system allows that.
+        """
         memory_align, offset_align = go_direct(fd, path.parent)
         if offset_align == 1:
             says = f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
@@ -98,13 +100,15 @@ class Slots(AbstractContextManager["Slots"]):
         return number
 
     def forget(self, number: int) -> None:
-        """Lets go of a file; waits for what is pending in the slots."""
+        """Unregisters a file, after waiting for what is pending in the slots."""
         self.drain()
         self.engine.forget_file(number)
         self.transfers.paths.pop(number, None)
 
     def start(self, op: int, slot: int, number: int, offset: int, nbytes: int, inside: int = 0) -> Ticket:
-        """Moves bytes of a slot, from `inside` on, to or from the file. An odd end is padded within the slot."""
+        """Starts moving bytes of a slot, from `inside` on, to or from the file. An odd length is padded within the
+        slot.
+        """
         transfers = self.transfers
         request = transfers.requests.take()
         ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
@@ -113,13 +117,13 @@ class Slots(AbstractContextManager["Slots"]):
         return ticket
 
     def drain(self) -> None:
-        """Waits until nothing moves in the slots, however it ended."""
+        """Waits until nothing moves in the slots; ignores errors."""
         with self.transfers.lock:
             self.transfers.drain()
             self.transfers.untold.clear()
 
     def close(self) -> None:
-        """Ends the engine, then gives the memory back; the second time it does nothing."""
+        """Closes the engine, then frees the memory; a second call does nothing."""
         if self.engine.closed:
             return
         self.drain()
@@ -134,7 +138,7 @@ class Slots(AbstractContextManager["Slots"]):
 
 
 class SlotWriter(AbstractContextManager[Any]):
-    """Writes into an open file: one slot is filled while those before it are being written."""
+    """Writes into an open file. One slot is filled while earlier ones are written."""
 
     def __init__(self, slots: Slots, fd: int, path: Path) -> None:
         self.slots, self.path = slots, path
@@ -153,14 +157,14 @@ class SlotWriter(AbstractContextManager[Any]):
         return self.slots.bytes[self._slot]
 
     def send(self, offset: int, nbytes: int, inside: int = 0) -> None:
-        """Sends bytes of the slot, from `inside` on, to their place in the file; waits until the next slot is free."""
+        """Starts to write bytes of the slot, from `inside` on, at `offset`; waits until the next slot is free."""
         ticket = self.slots.start(native.IO_WRITE, self._slot, self._number, offset, nbytes, inside)
         self._tickets[self._slot] = ticket
         self._slot = (self._slot + 1) % len(self._tickets)
         self._wait(self._slot)
 
     def wait(self) -> None:
-        """Waits until all of it is written; raises what could not be."""
+        """Waits until everything is written; raises the first error."""
         for slot in range(len(self._tickets)):
             self._wait(slot)
 
@@ -174,7 +178,7 @@ class SlotWriter(AbstractContextManager[Any]):
 
 
 class FileWriter(SlotWriter):
-    """Writes a new data file, append by append. `engine`: settings of `Slots`.
+    """Writes a new data file by appending. `engine`: settings of `Slots`.
 
     `expected`: its length is asked of the file system at once. Beyond it the file grows write by write, one at a time.
     """
@@ -202,7 +206,7 @@ class FileWriter(SlotWriter):
             raise
 
     def append(self, data: bytes | Tensor, report: Callable[[int], object] = int) -> int:
-        """Takes over the bytes of a tensor of any device and strides, in row-major order; returns where they begin.
+        """Appends the bytes of a tensor of any device and strides, in row-major order; returns their offset.
 
         The tensor may change as soon as this returns. `report` is called with how many bytes were taken, now and then.
         """
@@ -223,11 +227,11 @@ class FileWriter(SlotWriter):
         return begin
 
     def align(self, nbytes: int) -> None:
-        """Goes on at a multiple of so many bytes, with zeros up to there."""
+        """Pads the file with zeros to a multiple of nbytes."""
         self.append(bytes(-self.nbytes % nbytes))
 
     def finish(self) -> FileRow:
-        """Writes what is left, and the table; returns when all of it lasts."""
+        """Writes the remaining bytes and the table of checksums, and syncs the file."""
         table = self.nbytes
         if self._filled:
             self._end_block()
@@ -265,7 +269,7 @@ class FileWriter(SlotWriter):
             nbytes -= part
 
     def _copy_from_device(self, piece: Tensor) -> None:
-        """Copies a slot at a time: each copy waits for the device."""
+        """Copies one slot at a time, because each copy waits for the device."""
         while piece.numel():
             part = min(piece.numel(), BLOCK - self._filled)
             self.bytes[self._filled : self._filled + part].copy_(piece[:part])
@@ -273,7 +277,7 @@ class FileWriter(SlotWriter):
             piece = piece[part:]
 
     def _advance(self, nbytes: int, checked: bool) -> None:
-        """Sums so many bytes more of the slot, which is a block of the file, and sends it when it is full."""
+        """Adds nbytes of the slot to the block's checksum, and writes the slot when it is full."""
         if checked:
             self._sum = crc32c(self.address + self._filled, nbytes, self._sum)
         self._filled += nbytes
@@ -287,7 +291,7 @@ class FileWriter(SlotWriter):
         self._sum = 0
 
     def _flush(self) -> None:
-        """Sends the slot on its way, and waits until the next one is free."""
+        """Starts to write the slot, and waits until the next one is free."""
         if not self._filled:
             return
         begin, self._written = self._written, self._written + self._filled
@@ -303,7 +307,7 @@ class FileWriter(SlotWriter):
 
 
 class PartsWriter(SlotWriter):
-    """Writes parts of a file that is there, and that others write into as well: in the order of their places.
+    """Writes parts of an existing file, in the order of their offsets, while other ranks write other parts.
 
     Whole pages go past the page cache, through slots. What is beside them in a page may be another's: it goes through
     the page cache, which joins the two.
@@ -325,13 +329,13 @@ class PartsWriter(SlotWriter):
         return self.bytes[at % BLOCK : BLOCK]
 
     def advance(self, nbytes: int) -> None:
-        """Counts so many bytes as there."""
+        """Counts nbytes of the buffer as filled."""
         self._end += nbytes
         if not self._end % BLOCK:
             self._flush()
 
     def finish(self) -> None:
-        """Returns when all of it lasts."""
+        """Writes the remaining bytes and syncs the file."""
         self._flush()
         self.wait()
         os.fsync(self._fd)
@@ -378,7 +382,7 @@ class FileReader(AbstractContextManager["FileReader"]):
             raise
 
     def read(self, spans: Iterable[Span]) -> None:
-        """Hands the bytes of each span to its `take`, piece by piece in the order of the file, once they are checked.
+        """Passes the bytes of each span to its `take`, piece by piece in the order of the file, after checking them.
 
         A block that several spans touch is read once. The bytes are lent for the time of the call.
         """
@@ -402,7 +406,7 @@ class FileReader(AbstractContextManager["FileReader"]):
             under_way = [span for span in under_way if span[0] + span[1] > end]
 
     def find_damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
-        """Yields an error for each block that is not as written, or cannot be read; reports the bytes of each."""
+        """Yields an error for each block that is damaged or cannot be read; reports the bytes of each."""
         for _, block, error in self._read_blocks(blocks):
             if error is not None:
                 yield error
@@ -439,7 +443,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         return sums
 
     def _read_blocks(self, blocks: Iterable[int]) -> Iterator[tuple[int, Tensor, IoError | None]]:
-        """Yields blocks in their order while later ones are under way: offset, bytes, and why they are not good."""
+        """Yields blocks in order, as (offset, bytes, error), while later ones are being read."""
         if self._number < 0:
             raise ValueError(f"{self.path} is closed: nothing can be read from it")
         slots = self._slots
@@ -462,7 +466,7 @@ class FileReader(AbstractContextManager["FileReader"]):
             slots.drain()  # nothing is written into a slot that somebody else may use next
 
     def _error(self, begin: int, block: Tensor, ticket: Ticket) -> IoError | None:
-        """Waits for a request; returns why the bytes are not those that were written."""
+        """Waits for a read; returns an error if the bytes are not those that were written."""
         try:
             ticket.wait()
         except IoError as error:
@@ -488,7 +492,7 @@ def _blocks(spans: list[Span]) -> Iterator[int]:
 
 
 def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    """Reads all of it, or what there is."""
+    """Reads nbytes, or fewer at the end of the file."""
     parts = []
     while nbytes and (part := os.pread(fd, nbytes, offset)):
         parts.append(part)
@@ -498,7 +502,9 @@ def _pread(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yields the bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most`."""
+    """Yields the bytes of a tensor in row-major order: a view if it is contiguous, else copies of at most `most`
+    bytes.
+    """
     tensor = tensor.detach()
     nbytes = tensor.numel() * tensor.itemsize
     if not nbytes:
@@ -514,22 +520,24 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _address_of(data: bytes) -> int:
-    """Returns where the bytes lie, for as long as the object lives."""
+    """Returns the address of the bytes, valid as long as the object lives."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def crc32c(address: int, nbytes: int, before: int = 0) -> int:
-    """Sums bytes in memory by the processor's own instruction, where it has one; goes on from those before."""
+    """Returns the CRC32C of bytes in memory, continuing from `before`."""
     return int(native.library().zk_crc32c(before, address, nbytes))
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copies bytes between addresses, in this thread alone and without the interpreter's lock: training goes on."""
+    """Copies bytes between addresses in this thread, without the GIL, so that training continues."""
     ctypes.memmove(target, source, nbytes)
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copies elements into as many in host memory, 1-D; by torch, whose threads would disturb training, if it must."""
+    """Copies elements into as many in host memory, 1-D; through torch only if it must, whose threads would slow
+    training.
+    """
     dense = source.is_contiguous() and not (source.is_conj() or source.is_neg())
     alike = target.dtype is source.dtype and target.numel() == source.numel()
     if dense and alike and source.device.type == "cpu":

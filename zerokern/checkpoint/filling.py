@@ -1,4 +1,6 @@
-"""Carries out a load: what is copied straight into place, and what is converted on its way, a part at a time."""
+"""Carries out a load plan: copies what needs no conversion straight into place, and converts the
+rest piece by piece.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ Entry = Mapping[str, Any]  # the state of a parameter, which has room already
 
 
 class Batch:
-    """Items to be read at once, and what to do then."""
+    """Items that are read together, and the calls that follow once they have been read."""
 
     def __init__(self) -> None:
         self.items: list[tuple[str, Any]] = []
@@ -54,14 +56,14 @@ class Batch:
         self.calls: list[Callable[[], Any]] = []
 
     def read_into(self, source: str, here: Here, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
-        """Reads this rank's elements from `begin` on of a tensor into `flat`."""
+        """Reads this rank's elements of a tensor, from `begin` on, into `flat`."""
         there = here.within(begin, flat.numel() if numel < 0 else numel).of(key)
         parts = BoxTargets(there.shape)
         parts.add(there.boxes(), flat)
         self.items.append((source, parts))
 
     def buffer(self, source: str, here: Here, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
-        """Reads the same into memory that lasts as long as the batch."""
+        """Reads the same elements into a new tensor that lasts as long as the batch."""
         count = -(-numel // BLOCK) if key.endswith("_scale") else numel
         flat = torch.empty(count, dtype=dtype, device="cpu")
         self.nbytes += flat.nbytes
@@ -69,18 +71,18 @@ class Batch:
         return flat
 
     def scalar(self, source: str, saved: tuple[torch.dtype, torch.Size], target: Tensor) -> None:
-        """Reads a counter of another dtype or shape."""
+        """Reads a counter whose dtype or shape differs from that of `target`."""
         kept = torch.empty(saved[1], dtype=saved[0], device="cpu")
         self.items.append((source, kept))
         self.then(lambda: target.copy_(kept.reshape(target.shape)))
 
     def then(self, call: Callable[[], Any]) -> None:
-        """Calls it once all items have been read."""
+        """Schedules a call for when all items have been read."""
         self.calls.append(call)
 
     @torch.no_grad()
     def after(self) -> None:
-        """Does what is to be done when all items have been read."""
+        """Makes the scheduled calls; call it once all items have been read."""
         for call in self.calls:
             call()
         self.calls.clear()
@@ -88,7 +90,7 @@ class Batch:
 
 
 def _bounded(fills: Iterable[Callable[[Batch], Any]]) -> Iterator[Batch]:
-    """Yields batches of about `MOST` bytes, made by these in their order."""
+    """Yields batches of about `MOST` bytes, filled by these functions in order."""
     batch = Batch()
     for fill in fills:
         fill(batch)
@@ -100,7 +102,7 @@ def _bounded(fills: Iterable[Callable[[Batch], Any]]) -> Iterator[Batch]:
 
 
 class Restore:
-    """Loads a source into a model and its optimizers; refuses one that does not fit before anything is changed."""
+    """Loads a source into a model and its optimizers. Raises before anything is changed if the two do not fit."""
 
     def __init__(self, target: TrainingState, source: Source, lossy: bool = False) -> None:
         self._target, self._source = target, source
@@ -112,13 +114,13 @@ class Restore:
             _reserve_disk(optimizer, plans)
 
     def fill(self, report: Report = no_report) -> None:
-        """Reads it all into place. Optimizers are torn from here to `finish`."""
+        """Reads everything into place. From here to `finish`, the optimizers refuse to step."""
         for batch in self.batches():
             self._source.read(batch.items, report)
             batch.after()
 
     def batches(self) -> Iterator[Batch]:
-        """Yields what is to be read together, and then done, before the next."""
+        """Yields batches in order; the caller reads each one, and makes its calls, before it asks for the next."""
         plan, target = self._plan, self._target
         finish_updates(target.model, replaced=True)
         direct: dict[int, Batch] = {0: Batch()}  # what rests together is read together: no more of it need be in memory
@@ -182,7 +184,7 @@ class Restore:
                 yield from _fill_pending(optimizer, late)
 
     def finish(self) -> None:
-        """Lets optimizers go on, once all batches have been read."""
+        """Lets the optimizers step again, once all batches have been read."""
         plan, target = self._plan, self._target
         for optimizer, names, beside in zip(target.optimizers, target.params, plan.beside, strict=True):
             for name, param in zip(names, optimizer.params, strict=True):
@@ -195,7 +197,7 @@ class Restore:
 
 
 class SurroundingBlocks:
-    """Elements of a box, whose int8 blocks reach beyond it: the whole blocks that they lie in."""
+    """The whole int8 blocks that the elements of a box lie in; they reach beyond the box."""
 
     def __init__(self, here: Here, begin: int, numel: int) -> None:
         total = here.shape.numel()
@@ -210,7 +212,7 @@ class SurroundingBlocks:
         return sum(index * stride for index, stride in zip(at, self.strides, strict=True))
 
     def cut(self, surrounding: Tensor) -> Tensor:
-        """Returns the elements themselves, 1-D, from all that lies around them."""
+        """Returns the elements of the box, 1-D, from the values of the surrounding blocks."""
         made = torch.empty(self.numel, dtype=surrounding.dtype, device=surrounding.device)
         for at, sizes, first in self.cuboids:
             part = surrounding.as_strided(tuple(sizes), self.strides, self._flat(at) - self.begin)
@@ -219,12 +221,14 @@ class SurroundingBlocks:
 
 
 def _in_blocks(here: Here) -> bool:
-    """Returns whether what is here begins with a block of the whole, and goes on as the whole does."""
+    """Returns whether this rank's elements begin with a block of the whole tensor and continue in its order."""
     return here.sizes == here.shape and here.start % BLOCK == 0
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
-    """Returns memory for what is here of a tensor, 1-D, and what brings it into place where it does not lie so."""
+    """Returns 1-D memory for this rank's elements, and a function that copies it back if the tensor is not
+    contiguous.
+    """
     local = local_of(tensor).detach()
     if local.is_contiguous():
         return local.view(-1), None
@@ -233,7 +237,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
 
 
 def _convert_tensor(plan: TensorPlan) -> Iterator[Callable[[Batch], Any]]:
-    """Yields what fills a batch with each piece of a parameter or buffer that is in another format in the source."""
+    """Yields functions that fill a batch with one piece each of a parameter or buffer that changes its format."""
     here = here_of(plan.tensor)
     flat, copy_back = _flat(plan.tensor) if rest_of(plan.tensor) is None else (None, None)
     for begin in range(0, here.numel, PIECE):
@@ -247,7 +251,9 @@ def _then(call: Callable[[], Any], batch: Batch) -> None:
 
 
 def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int, batch: Batch) -> None:
-    """`flat`: where it goes; None: where it is while it is fetched."""
+    """Reads values of a parameter or buffer and converts them into `flat`, or, where that is None, into the tensor
+    while it is fetched.
+    """
     values = {"param": batch.buffer(plan.source, here, begin, numel, plan.dtype)}
     for key, (source, dtype) in plan.beside.items():
         values[key] = batch.buffer(source, here, begin, numel, dtype)
@@ -268,7 +274,7 @@ def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: in
 
 
 def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batch], Any]]:
-    """Yields what fills a batch with each piece of state that is in another format in the source."""
+    """Yields functions that fill a batch with one piece each of optimizer state that changes its format."""
     here = here_of_state(plan.param)
     made = {key: _flat(value) for key, value in entry.items() if plan.makes(key) and isinstance(value, Tensor)}
     more = 1 if _in_blocks(here) else -(-here.shape.numel() // max(here.numel, 1))
@@ -287,7 +293,7 @@ def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batc
 def _convert_state(
     plan: StatePlan, here: Here, begin: int, numel: int, cells: Mapping[str, Tensor], batch: Batch
 ) -> None:
-    """Reads what a span's state is to be made of, and puts it into `cells`, which begin with the span."""
+    """Reads what the state of a span is made of, and converts it into `cells`, which begin with the span."""
     values: dict[str, Tensor] = {}
 
     def read(key: str) -> None:
@@ -329,7 +335,7 @@ def _convert_state(
 
 
 def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
-    """Takes room on disk for what an optimizer will keep there, until it is laid out: before anything is replaced."""
+    """Reserves space on disk for the state that an optimizer will keep there, before anything is replaced."""
     disk = optimizer.disk
     if disk is None or optimizer.inflow() is not None:
         return
@@ -343,7 +349,7 @@ def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> No
 
 
 def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
-    """Yields state that lies on disk here: records put together in the ring, a few at a time."""
+    """Yields batches for state on disk: a few records at a time, assembled in the ring buffer."""
     inflow = optimizer.inflow()
     if inflow is None:
         return
@@ -363,7 +369,7 @@ def _fill_record(plan: StatePlan, place: Any, cells: Mapping[str, Tensor], batch
 
 
 def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
-    """Yields values of parameters that an update has made and nobody has published: into what stands for these here."""
+    """Yields batches for parameter values that a delayed update has computed and not published yet."""
 
     def fill(plan: StatePlan, piece: Tensor, begin: int, batch: Batch) -> None:
         source, here = f"{plan.prefix}{PENDING}", here_of_state(plan.param)

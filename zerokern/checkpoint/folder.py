@@ -1,4 +1,4 @@
-"""A checkpoint's folder: what it holds, what can be loaded instead, and how a new checkpoint takes the old one's place.
+"""A checkpoint's folder: what it holds, what could be loaded instead, and how a new checkpoint replaces the old one.
 
 A new one is published whole by one rename, or not at all. The order is what a kill at any point is safe by. Data files
 and both indices are synced under names that nobody reads, the folder too; then ``zerokern.json`` is renamed into place,
@@ -66,7 +66,7 @@ _log = logging.getLogger("zerokern.checkpoint")
 
 
 class OpenFiles:
-    """Files that stay open, so that one which takes the name of another meanwhile changes nothing.
+    """Files that stay open, so that a later save which reuses their names changes nothing for the reader.
 
     `tables`: checksums that were read from them.
     """
@@ -77,7 +77,7 @@ class OpenFiles:
         self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the other half is the program's
 
     def fd(self, path: Path) -> int | None:
-        """Returns a descriptor that lasts as long as this; None if there are too many, so that it is opened anew."""
+        """Returns a file descriptor that stays open as long as this object; None if too many are open already."""
         if path not in self._fds:
             if len(self._fds) >= self._most:
                 return None
@@ -86,7 +86,7 @@ class OpenFiles:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Yields a descriptor for the time of the block."""
+        """Context manager that yields a file descriptor."""
         kept = self.fd(path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
         try:
@@ -96,11 +96,11 @@ class OpenFiles:
                 os.close(fd)
 
     def fingerprint(self) -> str:
-        """Returns `fingerprint` of the files that are open."""
+        """Returns the `fingerprint` of the files that are open."""
         return fingerprint(self._fds, self._fds.values())
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all files."""
         fds, self._fds = self._fds, {}
         for fd in fds.values():
             os.close(fd)
@@ -110,7 +110,7 @@ class OpenFiles:
 
 
 def fingerprint(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
-    """Returns a digest that two ranks have in common if their files of these names are the same.
+    """Returns a digest that is the same on two ranks if their files of these names are the same.
 
     It is one of lengths, and of samples: checkpoints of two steps have the same headers, and differ nearly everywhere
     else. `fds`: where they are open.
@@ -141,7 +141,7 @@ def saved_at(save_id: str) -> float:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Lists what a folder holds, by name; nothing if there is no folder."""
+    """Lists the content of a folder by name; an empty list if there is no folder."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -150,7 +150,9 @@ def list_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint that was published: its folder and its index; each data file is there, as long as it must be."""
+    """A published checkpoint: its folder and its index. Its data files are there, with the lengths that the index
+    says.
+    """
 
     folder: Path
     index: Index
@@ -158,7 +160,7 @@ class Published:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
-        """Reads the index and looks at the data files; the error says what is there, and what can be loaded instead.
+        """Reads the index and checks the data files. The error says what is there, and what could be loaded instead.
 
         `hold`: the files stay open, whatever is saved into the folder meanwhile, until `close`.
         """
@@ -182,12 +184,12 @@ class Published:
             index = newer
 
     def close(self) -> None:
-        """Closes files that were held open."""
+        """Closes the files that were held open."""
         if self.files is not None:
             self.files.close()
 
     def path(self, file: FileRow | int) -> Path:
-        """Returns where one of its data files is."""
+        """Returns the path of one of its data files."""
         return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
 
 
@@ -209,14 +211,14 @@ def _is_whole(folder: Path) -> bool:
 
 
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
-    """Lists files of saves that were not published, or are no longer: all of ours that the index does not name."""
+    """Lists data files and indices that the index does not name: from saves that never finished, or were replaced."""
     kept = {file.name for file in keep.files} if keep else set()
     names = (path for path in list_files(folder) if path.name not in kept)
     return [path for path in names if DATA.fullmatch(path.name) or NEW.fullmatch(path.name)]
 
 
 def describe_unfinished(folder: Path) -> str:
-    """Says what there is of a save into the folder that has not been published; "" if there is none."""
+    """Describes an unfinished save into the folder in words; returns "" if there is none."""
     ids = sorted(match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match)
     if not ids and not (folder / LOCK).exists():
         return ""
@@ -238,7 +240,7 @@ def _holder(folder: Path) -> Holder | None:
 
 
 def _length_errors(folder: Path, index: Index, files: OpenFiles | None = None) -> str:
-    """Says what is wrong with data files as far as their lengths tell; `files` has them open from here on."""
+    """Describes data files that are missing or have another length; `files` keeps them open from here on."""
     return "; ".join(filter(None, (_length_error(folder / file.name, file, files) for file in index.files)))
 
 
@@ -265,7 +267,7 @@ def _read(folder: Path) -> Index:
 
 
 def _no_checkpoint(folder: Path) -> IoError:
-    """The error that says what is there instead, and what can be loaded."""
+    """Returns the error that says what the folder holds, and what could be loaded instead."""
     number = errno.ENOENT
     if not folder.exists():
         says = "does not exist"
@@ -291,7 +293,7 @@ def _suggest_other(folder: Path) -> str:
 
 
 class Draft:
-    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes it or abandons it."""
+    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes or abandons it."""
 
     def __init__(self, folder: Path, save_id: str, rank: int, lock: FolderLock | None, made: bool = False) -> None:
         self.folder, self.save_id, self.rank = folder, save_id, rank
@@ -300,7 +302,7 @@ class Draft:
 
     @classmethod
     def begin(cls, path: str | os.PathLike[str], nbytes: int) -> Draft:
-        """Takes the folder for a save of nbytes, all ranks together; refuses before anything in it changes."""
+        """Locks the folder for a save of nbytes by all ranks. Raises before anything in it changes."""
         folder = Path(path)
         save_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         lock, made = None, False
@@ -329,7 +331,7 @@ class Draft:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str], save_id: str, rank: int) -> Draft:
-        """Returns the same draft on another rank, which must see the folder that rank 0 took."""
+        """Returns the same draft on another rank, which waits until it sees the folder that rank 0 locked."""
         folder = Path(path)
         until = time.monotonic() + APPEARS_S
         while not _is_visible(folder):
@@ -344,11 +346,11 @@ class Draft:
         return cls(folder, save_id, rank, None)
 
     def file(self, rank: int) -> Path:
-        """Returns where a rank's data go."""
+        """Returns the path of a rank's data file."""
         return self.folder / f"{self.save_id}_{rank}.distcp"
 
     def publish(self, index: Index, metadata: bytes) -> None:
-        """Makes this the checkpoint of the folder. Everything that `index` names must be written and synced already."""
+        """Makes this the folder's checkpoint. All files that `index` names must be written and synced already."""
         if self._lock is None:
             raise ValueError(f"rank {self.rank} joined this draft, or it has ended; only rank 0 publishes, and once")
         if broken := _length_errors(self.folder, index):
@@ -365,7 +367,7 @@ class Draft:
         self._release()
 
     def abandon(self) -> None:
-        """Removes what was written of the draft. After ``publish``, and on other ranks than 0, it does nothing."""
+        """Removes what was written of the draft. Does nothing after ``publish``, and on ranks other than 0."""
         if self._lock is None:
             return
         # What is published is asked of the disk: an error may have come after the rename.
@@ -379,7 +381,7 @@ class Draft:
             self._release()
 
     def _remove(self, paths: list[Path]) -> None:
-        """Removes files. What stays is removed by the next save: no reason to fail this one."""
+        """Removes files. Failing to is no reason to fail this save: the next one tries again."""
         for path in paths:
             try:
                 self._unnamed.append(_unlink(path))
@@ -408,7 +410,7 @@ def _is_visible(folder: Path) -> bool:
 
 
 def _unlink(path: Path) -> int:
-    """Removes the name of a file, and returns a descriptor of it.
+    """Removes a file's name and returns a descriptor of the file.
 
     Its blocks are given back when that is closed, which belongs into the background: a quarter of a second per GB, as
     much as writing it again may take.
@@ -428,7 +430,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _previous_index(folder: Path) -> Index | None:
-    """Reads the checkpoint that a save will replace; refuses what this library did not write, or cannot read."""
+    """Reads the index of the checkpoint that a save will replace; refuses a folder that this library did not write."""
     try:
         data = (folder / NAME).read_bytes()
     except FileNotFoundError:
@@ -448,7 +450,9 @@ def _previous_index(folder: Path) -> Index | None:
 
 
 def _finish_renames(folder: Path, index: Index | None) -> None:
-    """A kill between the two renames leaves torch's index of the older checkpoint, whose files are about to go."""
+    """Finishes the second rename of a publication that was killed, before the files that the old index names are
+    removed.
+    """
     if index is not None:
         new = f"{METADATA}.{index.save_id}.new"
         if (folder / new).exists():

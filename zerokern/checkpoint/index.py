@@ -191,7 +191,7 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
 
 
 def file_error(path: Path, says: str, number: int = errno.EBADMSG, **more: Any) -> IoError:
-    """The error for a file that is not what it should be."""
+    """Returns the IoError for a file whose content is wrong."""
     return IoError(f"{path} {says}", path=str(path), errno=number, **more)
 
 
@@ -200,7 +200,7 @@ def _crc32c(body: bytes) -> int:
 
 
 def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) -> None:
-    """Raises ValueError where an element of the tensor is in no box, or in two.
+    """Raises ValueError unless every element of the tensor is in exactly one box.
 
     >>> refuse_uncovered("w", (4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
     >>> refuse_uncovered("w", (4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
@@ -231,7 +231,9 @@ def _are_lengths(numbers: Sequence[int]) -> bool:
 
 
 def _refuse_overlap(key: str, boxes: list[Cuboid], ndim: int) -> None:
-    """Compares boxes that meet in the dimension in which most of them begin apart: few do, for any usual cut."""
+    """Raises ValueError if two boxes overlap. Sorts them along the dimension in which most of them begin at different
+    places.
+    """
     if not ndim:
         raise ValueError(f"boxes of {key!r} overlap: {boxes[1]} and {boxes[0]}")
     dim = max(range(ndim), key=lambda candidate: len({box[0][candidate] for box in boxes}))

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with what it is loaded into: what goes where, what is rounded, everything that differs."""
+"""Compares a checkpoint with the model and optimizers it is loaded into, and plans how each tensor is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TO_SHARD = "load it into what zk.shard has divided, which keeps that for the op
 
 @dataclass
 class TensorPlan:
-    """How one parameter or buffer is loaded. `beside`: masters in the source that its value is to be made anew from."""
+    """How one parameter or buffer is loaded. `beside`: saved masters that its exact value is computed from."""
 
     tensor: Tensor
     source: str
@@ -47,7 +47,9 @@ class TensorPlan:
 
 @dataclass
 class StatePlan:
-    """How the state of one parameter is loaded: `saved` and `wanted` by key, and which keys need more than copying."""
+    """How the state of one parameter is loaded: dtypes and shapes as `saved` and as `wanted`, and what needs a
+    conversion.
+    """
 
     optimizer: AnyOptimizer
     number: int
@@ -65,16 +67,18 @@ class StatePlan:
         return bool(self.moments) or self.masters
 
     def makes(self, key: str) -> bool:
-        """Returns whether it is made of what is read."""
+        """Returns whether this key is computed from other values."""
         return key.removesuffix("_scale") in self.moments or (key in MASTERS and self.masters)
 
     def copies(self, key: str) -> bool:
-        """Returns whether it is read as it is."""
+        """Returns whether this key is read without a conversion."""
         return key in self.saved and not self.makes(key)
 
 
 class LoadPlan:
-    """Plans a load: `differences` says why the source cannot be loaded; without any, the rest says how it is."""
+    """Plans a load. `differences` lists why the checkpoint does not fit; if it is empty, the plan
+    can be carried out.
+    """
 
     def __init__(self, target: TrainingState, source: Source, lossy: bool) -> None:
         self.target, self.source, self.lossy = target, source, lossy
@@ -105,7 +109,7 @@ class LoadPlan:
         self.tensors = self._plan_tensors()
 
     def refuse_differences(self) -> None:
-        """Raises StateError with all differences in one message."""
+        """Raises StateError that lists all differences."""
         if not self.differences:
             return
         head = f"this checkpoint ({self.source.path}) does not fit what it is loaded into"
@@ -118,7 +122,7 @@ class LoadPlan:
         self.differences.append(says)
 
     def _saved_name(self, name: str) -> str:
-        """Returns what the source calls a parameter: tied ones have several names."""
+        """Returns the name of a parameter in the checkpoint; tied parameters have several."""
         names = [name, self._aliases.get(name, name), *self._other_names.get(name, ())]
         return next((name for name in names if f"model.{name}" in self.source.tensors), name)
 
@@ -198,7 +202,7 @@ class LoadPlan:
         return plan
 
     def _check_tied(self, name: str, there: str) -> None:
-        """What is one tensor here may be several there, if these are equal: a state_dict has tied ones by each name."""
+        """Reports tensors that are tied in the model and have different values in the checkpoint."""
         for other in (name, *self._other_names.get(name, ())):
             key = f"model.{other}"
             if (
@@ -212,7 +216,7 @@ class LoadPlan:
                 )
 
     def _plan_beside(self) -> list[dict[str, dict[str, Any]]]:
-        """Returns what the state of each optimizer has that is no tensor, by parameter."""
+        """Returns the optimizer state that is not a tensor, by parameter."""
         made = []
         for optimizer, names in zip(self._optimizers, self.target.params, strict=True):
             saved = {name: dict(entry.items()) for name, entry in optimizer.get("beside", {}).items()}
@@ -223,7 +227,7 @@ class LoadPlan:
         return made
 
     def _plan_extra_states(self) -> dict[str, Any]:
-        """Returns what modules keep beside tensors."""
+        """Returns what modules keep besides tensors (`get_extra_state`)."""
         modules, saved = extra_states(self.target.model), self.source.values.get("extra_state") or {}
         kept = {name: state for name, state in saved.items() if name in modules and state is not None}
         return {
@@ -232,7 +236,9 @@ class LoadPlan:
         }
 
     def _plan_groups(self) -> list[list[dict[str, Any]]]:
-        """Returns the saved groups of each optimizer, with values as ours have them."""
+        """Returns the saved param_groups of each optimizer, with values converted to the types that the optimizer
+        uses.
+        """
         optimizers, saved = self.target.optimizers, self.source.values.get("groups")
         if saved and isinstance(saved[0], dict):
             saved = [saved]
@@ -299,7 +305,7 @@ class LoadPlan:
             self.differences += [f"{name}: its optimizer state is unexpected; nothing steps it here" for name in rest]
 
     def _complete_state_plan(self, plan: StatePlan, name: str) -> bool:
-        """Completes a plan; False where there are differences."""
+        """Fills in a plan; returns False if there are differences."""
         before, say, saved, wanted = len(self.differences), self._add_difference, plan.saved, plan.wanted
         dtypes = [{key: some[key][0] for key in MASTERS if key in some} for some in (saved, wanted)]
         was = plan.value[1], master_kind(plan.value[1], dtypes[0])

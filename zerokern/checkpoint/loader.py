@@ -1,4 +1,4 @@
-"""zk.load: everything that can be found wrong is found before anything is changed, on every rank or on none."""
+"""zk.load: finds all errors before it changes anything, on every rank."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def load(
 
 
 class Loading:
-    """One load on this rank: the checkpoint, and what it goes into."""
+    """One load on this rank: the checkpoint, and the objects it is loaded into."""
 
     source: Source  # after `open`
     restore: Restore  # after `check`
@@ -114,7 +114,7 @@ class Loading:
         self.path, self.ranks = path, ranks
 
     def open(self) -> str:
-        """Opens the checkpoint; says what other ranks must see too."""
+        """Opens the checkpoint; returns a fingerprint that must be the same on all ranks."""
         self.close()
         self.source = open_checkpoint(self.path)
         return self.source.fingerprint() if self.ranks.size > 1 else ""
@@ -125,13 +125,13 @@ class Loading:
             self.source.close()
 
     def release_disk(self) -> None:
-        """Frees what disks hold for state that is not going to come."""
+        """Frees the disk space that was reserved for state that will not be loaded."""
         for optimizer in self.optimizers:
             if optimizer.disk is not None and optimizer.disk.is_open:
                 optimizer.disk.hold([])
 
     def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool, elsewhere: frozenset[str]) -> None:
-        """Raises where the checkpoint does not fit; changes nothing."""
+        """Raises if the checkpoint does not fit; changes nothing."""
         target = TrainingState(model, opt, elsewhere)
         self.optimizers = target.optimizers
         with reject_invalid(self.path, TypeError):
@@ -142,11 +142,11 @@ class Loading:
             self.targets = check_targets(extra, self.source.values.get("extra") or {}, self.ranks)
 
     def progress(self, what: str) -> Progress:
-        """Shows the progress of the first rank's share."""
+        """Returns a Progress that shows the share of the first rank."""
         return Progress(what, self.source.nbytes // self.ranks.size, None if self.ranks.rank == 0 else False)
 
     def read_values(self, rng: bool, progress: Progress) -> None:
-        """Reads `extra`, and the random state that this rank is to go on with, before anything is changed."""
+        """Reads `extra`, and the random state that this rank continues with, before anything is changed."""
         with reject_invalid(self.path):
             tree, shape = self.source.values.get("extra") or {}, self.source.values.get("rng")
             room: dict[str, Any] = {**empty_tensors(tree, self.source.tensors, self.ranks)}

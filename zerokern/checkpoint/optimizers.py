@@ -1,4 +1,4 @@
-"""Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
+"""Optimizers as a checkpoint sees them: param_groups as plain values, state by parameter and key, memory for a load.
 
 `AnyOptimizer` is any torch.optim.Optimizer, whose state is what it has in `.state`; `OurOptimizer` is one of ours, with
 what `zerokern.optim.exchange` tells of it. Both answer to the same names.
@@ -56,7 +56,7 @@ class AnyOptimizer:
         return [param for group in self.opt.param_groups for param in group["params"]]
 
     def settle(self) -> None:
-        """Returns once the state is that of the last step; refuses one that a load has left torn."""
+        """Waits until the state is that of the last step; raises if an interrupted load has left it inconsistent."""
         if getattr(self.opt, "_zk_half_loaded", None) is not None:
             _refuse_half_loaded()
 
@@ -77,11 +77,11 @@ class AnyOptimizer:
         return entries
 
     def values(self) -> dict[str, Any]:
-        """Returns what else is saved of it, as JSON has it."""
+        """Returns the values that are saved besides state and param_groups, as JSON."""
         return {"class": type(self.opt).__name__}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        """Says why saved groups cannot be taken over."""
+        """Describes why the saved param_groups cannot be loaded."""
         if any(group.get(LATE, False) for group in saved):
             return [NOT_DELAYED]
         was, now = values.get("class"), type(self.opt).__name__
@@ -90,7 +90,7 @@ class AnyOptimizer:
         return []
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
-        """Returns what the state of each parameter is to be made of, and which of it may be missing."""
+        """Returns dtype and shape of the state that each parameter needs, and the keys that may be missing."""
         made: list[tuple[Wanted, frozenset[str]]] = []
         for param, there in zip(self.params, saved, strict=True):
             own: Wanted = {}
@@ -104,7 +104,7 @@ class AnyOptimizer:
         return made
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        """Takes over groups, and makes room for state; until `complete`, the optimizer refuses to step."""
+        """Takes over the param_groups and allocates state; until `complete`, the optimizer refuses to step."""
         opt = self.opt
         if getattr(opt, "_zk_half_loaded", None) is None:
             opt._zk_half_loaded = opt.register_step_pre_hook(_refuse_half_loaded)
@@ -120,21 +120,21 @@ class AnyOptimizer:
                 opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
 
     def inflow(self) -> Inflow | None:
-        """Returns the room on disk that `lay_out` has made."""
+        """Returns what fills the space on disk that `lay_out` has allocated; None if state is not on disk."""
         return None
 
     def look(self) -> None:
-        """Follows what was written to parameters."""
+        """Reads the parameters again after they were written."""
 
     def pend(self, numbers: Sequence[int]) -> None:
-        """Marks the pieces of these parameters as values that nobody has published."""
+        """Marks the values of these parameters as computed and not published."""
 
     def pieces(self) -> list[Tensor]:
-        """Returns what is updated for each parameter."""
+        """Returns the tensors that the optimizer updates, one for each parameter."""
         return self.params
 
     def complete(self) -> None:
-        """Lets the optimizer go on: what was made room for is there."""
+        """Lets the optimizer step again, once its state has been read."""
         if self.opt._zk_half_loaded is not None:
             self.opt._zk_half_loaded.remove()
             self.opt._zk_half_loaded = None
@@ -195,14 +195,14 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
 
 def optimizer_of(opt: Any) -> AnyOptimizer:
-    """Returns what saves and loads an optimizer, or the one that a wrapper steps."""
+    """Returns the adapter for an optimizer, or for the optimizer inside a wrapper."""
     while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = opt.optimizer
     return OurOptimizer(opt) if isinstance(opt, FusedOptimizer) else AnyOptimizer(opt)
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """Returns a value of a param_group as JSON has it; `where` is how errors call it."""
+    """Converts a value of a param_group to JSON; error messages call it `where`."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, numbers.Real) and hasattr(value, "item"):  # of numpy: its float32 is not Python's float
@@ -222,7 +222,7 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any, like: Any = None) -> Any:
-    """Returns what `to_plain` was given; tensors and lists where `like` is one."""
+    """Converts a value back from what `to_plain` returned; to a tensor or list if `like` is one."""
     if isinstance(value, dict):
         return _LIMITS[value["float"]] if "float" in value else {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -233,7 +233,7 @@ def from_plain(value: Any, like: Any = None) -> Any:
 
 
 def _placeholder(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Makes zeros of the shape that an optimizer asks for, without the memory for them."""
+    """Returns zeros of the shape that an optimizer expects, without allocating them."""
     home = shard_of(param)
     if home is not None and param is home.piece and shape:
         per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())

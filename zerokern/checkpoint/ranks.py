@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint: what fails on one of them is raised on all, once and as it was."""
+"""The ranks that save or load one checkpoint together. An error on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from zerokern.comm import Group, during, joined
+from zerokern.comm import Group, during, group_of
 from zerokern.core.errors import StateError, ZerokernError, got
 
 __all__ = ["Ranks", "absolute_path", "digests", "open_same", "refuse_differences", "refuse_unusable"]
@@ -28,7 +28,7 @@ _TEACH = (ZerokernError, ValueError, TypeError, OSError, KeyboardInterrupt)  # w
 
 
 class Ranks:
-    """A process group as torch.distributed.checkpoint sees it; one process without any group is a group of one.
+    """A process group as torch.distributed.checkpoint sees it; a process without one is a group of one rank.
 
     >>> alone = Ranks.of(None)
     >>> alone.rank, alone.size, alone.all_gather("example", lambda: "done")
@@ -44,7 +44,9 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any, call: str = "") -> Ranks:
-        """Makes the ranks of a ProcessGroup or of a DeviceMesh of one dimension or of all ranks; None is the world."""
+        """Returns the ranks of a ProcessGroup, or of a DeviceMesh of one dimension or of all ranks; None is the
+        world.
+        """
         there = dist.is_available() and dist.is_initialized()
         if group is None:
             return cls(dist.group.WORLD if there else None, call)
@@ -66,11 +68,11 @@ class Ranks:
         return cls(group, call)
 
     def all_gather(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Returns what `work` returns on each rank, to all of them; raises on all where it raises on one."""
+        """Returns the results of `work` on all ranks, to all of them; raises on all if it raises on one."""
         return self._run(what, self._wrapper.all_gather, work)
 
     def check_same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
-        """Raises on all ranks where one has been given something else than the first, or refuses what it was given."""
+        """Raises on all ranks if the arguments of one are invalid or differ from those of the first."""
         each = self.all_gather("arguments", lambda: {"call": call, **given()})
         for rank, mine in enumerate(each):
             for name in each[0]:
@@ -82,26 +84,28 @@ class Ranks:
                     )
 
     def broadcast(self, what: str, work: Callable[[], T]) -> T:
-        """Returns on all ranks what `work` returns on the first, which alone calls it."""
+        """Returns on all ranks the result of `work`, which only the first rank calls."""
         return self._run(what, self._wrapper.broadcast, work)
 
     def scatter(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
-        """Returns to each rank its own of what the first makes of what `mine` returns on all of them."""
+        """Gathers the results of `mine` to the first rank and returns to each rank its element of
+        `divided(results)`.
+        """
         return self._run(what, self._wrapper.reduce_scatter, mine, divided)
 
     def gather_to_first(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
-        """Hands the first rank what `mine` returns on all of them, and waits until it has ended with it."""
+        """Passes the results of `mine` on all ranks to `ended` on the first rank; returns when that has returned."""
         self._run(what, self._wrapper.all_reduce, mine, ended)
 
     def _run(self, what: str, exchange: Callable[..., Any], mine: Callable[[], Any], *more: Any) -> Any:
-        """Runs an exchange of torch's, which calls `mine`, and raises what that raised instead of torch's wrapping.
+        """Runs one of torch's exchanges, which calls `mine`, and raises the original error instead of torch's wrapper.
 
         It begins once all ranks have come here: torch's collectives name nobody who does not, and end the process
         where somebody moves something else meanwhile.
         """
         if self.size > 1:
             with during(self.call):
-                self._group = self._group or joined(self.pg)
+                self._group = self._group or group_of(self.pg)
                 self._group.agree(what)
         kept: list[BaseException] = []
 
@@ -120,7 +124,7 @@ class Ranks:
 
 
 def refuse_unusable(model: Any, **switches: Any) -> None:
-    """Refuses a model that is none, and a switch that is neither on nor off."""
+    """Raises TypeError unless `model` is a module and the switches are booleans."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(got("model", model, "a torch.nn.Module"))
     for name, value in switches.items():
@@ -129,7 +133,7 @@ def refuse_unusable(model: Any, **switches: Any) -> None:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:
-    """Returns where that is, wherever the program goes later.
+    """Returns the absolute path, which a later os.chdir does not change.
 
     >>> absolute_path("step3") == Path.cwd() / "step3"
     True
@@ -140,7 +144,7 @@ def absolute_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _unwrap(wrapped: CheckpointException, rank: int, size: int) -> BaseException:
-    """Returns what was raised inside of torch.distributed.checkpoint: on this rank, or else on the first that failed.
+    """Returns the error that torch.distributed.checkpoint wrapped: of this rank, or else of the first rank that failed.
 
     >>> _unwrap(CheckpointException("read", {1: (ValueError("shape"), None)}), rank=0, size=2)
     ValueError('shape')
@@ -159,7 +163,7 @@ def _unwrap(wrapped: CheckpointException, rank: int, size: int) -> BaseException
 
 
 def _make_picklable(error: BaseException) -> BaseException:
-    """Returns the error, or one that says the same and that another process can be sent.
+    """Returns the error, or one with the same message that can be sent to another process.
 
     >>> class Local(Exception): ...
     >>> _make_picklable(Local("three")), _make_picklable(ValueError("four"))
@@ -171,7 +175,7 @@ def _make_picklable(error: BaseException) -> BaseException:
 
 
 def _rows_to_compare(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns what is compared between ranks, in words; parts of tensors count as what they are parts of.
+    """Returns what is compared between ranks, as text; parts of a tensor count as the whole tensor.
 
     >>> import torch
     >>> _rows_to_compare({"model.w": torch.ones(2, 3)}, {"groups": [], "aliases": {"v": "w"}})
@@ -190,7 +194,9 @@ def _rows_to_compare(items: Mapping[str, Any], values: Mapping[str, Any]) -> dic
 
 
 def digests(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns digests that two ranks with the same model and optimizers have in common: they are sent, not these."""
+    """Returns digests that are the same on ranks with the same model and optimizers; these are sent instead of the
+    rows.
+    """
     made = _rows_to_compare(items, values)
     return {name: hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() for name, rows in made.items()}
 
@@ -198,7 +204,7 @@ def digests(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, st
 def refuse_differences(
     ranks: Ranks, each: Sequence[Mapping[str, str]], items: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Raises StateError on all ranks with what one has and the first has not; `all_gather`: their `digests`."""
+    """Raises StateError on all ranks that shows the first difference. `each`: the `digests` of all ranks."""
     difference = next(
         ((rank, name) for rank, mine in enumerate(each) for name in mine if mine[name] != each[0][name]), None
     )
@@ -218,7 +224,8 @@ def refuse_differences(
 
 
 def open_same(ranks: Ranks, path: Path, opening: Callable[[], str]) -> None:
-    """Opens on every rank what lies at `path`, until all have the same before them; `opening` says what that is.
+    """Opens what lies at `path` on every rank until all ranks see the same; `opening` opens it and returns a
+    fingerprint.
 
     StateError on all ranks where they have not: a folder of one name may be another one on another host.
     """

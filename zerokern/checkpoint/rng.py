@@ -1,4 +1,4 @@
-"""Random numbers that a rank draws from: one row of bytes for each rank, which any other process can read."""
+"""The state of random number generators: one row of bytes for each rank, which any other process can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["derive_state", "get_state", "parse_state", "set_state", "to_row"]
 
 
 def get_state() -> bytes:
-    """The states of Python's, torch's, NumPy's (where somebody has imported it) and this rank's GPU generator.
+    """Returns the states of the generators of Python, torch, NumPy (if imported) and this rank's GPU.
 
     >>> kept = get_state()
     >>> first = torch.rand(1), random.random()
@@ -39,7 +39,7 @@ def get_state() -> bytes:
 
 
 def parse_state(kept: bytes) -> dict[str, Any]:
-    """The state of each generator, which one of its kind that nobody draws from has taken; refused where none would.
+    """Parses and validates the state of each generator, by setting it on a new generator of the same kind.
 
     >>> list(parse_state(get_state()))[:2]
     ['python', 'torch']
@@ -67,7 +67,7 @@ def parse_state(kept: bytes) -> dict[str, Any]:
 
 
 def set_state(kept: bytes) -> None:
-    """Each generator goes on from where it was; those that did not exist then are left alone."""
+    """Sets the state of each generator; generators that were not saved are left alone."""
     states = parse_state(kept)
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
@@ -78,7 +78,7 @@ def set_state(kept: bytes) -> None:
 
 
 def _numpy() -> Any:
-    """None where there is no NumPy: nobody draws from it."""
+    """Returns NumPy, or None if it is not installed."""
     try:
         import numpy
     except ModuleNotFoundError:
@@ -87,7 +87,7 @@ def _numpy() -> Any:
 
 
 def derive_state(kept: bytes, rank: int) -> bytes:
-    """The state of a rank that was not there when `kept` was taken: as definite, and unlike that of every other.
+    """Derives a state for a rank that did not exist when `kept` was saved: deterministic, and different on every rank.
 
     >>> ranks = [json.loads(derive_state(get_state(), rank))["torch"] for rank in (4, 5)]
     >>> ranks[0] == ranks[1]
@@ -108,7 +108,7 @@ def derive_state(kept: bytes, rank: int) -> bytes:
 
 
 def to_row(kept: bytes, width: int) -> Tensor:
-    """The bytes as a row of a table as wide as the widest: JSON may end in blanks.
+    """Pads the bytes to the width of the table with blanks, which JSON allows at the end.
 
     >>> bytes(to_row(b"[1]", 5).tolist())
     b'[1]  '

@@ -1,4 +1,4 @@
-"""zk.save: described on every rank, agreed on, written by every rank into a file of its own, published by the first."""
+"""zk.save: every rank describes its state, the ranks compare it, each writes one file, the first publishes."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _describe(model: nn.Module, opt: Any, ranks: Ranks) -> dict[str, Any]:
 
 
 def _rng_table(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
-    """Returns a table of random states with a row for each rank, of which this one holds its own."""
+    """Returns a table of random states with one row per rank, of which this rank holds its own."""
     mine = random_state.get_state()
     width = max(ranks.all_gather("random state", lambda: len(mine)))
     row = random_state.to_row(mine, width)
@@ -164,7 +164,7 @@ def _rng_table(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
 
 
 def _begin_draft(path: Path, total: int, ranks: Ranks) -> Draft:
-    """Takes the folder on the first rank, and joins the draft on the others."""
+    """Begins a draft on the first rank and joins it on the others."""
     kept: list[Draft] = []
 
     def begin() -> str:

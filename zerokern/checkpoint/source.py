@@ -1,4 +1,4 @@
-"""A checkpoint that can be loaded, whoever wrote it: tensors by our keys, values, and reading boxes into tensors."""
+"""A checkpoint that can be loaded, of any format: tensors by key, values, and reading boxes into tensors."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by o
 
 
 def no_report(nbytes: int) -> None:
-    """Reports to nobody."""
+    """Ignores the report."""
 
 
 @contextmanager
 def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Turns what an index with strange content raises into an IoError, before a load changes anything.
+    """Context manager that turns the errors of an index with invalid content into an IoError.
 
     One with a right checksum, or with none, may hold anything, and what no save writes raises whatever it raises.
     """
@@ -65,7 +65,7 @@ def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
-    """Opens what can be loaded from a folder or a file; no tensor is read yet, and nothing in it is run.
+    """Opens a checkpoint from a folder or a file. No tensor is read yet, and no code in it is run.
 
     Plugs of the port "checkpoint source" open what zk.save has not written.
 
@@ -103,15 +103,15 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, items: Items, report: Report = no_report) -> None:
-        """Fills these, as far as they are here. No other rank takes part."""
+        """Reads these tensors, as far as this rank holds them. No other rank takes part."""
 
     @abstractmethod
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
-        """Yields all that is wrong with this rank's share of the bytes."""
+        """Yields an error for everything that is damaged in this rank's share of the bytes."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Returns what two ranks have in common if they opened the same checkpoint, in words for people."""
+        """Returns a readable text that is the same on ranks that opened the same checkpoint."""
 
     @property
     @abstractmethod
@@ -119,25 +119,29 @@ class Source(ABC):
         """How many bytes `find_damage` reads, on all ranks."""
 
     def close(self) -> None:
-        """Lets go of its files, where it holds any."""
+        """Closes its files."""
         return
 
     @property
     def whole(self) -> Source:
-        """As it was opened."""
+        """The source without the view that a layout puts over it."""
         return self
 
     def tensors_equal(self, one: str, other: str) -> bool:
-        """Returns whether two tensors are known to have the same bits; of ours no two are saved if they are tied."""
+        """Returns whether two tensors are known to have the same bits. zk.save writes tied tensors once, so none of its
+        are.
+        """
         return False
 
     def verify(self, rank: int = 0, world: int = 1, report: Report = no_report) -> None:
-        """Reads this rank's share of the bytes, and raises the first thing that is wrong with them."""
+        """Reads this rank's share of the bytes and raises the first error."""
         for error in self.find_damage(rank, world, report):
             raise error
 
     def name_parameters(self, names: Sequence[Sequence[str]]) -> None:
-        """Names numbered optimizer state: `names` are each optimizer's parameters, in the order of its groups."""
+        """Replaces numbers of parameters by names. `names`: each optimizer's parameters in the order of its
+        param_groups.
+        """
         if not self.numbered:
             return
         places = {str(n): name for n, name in enumerate(names[0])} if len(names) == 1 else {}
@@ -163,7 +167,7 @@ class Source(ABC):
 
 
 class Saved(Source):
-    """A checkpoint of zk.save: requests that overlap, straight into tensors, each block checked."""
+    """A checkpoint of zk.save. Reads overlap and go straight into the tensors; every block is checked."""
 
     kind = "zerokern"
 
@@ -192,7 +196,7 @@ class Saved(Source):
         return FileReader(self.path, self.index.files[number], self._slots, self.published.files)
 
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
-        """Yields an error for each block of this rank's share that is broken; it names file, offset and keys."""
+        """Yields an error for each damaged block of this rank's share, with file, offset and keys."""
         if not 0 <= rank < world:
             raise ValueError(got("rank", rank, f"0 to {world - 1}"))
         files = self.index.files
@@ -212,7 +216,7 @@ class Saved(Source):
                 yield self._with_keys(error, number)
 
     def _with_keys(self, error: IoError, number: int) -> IoError:
-        """Returns the same error with the keys that it concerns."""
+        """Returns the same error with the keys of the tensors that it concerns."""
         end = error.offset + max(error.nbytes, 1)
         keys = [
             key
@@ -252,20 +256,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class BoxTargets:
-    """Boxes of one tensor that are to be read, each into memory that it is given."""
+    """Boxes of one tensor to be read, each with the memory that it is read into."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self.boxes: list[tuple[tuple[int, ...], Tensor]] = []
 
     def add(self, cuboids: Sequence[Cuboid], flat: Tensor) -> None:
-        """Adds boxes that are read into `flat`, 1-D."""
+        """Adds boxes that are read into `flat`, which is 1-D."""
         self.boxes += [(at, flat[first : first + prod(sizes)].view(sizes)) for at, sizes, first in cuboids]
 
 
 @dataclass(frozen=True)
 class BoxRead:
-    """A part of one saved box, which begins at `offsets` of the box, and the tensor that it is read into."""
+    """One read: the part of a saved box that begins at `offsets`, and the tensor that it is read into."""
 
     key: str
     box: Box
@@ -273,7 +277,7 @@ class BoxRead:
     target: Tensor
 
     def spans(self, report: Report) -> Iterator[Span]:
-        """Yields what to read of the box's file, and who takes it."""
+        """Yields the spans of the box's file to read, with a function that takes their bytes."""
         width = self.target.itemsize
         for first, numel in runs(self.box.sizes, self.offsets, self.target.shape, ROW // width):
             yield self.box.offset + first * width, numel * width, self._taking(first, report)
@@ -287,12 +291,12 @@ class BoxRead:
         return take
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Returns the part of the whole box."""
+        """Returns this part of the whole box."""
         return _narrowed(whole, self.offsets, self.target.shape)
 
 
 def box_reads(items: Items, tensors: Mapping[str, TensorRow]) -> list[BoxRead]:
-    """Plans where what is to be read comes from, and where it goes."""
+    """Plans the reads for these items."""
     pairs: Iterable[tuple[str, Any]] = items.items() if isinstance(items, Mapping) else items
     return [read for key, item in pairs for read in _box_reads(key, item, tensors[key])]
 
@@ -316,7 +320,7 @@ def _box_reads(key: str, item: Any, row: TensorRow) -> Iterator[BoxRead]:
 
 
 def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yields what is here of a tensor; torch asks a DTensor and a Sharded in the same way."""
+    """Yields this rank's boxes of a tensor, through the methods that torch.distributed.checkpoint calls too."""
     if isinstance(item, BoxTargets):
         yield from item.boxes
     elif hasattr(item, "__create_chunk_list__"):
@@ -341,7 +345,8 @@ def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> T
 
 
 def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], row: int) -> Iterator[tuple[int, int]]:
-    """Yields spans (first, numel) of a flat box `sizes` that hold its part at `offsets` of `lengths`, and little else.
+    """Yields spans (first, numel) of a flat box with `sizes` that cover its part at `offsets` of `lengths`, with few
+    gaps.
 
     What lies between two rows of at most `row` elements is read as well: that is cheaper than to stop there.
 
@@ -370,7 +375,8 @@ def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], r
 
 
 def copy_into_box(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
-    """Copies elements `first` and following of a flat box `sizes` to their places in `target`, its part at `offsets`.
+    """Copies elements of a flat box with `sizes`, from element `first` on, to their places in `target`, its part at
+    `offsets`.
 
     The version of `target` may stay: whoever gave it away counts it up, once.
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint by torch.distributed.checkpoint's plan: who writes which box, and the files they go into."""
+"""Writes a checkpoint by torch.distributed.checkpoint's plan: which rank writes which box, and into which file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
 
 
 class OnDiskPart:
-    """A tensor of optimizer state that lies on disk: it is read when it is written, never all at once.
+    """A tensor of optimizer state that lies on disk. It is read box by box while it is saved, never as a whole.
 
     `order` says in which order items are best asked for: that of the records, each of which is read once then.
     """
@@ -55,7 +55,7 @@ class OnDiskPart:
         return self.shape
 
     def or_empty(self) -> OnDiskPart | Tensor:
-        """Returns itself, or a tensor without elements, which lies nowhere, as one that is saved like any other."""
+        """Returns itself, or an empty tensor if it has no elements and so lies nowhere on disk."""
         return self if self.shape.numel() else torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
@@ -63,22 +63,22 @@ class OnDiskPart:
         return write_items(fqn, self.shape, self.dtype, cuboids)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Returns a view of memory that holds a box until a few more have been asked for."""
+        """Returns a view of a box in the ring buffer; it is valid until a few more boxes have been read."""
         place, first, sizes = self._places[tuple(index.offset or ())]
         return self.column.read(place)[first : first + prod(sizes)].view(sizes)
 
     def record(self, index: MetadataIndex) -> Any:
-        """Returns the record that a box lies in."""
+        """Returns the record that holds a box."""
         return self._places[tuple(index.offset or ())][0].record
 
     def order(self, index: MetadataIndex) -> tuple[int, ...]:
-        """Returns what sorts boxes by where they lie."""
+        """Returns a sort key: the position of a box on disk."""
         place, first, _ = self._places[tuple(index.offset or ())]
         return (id(self.column.home), *self.column.order(place), first)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner for a flat dict of items, among them parts that lie on disk: these come first, in their order.
+    """torch's planner for a flat dict of items. Items on disk come first, in the order of their records.
 
     What each rank has whole, one of them writes: of the parameters that an optimizer steps some each, everything else
     of a model the first, for buffers that ranks count by themselves must not be a mixture of theirs.
@@ -91,7 +91,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(_assign_unstepped(all_plans))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Puts the items of this rank into the order in which they are best written."""
+        """Sorts the items of this rank into the order in which they are written."""
         plan = super().finish_plan(new_plan)
         far = [item for item in plan.items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
         near = [item for item in plan.items if not isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
@@ -106,7 +106,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns what an item is made of."""
+        """Returns the tensor of an item."""
         item = self.state_dict[index.fqn]
         if isinstance(item, OnDiskPart):
             return item.__get_tensor_shard__(index)
@@ -114,7 +114,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _assign_unstepped(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leaves tensors of the model that no optimizer steps to the first rank that has them."""
+    """Assigns model tensors that no optimizer steps (such as buffers) to the first rank that has them."""
     names = {item.index.fqn for plan in plans for item in plan.items}
     stepped = {f"model.{key.removeprefix(STATE).rpartition('.')[0]}" for key in names if key.startswith(STATE)}
     alone = {name for name in names if name.startswith("model.")} - stepped
@@ -128,7 +128,7 @@ def _assign_unstepped(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 class Written(NamedTuple):
-    """Where an item was written: its file, where its bytes begin, its sizes, and the zip around it as in `Box`."""
+    """Where an item was written: file, offset of its bytes, sizes, and the zip around it as in `Box`."""
 
     file: FileRow
     offset: int
@@ -137,7 +137,7 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """Writes this rank's items into its file of a draft; the first rank publishes them all, with `values`.
+    """Writes this rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
 
     Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
     `within`: where items lie that are parts of other tensors.
@@ -153,7 +153,7 @@ class Writer:
         self.draft, self.values, self._report, self._within = draft, values, report, within or {}
 
     def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
-        """Writes what the ranks have, and publishes it once it lasts; every rank calls this."""
+        """Writes the items of all ranks, and publishes them once they are on disk. Every rank calls this."""
         described: list[Metadata] = []
 
         def plan() -> SavePlan:
@@ -173,7 +173,7 @@ class Writer:
         )
 
     def write_data(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
-        """Returns when all of it lasts on the disk. A rank that has nothing to write makes no file."""
+        """Writes the items of the plan and syncs the file. A rank without items makes no file."""
         if not plan.items:
             return []
         placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
@@ -203,7 +203,7 @@ class Writer:
         ]
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes, on the first rank, once all have written: the index, and torch's own beside it."""
+        """Publishes our index and torch's, on the first rank, once all ranks have written."""
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
         saved = {
             key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)

@@ -1,4 +1,5 @@
-"""The zip that torch.save makes around a tensor, written without reading the tensor: what comes before and after it.
+"""The zip that torch.save puts around a tensor: the bytes before and after the tensor's own, written without reading
+it.
 
 The tensor's CRC-32 is not known when the header is written. It is 0, as after
 ``torch.serialization.set_crc32_options(False)``: torch's reader does not look at it. Layout: PKWARE's APPNOTE 6.3.9.
@@ -44,7 +45,7 @@ LOCATOR_64 = struct.Struct("<4sIQI")
 
 
 def zip_around(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
-    """Returns what to write before and after the contiguous bytes of a tensor, so that torch.load reads it."""
+    """Returns the bytes to write before and after a contiguous tensor, so that torch.load can read it."""
     return _zip_around(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
 
 
@@ -64,7 +65,8 @@ def _zip_around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, byte
 
 
 def _headers(name: str, nbytes: int, crc: int, at: int, align: int = 1) -> tuple[bytes, bytes]:
-    """The two headers of a stored file: before its bytes, at `at` of the zip, and in the directory.
+    """Returns the two headers of a stored file: the one before its bytes, at `at` of the zip, and the one in the
+    directory.
 
     Its bytes begin at a multiple of `align`. Large ones come last: what begins beyond 4 GiB is only the directory.
     """
@@ -82,7 +84,7 @@ def _headers(name: str, nbytes: int, crc: int, at: int, align: int = 1) -> tuple
 
 
 def _end(count: int, nbytes: int, at: int) -> bytes:
-    """What follows a directory of `count` entries and nbytes that begins at `at`."""
+    """Returns what follows a zip directory of `count` entries and nbytes that begins at `at`."""
     made = b""
     if at + nbytes >= LARGE:
         made = END_64.pack(b"PK\6\6", END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, at)

@@ -1,4 +1,4 @@
-"""What is saved, and what is loaded into: a model and its optimizers, by name, whoever divided them."""
+"""A model and its optimizers by name: what is saved, and what is loaded into."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNSAVED = ("params", "param_names")  # of param_groups
 
 @dataclass
 class NamedSpan:
-    """Elements [start, start + numel) of a named tensor, which are on this rank from element `first` of it on.
+    """Elements [start, start + numel) of a named tensor, stored on this rank from element `first` of `tensor` on.
 
     A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns). `before`:
     how many elements of it lie before those of `tensor`, which is the rows of a tile.
@@ -51,13 +51,13 @@ class NamedSpan:
 
     @contextmanager
     def opened(self, *, written: bool = False) -> Iterator[Tensor]:
-        """Yields a view of them, 1-D, to read, or to write."""
+        """Context manager that yields a 1-D view of the elements, for reading or writing."""
         with present(self.tensor, written=written):
             yield local_of(self.tensor).detach().view(-1)[self.first : self.first + self.numel]
 
 
 def spans(model: nn.Module) -> list[NamedSpan]:
-    """Lists every parameter and persistent buffer as far as it is here, tied ones once. Waits for running updates."""
+    """Lists this rank's spans of all parameters and persistent buffers, tied ones once. Waits for running updates."""
     finish_updates(model)
     layout = layout_of(model)
     return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, layout)]
@@ -75,14 +75,14 @@ def _spans_of(name: str, tensor: Tensor, layout: SavedLayout) -> Iterator[NamedS
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor without memory, which can be neither read nor written."""
+    """Raises ValueError for a tensor on the meta device, which cannot be read or written."""
     if tensor.is_meta:
         do = "give it memory first: zk.build(constructor) makes a model that is partitioned from the start"
         raise ValueError(got(f"the device of {name}", tensor.device, "a device that has memory", do))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers, each once, by its first name without what wrappers add to it.
+    """Returns parameters and persistent buffers, each once, by their first name without the prefixes of wrappers.
 
     >>> list(named_tensors(nn.BatchNorm1d(2)))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
@@ -136,7 +136,7 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns modules that keep more than tensors (`get_extra_state`), by the name that a state_dict has for it.
+    """Returns modules that implement `get_extra_state`, by the key that a state_dict has for it.
 
     >>> extra_states(nn.Linear(2, 2))
     {}
@@ -146,7 +146,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
-    """Waits until the parameters are those of the last step; to be called before they are read or written.
+    """Waits until the parameters are those of the last step; call it before they are read or written.
 
     `replaced`: they are about to be, so that an update which failed does not matter.
     """
@@ -159,7 +159,7 @@ def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
 
 @torch.no_grad()
 def announce_writes(model: nn.Module) -> None:
-    """Accounts for writes into the spans of a model: what optimizers keep of parameters begins anew, graphs end.
+    """Accounts for writes to a model's tensors: versions are bumped, and optimizers read masters from them again.
 
     >>> model = nn.Linear(2, 2)
     >>> with spans(model)[0].opened(written=True) as flat:
@@ -223,7 +223,7 @@ class TrainingState:
         return names
 
     def names_by_group(self) -> list[list[list[str]]]:
-        """Returns the names of the parameters of each optimizer and group."""
+        """Returns the parameter names by optimizer and param_group."""
         made = []
         for optimizer, names in zip(self.optimizers, self.params, strict=True):
             left = iter(names)
@@ -231,11 +231,11 @@ class TrainingState:
         return made
 
     def names_by_number(self) -> list[list[str]]:
-        """Returns the names of each optimizer's parameters in the order of its groups, as an untiled model has them."""
+        """Returns the parameter names of each optimizer in the order that an untiled model has them in."""
         return [[name for some in groups for name in self.layout.saved_order(some)] for groups in self.names_by_group()]
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what is saved: tensors by key, whole or of this rank or still on disk, and all else as JSON has it.
+        """Returns what is saved: tensors by key, and everything else as JSON.
 
         Waits for updates under way. An optimizer that a step or a load left torn is refused, and what has no memory.
         """
@@ -265,7 +265,7 @@ class TrainingState:
         return items, {**values, "aliases": aliases(self.model), "extra_state": extra_state}
 
     def _describe_state(self, optimizer: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
-        """Puts the tensors of an optimizer's state among the items; returns, by parameter, what is none."""
+        """Adds the state tensors of an optimizer to `items`; returns its other state, by parameter."""
         beside: dict[str, dict[str, Any]] = {}
         for name, param, entry in zip(names, optimizer.params, optimizer.entries(), strict=True):
             for key, value in (entry or {}).items():
@@ -299,7 +299,7 @@ class TrainingState:
 
 
 def _extra(name: str, module: nn.Module, kept: Any) -> Any:
-    """Returns what a module keeps beside tensors, as JSON has it."""
+    """Returns a module's extra state as JSON; None if it is a tensor."""
     if isinstance(kept, Tensor):
         return None
     if isinstance(kept, (bytes, bytearray)):

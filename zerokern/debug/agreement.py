@@ -133,7 +133,7 @@ class Agreement:
         )
 
     def troubled(self) -> bool:
-        """Whether some rank waits long for an agreement; one question to the store."""
+        """Returns whether some rank waits long for an agreement; one question to the store."""
         return self._store.check(["trouble"])
 
     def look(self, operation: Operation) -> Failure | None:

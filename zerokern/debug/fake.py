@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm.group import Group, Handle, own
+from zerokern.comm.group import Group, Handle, own_span
 from zerokern.comm.operations import Ledger, Operation
 from zerokern.core.errors import CommError, got
 from zerokern.debug.agreement import Agreement, Disagreement, Interrupted
@@ -96,12 +96,12 @@ class FakeGroup(Group):
     def follow(self, key: str) -> None:
         self._agreement.follow(key)
 
-    def tie(self, other: Group) -> None:
+    def link_failures(self, other: Group) -> None:
         if isinstance(other, FakeGroup):
             self._world.tied.append(other._world)
             other._world.tied.append(self._world)
 
-    def give_up(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self._world.fail(f"rank {self.rank}: {reason}")
 
     def agree(self, key: str) -> None:
@@ -179,7 +179,7 @@ class FakeGroup(Group):
             self._untouched(operation, bucket, given[self.rank])
             total = out.float() if add else None
             for one in given:
-                part = own(one, self.rank, self.size).float() * scale
+                part = own_span(one, self.rank, self.size).float() * scale
                 total = part if total is None else total + part
             if total is not None:
                 bucket.fill_(float("nan"))
@@ -191,24 +191,24 @@ class FakeGroup(Group):
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         if shard is not None:
-            own(full, self.rank, self.size).copy_(shard)
+            own_span(full, self.rank, self.size).copy_(shard)
         return self._spread("all_gather", full)
 
     def _publish(self, full: Tensor) -> Handle:
         return self._spread("publish", full)
 
     def _spread(self, kind: str, full: Tensor) -> Handle:
-        mine = own(full, self.rank, self.size)
+        mine = own_span(full, self.rank, self.size)
         operation = self._give(kind, _detail(full), mine)
         if full.is_floating_point():
             for rank in set(range(self.size)) - {self.rank}:
-                own(full, rank, self.size).fill_(float("nan"))
+                own_span(full, rank, self.size).fill_(float("nan"))
 
         def complete() -> None:
             given = self._take(operation)
             self._untouched(operation, mine, given[self.rank])
             for rank, one in enumerate(given):
-                own(full, rank, self.size).copy_(one)
+                own_span(full, rank, self.size).copy_(one)
 
         return Handle(complete, lambda: self._all_gave(operation))
 

@@ -64,7 +64,7 @@ class Wait(NamedTuple):
     needed: list[str]
 
     def needs(self, one: ThreadId, statement: dict[str, Any]) -> bool:
-        """Whether it ends only after that thread has begun the same operation, which it has not."""
+        """Returns whether it ends only after that thread has begun the same operation, which it has not."""
         if one.token not in self.needed or self.page in statement["ended"]:
             return False
         begun, threads = statement["begun"].get(self.page, {}), statement["threads"].get(self.page, {})

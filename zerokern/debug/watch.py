@@ -43,12 +43,12 @@ class GroupWatch(Observer):
         ledger: Ledger,
         store: Any,
         timeout_s: float,
-        sever: Callable[[], None],
+        abort_transfers: Callable[[], None],
         closed: Callable[[], list[int]],
         *,
         polls: bool = False,
     ) -> None:
-        super().__init__(ledger, store, timeout_s, sever, closed, polls=polls)
+        super().__init__(ledger, store, timeout_s, abort_transfers, closed, polls=polls)
         self.agreement = Agreement(store, ledger, timeout_s, THIS_PROCESS)
         self._polls = polls
         self._waits: list[tuple[Operation, float]] = []
@@ -79,12 +79,12 @@ class GroupWatch(Observer):
 
     def _end(self) -> None:
         """Ends all transfers of this group and of those that are tied to it."""
-        self._sever()
+        self._abort_transfers()
         if self.failure is None:
             return
         reason = f"among other ranks that share its model, {self.failure.reason}"
         for other in [one for one in list(self._tied) if one.failure is None]:
-            telling = threading.Thread(target=other.give_up, args=(reason,), daemon=True)
+            telling = threading.Thread(target=other.fail, args=(reason,), daemon=True)
             telling.start()
             telling.join(STORE_S)
 
@@ -117,7 +117,7 @@ class GroupWatch(Observer):
         if self._thread is None:
             self._start()
 
-    def give_up(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """This rank cannot go on: the others are told why, wherever they wait, and the group is at its end."""
         if self.failure is None:
             self.failure = Failure(f"rank {self.agreement.rank}: {reason}")

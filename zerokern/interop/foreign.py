@@ -164,7 +164,7 @@ class Foreign(Source):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
+    """Returns whether two tensors have the same bits."""
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]

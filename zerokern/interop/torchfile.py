@@ -29,7 +29,7 @@ from torch import Tensor
 from zerokern.checkpoint.index import file_error, itemsize
 from zerokern.checkpoint.torch_zip import STORAGES
 from zerokern.core.errors import BudgetError, IoError
-from zerokern.memory.room import amount, room
+from zerokern.memory.room import amount, memory_left
 
 __all__ = ["BROKEN", "Archive", "Stored", "Unmade", "damaged", "dcp_metadata", "loaded", "look"]
 
@@ -341,7 +341,7 @@ class Archive:
 
     def _refuse_without_room(self, size: int, unpacked: int) -> None:
         """What is compressed has to be unpacked into memory; a zip of a few megabytes can say that it is gigabytes."""
-        left = min(room().values(), default=unpacked)
+        left = min(memory_left().values(), default=unpacked)
         if unpacked > left:
             raise BudgetError(
                 f"{self.path} has {amount(size)}, is compressed and takes {amount(unpacked)} unpacked, which is more "

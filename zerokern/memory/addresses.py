@@ -1,4 +1,4 @@
-"""Where many tensors and their gradients lie, in one native call.
+"""Reads the addresses of many tensors and their gradients in one native call.
 
 Reading `p.grad`, its address, dtype and layout from Python takes a microsecond per parameter, nearly all of it in cache
 misses that wait for each other. The native loop lets them overlap. It asks torch itself, through its C interface
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerokern.core import native
 
-__all__ = ["Cells", "GradientReader", "Whereabouts", "reader_of"]
+__all__ = ["AddressRecord", "GradientReader", "TensorBodies", "gradient_reader"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -47,7 +47,7 @@ Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
 
 @functools.cache
 def torch_calls() -> Calls | None:
-    """torch's functions, its numbers for dtypes and for the strided layout; None where this torch lacks one of them."""
+    """Returns torch's functions, its numbers for dtypes and for the strided layout; None if this torch lacks one."""
     folder = Path(torch.__file__).parent / "lib"
     try:
         functions = {
@@ -67,24 +67,24 @@ def torch_calls() -> Calls | None:
 
 
 def _works(calls: Calls) -> bool:
-    """Whether a gradient is found where it is."""
+    """Returns whether a trial finds a gradient at its address."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
     weight.grad = torch.ones_like(weight)
     addresses = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
     return addresses is not None and addresses.tolist() == [weight.grad.data_ptr()]
 
 
-def reader_of(
+def gradient_reader(
     params: Sequence[Tensor],
     addresses: Sequence[int] | None,
     numels: Sequence[int],
     dtypes: Sequence[torch.dtype],
     grad_dtypes: Sequence[torch.dtype],
 ) -> GradientReader | None:
-    """A reader for these parameters, or None where torch does not offer what it needs.
+    """Returns a reader for these parameters; None if torch does not offer what it needs.
 
     >>> weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)
-    >>> reader = reader_of([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
+    >>> reader = gradient_reader([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
     >>> reader is None or reader.read().tolist() == [weight.grad.data_ptr()]
     True
     """
@@ -93,7 +93,7 @@ def reader_of(
 
 
 class GradientReader:
-    """Parameters and what was found of them and their gradients, which `read` compares with what is there now."""
+    """Compares parameters and their gradients with what was recorded, and reads the gradients' addresses."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class GradientReader:
     ) -> None:
         """`addresses`: None where the parameters themselves may be anywhere."""
         self._calls, numbers, strided = calls
-        self.cells = Cells(params)
+        self.cells = TensorBodies(params)
         self._columns = (
             self.cells.bodies,
             array("Q", addresses or ()),
@@ -119,7 +119,7 @@ class GradientReader:
         self._read = native.library().zk_gradients
 
     def read(self) -> array[int] | None:
-        """The gradients' addresses; None where one is missing or not as it was, or where a parameter is not.
+        """Returns the gradients' addresses; None if one is missing, or a gradient or parameter is not as recorded.
 
         A parameter may have been given another tensor's body (`torch.utils.swap_tensors`), so these are read first.
         """
@@ -131,8 +131,8 @@ class GradientReader:
 
 
 @functools.cache
-def _cell() -> int | None:
-    """Where in a tensor's Python object the cell is that holds its body; None: not known."""
+def _body_offset() -> int | None:
+    """Returns the offset in a tensor's Python object of the pointer to its TensorImpl; None if that is not known."""
     trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.ones(2, device="cpu")]
     words = [(ctypes.c_uint64 * _WORDS).from_address(id(trial)) for trial in trials]
     places = [place for place in range(_WORDS) if all(w[place] == t._cdata for w, t in zip(words, trials, strict=True))]
@@ -140,47 +140,49 @@ def _cell() -> int | None:
 
 
 @functools.cache
-def _raising() -> int | None:
-    """torch's function that counts a write to the tensor in a cell; None: this torch has none."""
+def _bump_version_function() -> int | None:
+    """Returns torch's function that bumps a version counter; None if this torch has none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     functions = [getattr(library, name) for name in _COUNTS_A_WRITE if hasattr(library, name)]
     return ctypes.cast(functions[0], ctypes.c_void_p).value if functions else None
 
 
-class Cells:
-    """The cells of tensors whose objects we keep; each holds whatever body its object has been given since.
+class TensorBodies:
+    """The TensorImpls of tensors whose Python objects we keep; `torch.utils.swap_tensors` exchanges them.
 
-    >>> weight = torch.nn.Parameter(torch.ones(3)); cells = Cells([weight])
-    >>> cells.raise_versions(); weight._version, cells.unchanged()
+    >>> weight = torch.nn.Parameter(torch.ones(3)); cells = TensorBodies([weight])
+    >>> cells.bump_versions(); weight._version, cells.unchanged()
     (1, True)
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, place = tensors, _cell()
+        self._tensors, place = tensors, _body_offset()
         self._known = place is not None
         self.bodies = array("Q", map(_tensor_of, tensors))
         self._cells = array("Q", [id(tensor) + (place or 0) for tensor in tensors])
 
     def unchanged(self) -> bool:
-        """Whether every tensor has the body that it had (`torch.utils.swap_tensors` exchanges them)."""
+        """Returns whether every tensor still has the TensorImpl that it had."""
         if not self._known:
             return array("Q", map(_tensor_of, self._tensors)) == self.bodies
         (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
         return bool(native.library().zk_in_cells(cells, bodies, count) == count)
 
-    def raise_versions(self) -> None:
-        """Autograd hears of a write to each of them, by kernels that torch does not know of."""
-        raising = _raising() if self._known else None
+    def bump_versions(self) -> None:
+        """Bumps the version counter of each tensor, for autograd, after kernels that torch does not know of wrote to
+        it.
+        """
+        raising = _bump_version_function() if self._known else None
         if raising is None:
             torch.autograd.graph.increment_version(self._tensors)
         else:
             native.library().zk_raise_versions(raising, *self._cells.buffer_info())
 
 
-class Whereabouts:
-    """Tensors and where they lie at first. Memory that is exchanged (`.data =`) leaves no other trace.
+class AddressRecord:
+    """Tensors and their first addresses. Memory that is exchanged (`.data =`) leaves no other trace.
 
-    >>> moment = torch.zeros(3); known = Whereabouts([moment]); known.unchanged()
+    >>> moment = torch.zeros(3); known = AddressRecord([moment]); known.unchanged()
     True
     >>> moment.data = torch.ones(3); known.unchanged()
     False
@@ -198,7 +200,7 @@ class Whereabouts:
             self._look = native.library().zk_in_place
 
     def unchanged(self) -> bool:
-        """Whether every one of them lies there still."""
+        """Returns whether every tensor is still at its first address."""
         count = len(self._tensors)
         if self._calls is None:
             return array("Q", map(_pointer_of, self._tensors)) == self._addresses

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import StepTable, UpdateTable
 from zerokern.memory import HostTier
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.optim import checks
 from zerokern.optim.formats import Algorithm, Layout, Slot
 from zerokern.optim.outside import WatchedState, Witness
@@ -190,7 +190,7 @@ class Binding:
     def _find(self) -> None:
         """Where the state is that the update is about."""
         self._rows: Sequence[Any] = [self.rows[id(param)] for param in self.survey.params]
-        self._whereabouts = Whereabouts([tensor for row in self._rows for tensor in row.tensors])
+        self._whereabouts = AddressRecord([tensor for row in self._rows for tensor in row.tensors])
 
     def _open_book(self, entries: Sequence[Entry]) -> Any:
         return StepBook(entries)
@@ -313,5 +313,5 @@ class Binding:
                 row.first = False
         count_step(self.groups)
         self.book.advance()
-        self.survey.cells.raise_versions()
+        self.survey.cells.bump_versions()
         self.witness.stepped()

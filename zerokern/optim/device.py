@@ -12,10 +12,10 @@ from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.backend import capturing
 from zerokern.memory.copies import Driver
-from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
 
 __all__ = [
-    "OTHERS",
+    "EMULATED_DRIVERS",
     "Kernels",
     "capturing",
     "driver_of",
@@ -86,12 +86,12 @@ def driver_of(param: Tensor) -> Any:
     """
     if serves(param.device):
         return CudaDriver(param.device)
-    return OTHERS.get(param)
+    return EMULATED_DRIVERS.get(param)
 
 
 def is_apart(param: Tensor) -> bool:
     """Whether a parameter lies on a device, so that host memory is elsewhere."""
-    return serves(param.device) or (len(OTHERS) > 0 and param in OTHERS)
+    return serves(param.device) or (len(EMULATED_DRIVERS) > 0 and param in EMULATED_DRIVERS)
 
 
 def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

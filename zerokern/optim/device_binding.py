@@ -176,7 +176,7 @@ class DeviceBinding(Binding):
     def stepped(self) -> None:
         """Account for an update that was launched."""
         self.book.advance(certain=self._decision.launched())
-        self.survey.cells.raise_versions()
+        self.survey.cells.bump_versions()
         self.witness.stepped()
 
     def shown(self, state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.triton.upload import upload
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.optim import device
 
 __all__ = ["DeviceSteps"]
@@ -92,7 +92,7 @@ class DeviceSteps:
             self.steps.index_copy_(0, upload(array("q", numbers), self.place), values)
 
     def _look(self) -> None:
-        self._whereabouts = Whereabouts([self._views[number] for number in self._adopted])
+        self._whereabouts = AddressRecord([self._views[number] for number in self._adopted])
         self._version = self.steps._version
 
     def _settle(self) -> None:

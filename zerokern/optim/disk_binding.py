@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zerokern.memory import Rest, Slot, flow, flowing
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.stream import Record
 from zerokern.optim.binding import Binding, pointer_words, table_of
 from zerokern.optim.disk import Disk, Stretch, begin_with, described, moved_in, on_disk_of, settle, stand_ins
@@ -74,7 +74,7 @@ class DiskBinding(Binding):
     def _find(self) -> None:
         self._owners = [on_disk_of(self._state.get(param)) for param in self.survey.params]
         self._rows = [owner for owner in self._owners if owner is not None]
-        self._whereabouts = Whereabouts([])
+        self._whereabouts = AddressRecord([])
         if self._state.mark.changed:
             self._disk.sweep(stand_ins(self._state))
 
@@ -254,7 +254,7 @@ class DiskBinding(Binding):
         except BaseException:
             self._give_back()
             if self.torn:
-                self.survey.cells.raise_versions()
+                self.survey.cells.bump_versions()
             raise
 
     def take_turn(self, turn: int, scale: float) -> None:

@@ -34,7 +34,7 @@ class RestingBinding(Binding):
                 self._done = True
         except BaseException:
             if self.torn:
-                self.survey.cells.raise_versions()
+                self.survey.cells.bump_versions()
             raise
         finally:
             self._visits.end()

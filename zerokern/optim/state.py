@@ -13,7 +13,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
 from zerokern.memory import DeviceTier, HostTier
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided
@@ -261,7 +261,7 @@ class StepBook:
                 entry["step"] = each[number].copy_(torch.as_tensor(entry["step"], device="cpu").reshape(()))
                 self._counts[number] = 1.0
                 mine.append(each[number])
-        self._whereabouts = Whereabouts(mine)
+        self._whereabouts = AddressRecord(mine)
         self.choose([])
 
     def choose(self, numbers: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""When things happen: one optimizer step as a program, executed, or simulated on a described machine."""
+"""One optimizer step as a program: built from spans, executed, or simulated on a described machine."""
 
 from .machine import Machine, machine_of, shipped
 from .policies import Delayed, check_schedule, program_of, resident

@@ -1,4 +1,4 @@
-"""A described machine: how fast it computes, updates and moves bytes, each number with its source. No torch."""
+"""A described machine: rates of computing, updating and moving bytes, each with its source. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAY_BE_ZERO = ("copy_us", "net_us", "step_us")
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that are reached, not those of data sheets: flops, GB (10^9 bytes) and elements per second.
+    """Rates that are reached in practice, not those of data sheets: flops, GB (10^9 bytes) and elements per second.
 
     >>> machine = Machine("mine", flops_s=500e12, device_gb_s=2000, down_gb_s=50, up_gb_s=50, host_gb_s=150)
     >>> machine.seconds(Op("Fetch", "head", "down", nbytes=2 * 10**9))
@@ -93,7 +93,7 @@ class Machine:
             raise ValueError(got(f"machine {self.name!r}: {name}", value, f"a number {least}"))
 
     def seconds(self, op: Op, beside: Collection[str] = ()) -> float:
-        """How long an op takes while the lanes `beside` are busy too.
+        """Returns how long an op takes while the lanes `beside` are busy too.
 
         >>> store = Op("Store", "head", "up", nbytes=10**9)
         >>> round(machine_of("h100-pcie").seconds(store, beside={"down"}), 4)
@@ -112,11 +112,11 @@ class Machine:
 
     @staticmethod
     def _on_device(op: Op) -> int:
-        """What is put in place is read and written."""
+        """Returns the bytes that an op moves in device memory; published values are read and written."""
         return 2 * op.nbytes if op.verb == "Publish" else op.nbytes
 
     def rate(self, lane: str, beside: Collection[str] = ()) -> float:
-        """GB/s of a link or of the disk while the lanes `beside` are busy too.
+        """Returns the rate of a link or of the disk, in GB/s, while the lanes `beside` are busy too.
 
         >>> h100 = machine_of("h100-pcie")
         >>> h100.rate("read"), h100.rate("read", beside={"write"})
@@ -140,7 +140,8 @@ class Machine:
         return max(op.nbytes / (rate * 1e9), arithmetic) + (self.step_us / 1e6 if op.nbytes or op.numel else 0.0)
 
     def shared_by(self, ranks: int) -> Machine:
-        """What one of so many ranks has of it: of a host at most as many as it has devices, equal parts of the rest.
+        """Returns one rank's share of the machine: ranks on a host (at most one per device) divide its resources
+        equally.
 
         >>> whole = machine_of("dgx2-v100")
         >>> whole.shared_by(16).down_gb_s, whole.shared_by(16).cores, whole.shared_by(1) == whole
@@ -180,7 +181,7 @@ class Machine:
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the machines that come with zerokern.
+    """Returns the names of the machines that come with zerokern.
 
     >>> shipped()
     ('a100-pcie', 'dgx2-v100', 'h100-pcie', 'h200-pcie')
@@ -190,7 +191,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def machine_of(what: str | os.PathLike[str] | Machine) -> Machine:
-    """A machine by its name, or from a JSON file whose numbers are numbers or {"value": number, "source": text}.
+    """Returns a machine by name, or from a JSON file whose values are numbers or {"value": number, "source": text}.
 
     >>> machine_of("dgx2-v100").host_gb_s
     109

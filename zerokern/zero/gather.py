@@ -2,7 +2,7 @@
 
 The order in which units are used is recorded. As long as a pass follows it, the next unit is gathered while this one
 computes; a pass that does not is followed, once all ranks have agreed that they deviate in the same way. What is whole
-when is said in `schedule/passes.py`, and done here: besides the root's at most two units, as long as `Ahead` says no
+when is said in `schedule/passes.py`, and done here: besides the root's at most two units, as long as `Prefetch` says no
 more, and those that lie in each other or are used from outside.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Group, during
-from zerokern.schedule.passes import Ahead, Order, turn
+from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.hooks import in_backward
@@ -34,12 +34,12 @@ class Gatherer:
         units: Sequence[GatheredUnit],
         group: Group,
         flush: Callable[[GatheredUnit], None],
-        ahead: Ahead = Ahead(),  # noqa: B008  frozen
+        ahead: Prefetch = Prefetch(),  # noqa: B008  frozen
     ) -> None:
         self.units, self.group, self._flush, self.ahead = units, group, flush, ahead
         self.root = units[0]
-        self.forward = Order("forward", group)
-        self.backward = Order("backward", group)
+        self.forward = UnitOrder("forward", group)
+        self.backward = UnitOrder("backward", group)
         self._nbytes = [sum(memory.nbytes for memory in unit.memories) for unit in units]
         self._task = -1
         self.keeps = False  # whether what is whole stays so from pass to pass
@@ -132,7 +132,7 @@ class Gatherer:
                 break
         return first
 
-    def _begin(self, unit: GatheredUnit, order: Order) -> None:
+    def _begin(self, unit: GatheredUnit, order: UnitOrder) -> None:
         """Its turn has come: it is whole from here on, and so is what follows it soon."""
         if not self._comes_and_goes:  # in whatever order
             unit.launch()
@@ -147,7 +147,7 @@ class Gatherer:
                 self._flush_done(unit)  # those that were to come again
             done = [one.number for one in self._done(unit)] if goes_back else []
             coming = order.coming(self.ahead.depth)
-            for verb, number in turn(unit.number, coming, self._numbers, done, self._nbytes, self.ahead):
+            for verb, number in moves_before(unit.number, coming, self._numbers, done, self._nbytes, self.ahead):
                 if verb == "Release":
                     if not self.keeps:
                         self.units[number].release()

@@ -120,7 +120,7 @@ class GatheredUnit:
         except Exception as error:
             if self.called not in str(error):
                 error.args = (f"{self.called} cannot be fetched: {error}",)
-            memory.group.give_up(str(error))
+            memory.group.fail(str(error))
             raise
         if memory.recorder is not None:
             memory.recorder.fetched()

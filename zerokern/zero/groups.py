@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zerokern.comm import Group, Team
+from zerokern.comm import Group, MeshGroups
 
 __all__ = ["PLACE", "GroupsOf", "ModuleGroups", "RankGroups", "one_group"]
 
@@ -34,7 +34,7 @@ class RankGroups:
     """
 
     group: Group
-    team: Group | Team | None
+    team: Group | MeshGroups | None
     everyone: Any
     hearing: Any
     copies: int = 1

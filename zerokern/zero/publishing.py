@@ -136,7 +136,7 @@ class Publisher:
         """An update is about to be under way, of which `begin` tells: no other thread publishes in this group."""
         self.finish()
         for group in {id(memory.group): memory.group for memory in self._memories if self.gathers}.values():
-            group.settle(besides=self)
+            group.wait_for_publications(besides=self)
             group.publishing.add(self)
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:

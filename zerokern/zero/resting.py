@@ -17,7 +17,7 @@ from zerokern.core.errors import got
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory import tier as tiers
 from zerokern.memory.rest import GOING
-from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.lifting import Lift
 from zerokern.zero.partition import Bucket, shards_parameters
@@ -71,7 +71,7 @@ def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
 
     A device that torch does not know forgets them, for they are about to have another body: see `lies_on`.
     """
-    played = [driver for param in params if (driver := OTHERS.pop(param, None)) is not None]
+    played = [driver for param in params if (driver := EMULATED_DRIVERS.pop(param, None)) is not None]
     return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
 
 
@@ -79,7 +79,7 @@ def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
     """These lie on the device, where torch does not know that by itself."""
     if driver is not None and not isinstance(driver, CudaDriver):
         for one in tensors:
-            OTHERS[one] = driver
+            EMULATED_DRIVERS[one] = driver
 
 
 def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError
 from zerokern.kernels.flat import warm
-from zerokern.memory.heap import keep_freed, map_large
-from zerokern.memory.room import takes_half
+from zerokern.memory.heap import keep_freed, mmap_large_blocks
+from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.memory.tier import AnyTier, DevicePool, name_of
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
@@ -210,8 +210,8 @@ class Sharding:
             self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, hooks.weakly(self._flush))
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
                 kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
-                short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
-                map_large() if short else keep_freed(kept)
+                short = self.rests is not None and exceeds_half_of_memory(self._gradients_nbytes + kept)
+                mmap_large_blocks() if short else keep_freed(kept)
             for number, gathered in enumerate(whole):
                 for tenant in gathered.tenants:
                     body = tenant.param
