@@ -40,8 +40,8 @@ class Info(dict[str, object]):
 def _text(value: object) -> str:
     if isinstance(value, dict):
         by_value: dict[str, list[str]] = {}  # names that share a value are told together
-        for name, one in value.items():
-            by_value.setdefault(_text(one), []).append(name)
+        for name, setting in value.items():
+            by_value.setdefault(_text(setting), []).append(name)
         return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value)) or "none"

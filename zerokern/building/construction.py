@@ -38,7 +38,7 @@ class Construction:
         self._recorder = Recording()
 
     def run(self, make: Callable[[], Module]) -> Module:
-        """The module, with parameters whose memory is empty wherever their values can be computed again."""
+        """Builds the module; the memory of its parameters stays empty where their values can be computed again."""
         with self._recorder, self.device, Overhearing(self._recorder):
             module = make()
         if not isinstance(module, nn.Module):
@@ -48,7 +48,7 @@ class Construction:
         return module
 
     def materialize(self, unit: Unit) -> None:
-        """Memory and values for the parameters of a unit, in the objects that the module has."""
+        """Allocates and computes the parameters of a unit, in place."""
         trim_heap()  # what the unit before has left
         blank = []
         for name, param in unit.params:
@@ -65,7 +65,7 @@ class Construction:
                 torch.utils.swap_tensors(param, nn.Parameter(param.detach().to(self.device), param.requires_grad))
 
     def _reset(self, unit: Unit, blank: list[str]) -> None:
-        """What the constructor left without values is for the module's own `reset_parameters`."""
+        """Calls `reset_parameters` of the module for parameters that the constructor left without values."""
         done: set[int] = set()
         params = dict(unit.params)
         for name in blank:
@@ -80,18 +80,18 @@ class Construction:
                 )
             if id(homes[0]) not in done:
                 done.add(id(homes[0]))
-                empty = {id(params[one]) for one in blank}
+                empty = {id(params[name]) for name in blank}
                 own = [
                     parameter
                     for parameter in homes[0]._parameters.values()
                     if parameter is not None and id(parameter) not in empty
                 ]
-                for one in own:
-                    self._recorder.fill(one)
-                before = [one.detach().clone() for one in own]
+                for param in own:
+                    self._recorder.fill(param)
+                before = [param.detach().clone() for param in own]
                 reset()
-                for one, value in zip(own, before, strict=True):
-                    one.data.copy_(value)
+                for param, value in zip(own, before, strict=True):
+                    param.data.copy_(value)
 
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ class Recording(TorchDispatchMode):
         if func in LOOK_AWAY:
             return func(*args, **kwargs)
         given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)}
-        keys = {key_of(one) for one in given.values()}
+        keys = {key_of(tensor) for tensor in given.values()}
         self._have(given.values(), whole_of(args[0]) if func in OVERWRITES and len(keys) == 1 + moves(func) else None)
         if func.overloadpacket in MOVES:
             for key in keys & self.recipes.keys():
@@ -151,7 +151,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def _have(self, tensors: Iterable[Tensor], overwritten: int | None) -> None:
-        """Values for what an operator is given; memory alone for what it writes all over."""
+        """Computes the tensors that an operator reads, and allocates those that it overwrites entirely."""
         for tensor in tensors:
             key = key_of(tensor)
             recipe = self.recipes.get(key)
@@ -171,26 +171,26 @@ class Recording(TorchDispatchMode):
                 self._filled.move_to_end(key)
 
     def _frozen(self, func: Any, args: tuple, kwargs: dict[str, Any], given: dict[int, Tensor]) -> tuple | None:
-        """The arguments as a Step has them; None if the operator cannot be done again."""
+        """Returns the arguments as a Step stores them; None if the operator cannot be run again."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace != "aten" or len(tensors) > WIDEST or any(id(tensor) not in given for tensor in tensors):
             return None
         stand_ins: dict[int, Viewed | Constant] = {}
-        for number, one in given.items():
-            recipe = self.recipes.get(key_of(one))
-            if one.is_neg() or one.is_conj():
+        for number, tensor in given.items():
+            recipe = self.recipes.get(key_of(tensor))
+            if tensor.is_neg() or tensor.is_conj():
                 return None
             if recipe is not None:
-                geometry = one.dtype, one.shape, one.stride(), int(one.storage_offset())
+                geometry = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
                 stand_ins[number] = Viewed(recipe, len(recipe.steps), *geometry)
-            elif one.nbytes <= HELD_NBYTES:
-                stand_ins[number] = Constant(one.detach().clone())
+            elif tensor.nbytes <= HELD_NBYTES:
+                stand_ins[number] = Constant(tensor.detach().clone())
             else:
                 return None
-        return mapped(lambda one: stand_ins[id(one)] if isinstance(one, Tensor) else one, (args, kwargs))
+        return mapped(lambda tensor: stand_ins[id(tensor)] if isinstance(tensor, Tensor) else tensor, (args, kwargs))
 
     def _note_written(self, step: Step | None, written: list[Tensor]) -> None:
-        keys = {key_of(one) for one in written if is_plain(one)}
+        keys = {key_of(tensor) for tensor in written if is_plain(tensor)}
         for key in keys:
             recipe = self.recipes.get(key)
             if recipe is None:
@@ -247,7 +247,7 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def lent(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
-        """Their values are there while a function has them; for good, where it tells somebody where they lie."""
+        """Context manager in which tensors have their values; for good if a function tells others their addresses."""
         found = {key_of(tensor): tensor for tensor in tensors if is_plain(tensor) and key_of(tensor) in self.recipes}
         with _disable_current_modes():
             self._have(found.values(), None)
@@ -276,7 +276,7 @@ class Recording(TorchDispatchMode):
                 self.empty(key)
 
     def fill(self, tensor: Tensor) -> None:
-        """After the end: the values that a tensor had then."""
+        """Computes the final values of a tensor, after the recording has ended."""
         recipe = self.recipes.get(key_of(tensor))
         if recipe is not None and not recipe.filled:
             Cook(trusts=False).fill(recipe, tensor.untyped_storage())
@@ -304,30 +304,30 @@ class Overhearing(TorchFunctionMode):
 
 
 def key_of(tensor: Tensor) -> int:
-    """One number for all views of the same memory."""
+    """Returns a number that is the same for all views of the same memory."""
     return tensor.untyped_storage()._cdata
 
 
-def is_plain(one: Any) -> bool:
-    """A tensor with memory of its own, on a real device."""
-    if not isinstance(one, Tensor) or type(one) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a plain tensor with its own memory on a real device."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
-    return one.layout is torch.strided and one.device.type != "meta" and not one.is_quantized
+    return value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized
 
 
 def whole_of(tensor: Any) -> int | None:
-    """The key of a tensor that covers its memory, all of it, once."""
+    """Returns the key of a tensor that covers its whole memory once; None for others."""
     there = is_plain(tensor) and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return key_of(tensor) if there else None
 
 
 def moves(func: Any) -> int:
-    """How many tensors an operator reads beside the one that it overwrites."""
+    """Returns how many tensors an operator reads besides the one that it overwrites."""
     return int(func is aten.copy_.default)
 
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """What the schema says that an operator writes."""
+    """Returns the tensors that an operator writes, according to its schema."""
     found = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -337,7 +337,7 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def generator_of(args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> torch.Generator:
-    """Whose numbers an operator draws."""
+    """Returns the generator that an operator draws from."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Generator):
             return leaf

@@ -81,11 +81,11 @@ def _facts(source: Source) -> dict[str, Any]:
     """Returns what `show` says of a checkpoint, as JSON has it."""
     roles: dict[str, dict[str, Any]] = {}
     for key, row in source.tensors.items():
-        one = roles.setdefault(_role(key), {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
-        one["tensors"] += 1
-        one["numel"] += row.numel
-        one["nbytes"] += row.nbytes
-        one["dtypes"] = sorted({*one["dtypes"], row.dtype})
+        counts = roles.setdefault(_role(key), {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
+        counts["tensors"] += 1
+        counts["numel"] += row.numel
+        counts["nbytes"] += row.nbytes
+        counts["dtypes"] = sorted({*counts["dtypes"], row.dtype})
     facts: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
     index = getattr(getattr(source, "published", None), "index", None)
     if index is not None:
@@ -131,21 +131,21 @@ def _step(source: Source) -> int | None:
 def _page(facts: dict[str, Any]) -> str:
     lines = [f"{facts['path']}: {KINDS[facts['kind']]}"]
     if "saved" in facts:
-        versions = ", ".join(f"{name} {one}" for name, one in facts["versions"].items())
+        versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
         ranks = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
         lines.append(f"  saved {facts['saved']} by {ranks} ({versions})")
     lines.append(f"  step {facts['step'] if facts['step'] is not None else 'unknown'}, {_amount(facts['nbytes'])}")
     lines += ["", f"  {'role':<16}{'tensors':>8}{'elements':>16}{'bytes':>12}  dtypes"]
-    for role, one in facts["roles"].items():
-        sizes = f"{one['tensors']:>8,}{one['numel']:>16,}{_amount(one['nbytes']):>12}"
-        lines.append(f"  {role:<16}{sizes}  {', '.join(one['dtypes'])}")
-    groups = [group for one in facts["groups"] for group in (one if isinstance(one, list) else [one])]
+    for role, counts in facts["roles"].items():
+        sizes = f"{counts['tensors']:>8,}{counts['numel']:>16,}{_amount(counts['nbytes']):>12}"
+        lines.append(f"  {role:<16}{sizes}  {', '.join(counts['dtypes'])}")
+    groups = [group for entry in facts["groups"] for group in (entry if isinstance(entry, list) else [entry])]
     for number, group in enumerate(groups):  # of all optimizers
-        options = ", ".join(f"{key}={one}" for key, one in group.items() if key != "params")
+        options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
         lines.append(f"  group {number}: {len(group.get('params', ()))} parameters, {options}")
     if facts["extra"]:
         lines.append(f"  extra: {', '.join(facts['extra'])}")
-    rows = [(key, one) for key, one in facts["tensors"].items() if key.startswith("model.")]
+    rows = [(key, row) for key, row in facts["tensors"].items() if key.startswith("model.")]
     lines += ["", *(f"  {key:<48} {dtype:<10} {shape}" for key, (dtype, shape, _) in rows[:MOST_SHOWN])]
     if len(rows) > MOST_SHOWN:
         lines.append(f"  and {len(rows) - MOST_SHOWN} more; --json shows all")

@@ -38,7 +38,7 @@ class Common:
             if device.type == "cpu":
                 collectives.abort_transfers(living, self.rank, self.size)
             else:
-                collectives.abort(*(one for one in (living, self.lane) if one is not None))
+                collectives.abort(*(pg for pg in (living, self.lane) if pg is not None))
 
         def closed() -> list[int]:
             living = found()

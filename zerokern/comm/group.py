@@ -154,9 +154,9 @@ class Group:
 
     def wait_for_publications(self, besides: object = None) -> None:
         """Waits until nothing is being published, before collectives begin whose order relative to it must be known."""
-        for one in list(self.publishing):
-            if one is not besides:
-                one.finish()
+        for publication in list(self.publishing):
+            if publication is not besides:
+                publication.finish()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -427,15 +427,12 @@ def own_span(full: Tensor, rank: int, size: int) -> Tensor:
     return full[rank * span : (rank + 1) * span]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.numel() == other.numel()
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.numel() == b.numel()
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    if not one.numel() or not other.numel():
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel():
         return False
-    start, other_start = one.data_ptr(), other.data_ptr()
-    return (
-        start < other_start + other.numel() * other.element_size()
-        and other_start < start + one.numel() * one.element_size()
-    )
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return a_start < b_start + b.numel() * b.element_size() and b_start < a_start + a.numel() * a.element_size()

@@ -46,7 +46,7 @@ class AllReplicas:
 
     def exchange(self, value: Any) -> list[Any]:
         """Does `Group.exchange` over both dimensions."""
-        return [one for row in self._replicas.exchange(self._shard.exchange(value)) for one in row]
+        return [item for row in self._replicas.exchange(self._shard.exchange(value)) for item in row]
 
     def follow(self, key: str) -> None:
         """Does `Group.follow` on both dimensions."""

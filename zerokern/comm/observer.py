@@ -95,7 +95,7 @@ class Observer:
         """Returns once all ranks want `key` as the next step; raises CommError on all of them if they do not."""
         step = Operation("agree", self.ledger.step(), repr(key))
         wanted = group.exchange(key)
-        if any(one != key for one in wanted):
+        if any(theirs != key for theirs in wanted):
             raise self.failed(step, RuntimeError(f"ranks want different steps: {wanted}"))
 
     def fail(self, reason: str) -> None:

@@ -196,11 +196,11 @@ def _combine(target: Tensor, sources: dict[int, Tensor], op: str) -> None:
         add_up(target, ordered, add=False)
         return
     total = ordered[0].clone()
-    for one in ordered[1:]:
+    for source in ordered[1:]:
         if op == "sum":
-            total += one
+            total += source
         else:
-            torch.maximum(total, one, out=total)
+            torch.maximum(total, source, out=total)
     target.copy_(total)
 
 

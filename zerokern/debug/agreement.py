@@ -169,11 +169,11 @@ class Agreement:
         self._say(failing=True, failed=[failure.reason, list(failure.gone)])
 
     def failed(self) -> dict[int, Failure]:
-        """Which other ranks have said why."""
+        """Returns the other ranks that have stated why they failed."""
         return _failures(self._said_by_others())
 
     def late(self, operation: Operation) -> dict[int, str]:
-        """Which other ranks have not begun this, as far as is known, and where they last were."""
+        """Returns the other ranks that are not known to have begun this, and where they last were."""
         return self.process.others(self.group, operation)
 
     def _say(self, **what: Any) -> None:
@@ -260,7 +260,7 @@ def _name(position: int, key: str) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Formats ranks for messages.
 
     >>> ranks_in_words([2]), ranks_in_words([0, 3]), ranks_in_words(range(9))
     ('rank 2', 'ranks 0 and 3', 'ranks 0, 1, 2, 3, 4, 5 and 3 more')
@@ -274,7 +274,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _about_units(keys: Iterable[str]) -> str:
-    """What helps where the steps that ranks differ in are those of units."""
+    """Returns advice for ranks that differ in steps of units."""
     if not any(" of unit " in key for key in keys):
         return ""
     return (
@@ -284,7 +284,7 @@ def _about_units(keys: Iterable[str]) -> str:
 
 
 def _by_value(values: dict[int, str], within: dict[int, str]) -> str:
-    """Who has which value, and in what."""
+    """Describes which ranks have which value."""
     by_value: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         place = within.get(rank) or value

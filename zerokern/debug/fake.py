@@ -50,7 +50,9 @@ class FakeWorld:
         self.groups = [FakeGroup(self, rank) for rank in range(size)]
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """fn(group, *args) on every rank; their results, by rank. Raises the error of the rank that failed first."""
+        """Runs fn(group, *args) on every rank; returns the results by rank. Raises the error of the first rank that
+        failed.
+        """
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
 
@@ -121,7 +123,7 @@ class FakeGroup(Group):
         return operation
 
     def _take(self, operation: Operation) -> list[Tensor]:
-        """What all ranks gave, by rank."""
+        """Returns the values that all ranks gave, by rank."""
         with self._process.waiting(operation, self._agreement.group):
             return self._taken(operation)
 
@@ -178,8 +180,8 @@ class FakeGroup(Group):
             given = self._take(operation)
             self._untouched(operation, bucket, given[self.rank])
             total = out.float() if add else None
-            for one in given:
-                part = own_span(one, self.rank, self.size).float() * scale
+            for source in given:
+                part = own_span(source, self.rank, self.size).float() * scale
                 total = part if total is None else total + part
             if total is not None:
                 bucket.fill_(float("nan"))
@@ -207,8 +209,8 @@ class FakeGroup(Group):
         def complete() -> None:
             given = self._take(operation)
             self._untouched(operation, mine, given[self.rank])
-            for rank, one in enumerate(given):
-                own_span(full, rank, self.size).copy_(one)
+            for rank, source in enumerate(given):
+                own_span(full, rank, self.size).copy_(source)
 
         return Handle(complete, lambda: self._all_gave(operation))
 
@@ -222,8 +224,8 @@ class FakeGroup(Group):
             self._untouched(operation, tensor, given[self.rank])
             wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
             total = given[0].to(wide)
-            for one in given[1:]:
-                total = total + one.to(wide) if op == "sum" else torch.maximum(total, one.to(wide))
+            for source in given[1:]:
+                total = total + source.to(wide) if op == "sum" else torch.maximum(total, source.to(wide))
             tensor.copy_(total)
 
         return Handle(complete, lambda: self._all_gave(operation))

@@ -59,11 +59,11 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares as Accelerate does; refuses what cannot work with a divided model before anything is wrapped."""
-        for one in args:
-            if isinstance(one, nn.Module) and is_sharded(one):
-                check_model(one, self)
-            elif isinstance(one, torch.optim.Optimizer):
-                check_optimizer(unwrapped(one), self.scaler is not None)
+        for arg in args:
+            if isinstance(arg, nn.Module) and is_sharded(arg):
+                check_model(arg, self)
+            elif isinstance(arg, torch.optim.Optimizer):
+                check_optimizer(unwrapped(arg), self.scaler is not None)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -106,7 +106,9 @@ class Accelerator(accelerate.Accelerator):
             with zk.gathered(params):
                 whole |= {id(param): param.detach().to("cpu", copy=True) for param in params if self.is_main_process}
         shown = model.state_dict(keep_vars=True) if self.is_main_process else {}
-        return {key: whole[id(one)] if id(one) in whole else one.detach().cpu() for key, one in shown.items()}
+        return {
+            key: whole[id(tensor)] if id(tensor) in whole else tensor.detach().cpu() for key, tensor in shown.items()
+        }
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
         """Saves as Accelerate does; each divided model with its optimizers by `zk.save`, into a folder within."""
@@ -134,11 +136,11 @@ class Accelerator(accelerate.Accelerator):
         models, optimizers = self._models, self._optimizers
         divided = [model for model in models if is_sharded(model)]
         pairs = [(model, [optimizer for optimizer in optimizers if trains(optimizer, model)]) for model in divided]
-        taken = {id(one) for _, mine in pairs for one in mine}
+        taken = {id(optimizer) for _, mine in pairs for optimizer in mine}
         self._models = [model for model in models if not is_sharded(model)]
         self._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in taken]
         try:
-            yield [(model, [unwrapped(one) for one in mine]) for model, mine in pairs]
+            yield [(model, [unwrapped(optimizer) for optimizer in mine]) for model, mine in pairs]
         finally:
             self._models, self._optimizers = models, optimizers
 

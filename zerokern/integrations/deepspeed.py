@@ -323,7 +323,7 @@ def _scaler(values: _Values) -> dict[str, Any] | None:
 
 def _optimizer(values: _Values, rank: int) -> tuple[type | None, dict[str, Any]]:
     """Returns the optimizer's class, if the configuration names one, and its keywords."""
-    params = _Values({path.removeprefix(PARAMS): one for path, one in values.items() if path.startswith(PARAMS)})
+    params = _Values({path.removeprefix(PARAMS): value for path, value in values.items() if path.startswith(PARAMS)})
     kwargs: dict[str, Any] = {}
     found: type | None = None
     name = values.get("optimizer.type")

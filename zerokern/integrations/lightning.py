@@ -120,8 +120,8 @@ class ZerokernStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         self.model = self.lightning_module
-        for one in (self.cluster_environment, self.precision_plugin, self.accelerator):
-            one.teardown()  # type: ignore[union-attr]  # the model and the optimizers stay where they are
+        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            plugin.teardown()  # type: ignore[union-attr]  # the model and the optimizers stay where they are
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}  # save_checkpoint takes model and optimizers as they are
@@ -143,7 +143,9 @@ class ZerokernStrategy(DDPStrategy):
         optimizers = self.optimizers if trains else []  # those of a fit before are of no use to a test
         if not Path(path).is_file():  # where nothing is trained, random numbers go on as they were
             found = zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
-            return {key: one[0] if isinstance(one, EachRank) else one for key, one in found.items()}  # the first rank's
+            return {
+                key: value[0] if isinstance(value, EachRank) else value for key, value in found.items()
+            }  # the first rank's
         checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
         self._module.load_state_dict(checkpoint["state_dict"], strict=self._module.strict_loading)
         states = checkpoint.get("optimizer_states", [])  # of a run that did not divide the model

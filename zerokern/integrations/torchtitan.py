@@ -248,7 +248,7 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
     if dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
         param, reduce = (
-            TORCH_DTYPE_MAP[one] for one in (training.mixed_precision_param, training.mixed_precision_reduce)
+            TORCH_DTYPE_MAP[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce)
         )
         policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         settings |= {"mesh": dims.get_mesh(names), "mp_policy": policy}
@@ -265,7 +265,7 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
         if has_dtensors:
             model.to_empty(device=device)
         else:  # as to_empty, in operators that zk.build can do again
-            model._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device))
+            model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         with torch.no_grad():
             model.init_weights(buffer_device=None)  # type: ignore[operator]
         return model
@@ -279,7 +279,9 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
 
 
 def _units(model: nn.Module) -> list[nn.Module] | None:
-    """Blocks, embeddings and output, as torchtitan's apply_fsdp has them; None: `zk.shard`'s own choice."""
+    """Returns blocks, embeddings and output, as torchtitan's apply_fsdp has them; None leaves the choice to
+    `zk.shard`.
+    """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
         return None

@@ -1,4 +1,4 @@
-"""A folder of exported weights: the old ones are there until the new ones are, whole.
+"""A folder of exported weights, in which the old export stays whole until the new one is.
 
 One file takes its name when it is complete. Several are written under names that no index has yet; their index takes
 its name when they are complete. The small files beside them (`config.json`) take theirs right after: under
@@ -38,7 +38,7 @@ BESIDE = ("config.json", "generation_config.json")  # what goes with the weights
 
 
 def file_names(count: int, token: str = "") -> list[str]:
-    """What Hugging Face calls the files of one model; with a token where these names are taken.
+    """Returns Hugging Face's names for the files of one model; with a token if these names are taken.
 
     >>> file_names(2), file_names(1, "5f")
     (['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'], ['model-5f-00001-of-00001.safetensors'])
@@ -48,7 +48,7 @@ def file_names(count: int, token: str = "") -> list[str]:
 
 
 def headers_of(path: Path, held: OpenFiles) -> list[Header]:
-    """The checked headers of a safetensors file, or of the files that a folder's weights consist of; `held` has them.
+    """Returns the checked headers of a safetensors file, or of the files of a folder; `held` keeps the files open.
 
     A single `model.safetensors` counts before an index, as it does for Hugging Face.
     """
@@ -64,8 +64,8 @@ def headers_of(path: Path, held: OpenFiles) -> list[Header]:
         return [_header(path / SINGLE, held)]
     if (path / INDEX).exists():
         return _indexed(path, read_index(path / INDEX), held)
-    found = sorted(one.name for one in path.glob("*.safetensors"))
-    there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
+    found = sorted(file.name for file in path.glob("*.safetensors"))
+    there = ", ".join(found or sorted(file.name for file in path.iterdir())[:10]) or "nothing"
     do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
     raise file_error(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
 
@@ -94,7 +94,7 @@ def _indexed(folder: Path, weight_map: Mapping[str, str], held: OpenFiles) -> li
 
 
 class Target:
-    """The folder, locked, with new files in it that are not the export yet. The first rank alone has one."""
+    """The locked folder with new files that are not published yet. Only the first rank has one."""
 
     def __init__(self, folder: Path, nbytes: int, names_of: Sequence[Sequence[str]], total_size: int) -> None:
         """`nbytes` will be written, `total_size` of them of tensors; `names_of`: those of each file."""
@@ -127,7 +127,7 @@ class Target:
         self._inside.close()
 
     def _begin(self, names_of: Sequence[Sequence[str]], total_size: int) -> list[str]:
-        """The names of the files to write, on record."""
+        """Records the names of the files to write, and returns them."""
         if len(names_of) == 1:
             self._index = b""
             return [SINGLE + NEW]
@@ -142,14 +142,14 @@ class Target:
         return files
 
     def start(self, number: int, first: bytes, nbytes: int) -> None:
-        """A file of that length, with its header."""
+        """Creates a file of that length, with its header."""
         path = self.folder / self.files[number]
         with on_disk(path, "cannot write"), self._inside.new(path.name) as file:
             reserve(file.fileno(), nbytes)
             file.write(first)
 
     def publish(self, beside: Mapping[str, bytes]) -> None:
-        """All bytes are on the disk: let the new files be the export. `beside`: small files that go with them."""
+        """Publishes the new files, which must be on disk. `beside`: small files that belong to them."""
         with on_disk(self.folder, "cannot publish in"):
             for name, content in beside.items():
                 if not self._holds(name, content):
@@ -184,7 +184,9 @@ class Target:
         self._inside.rename(*((name + waiting, name) for name in there))
 
     def _settle_beside(self) -> None:
-        """What a kill left waiting: its weights have their name already, or else it never counts."""
+        """Publishes or removes small files that a killed export left, depending on whether their weights were
+        published.
+        """
         for waiting, weights in ((WITH_SINGLE, SINGLE), (WITH_INDEX, INDEX)):
             names = [name + waiting for name in BESIDE]
             if not any((self.folder / name).exists() for name in names):
@@ -198,7 +200,7 @@ class Target:
             self._rename_beside(waiting)
 
     def abandon(self) -> None:
-        """Clear away what was begun, unless it is published."""
+        """Removes the new files, unless they are published."""
         if self._inside.fd < 0:
             return
         try:
@@ -208,7 +210,7 @@ class Target:
             self._release()
 
     def _clear_leftovers(self) -> None:
-        """Files of an export that nobody finished, or whose removal nobody did."""
+        """Removes files of exports that were killed, and old files that they did not remove."""
         self._settle_beside()
         current = set(self._named_in(INDEX))
         for record in (INDEX + NEW, INDEX + OLD):
@@ -232,7 +234,7 @@ class Target:
 
 @contextmanager
 def begun(folder: Folder, name: str) -> Iterator[int]:
-    """A descriptor of a file that `Target.start` made in the folder: a plain file with this name and no other."""
+    """Context manager that opens a file which `Target.start` made. It must be a regular file without another name."""
     fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder.fd)
     try:
         found = os.fstat(fd)

@@ -1,4 +1,6 @@
-"""Opens checkpoints of others: torch.distributed.checkpoint's, DeepSpeed's universal one, a file of torch.save."""
+"""Opens checkpoints of other libraries: of torch.distributed.checkpoint, DeepSpeed's universal ones, files of
+torch.save.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _log = logging.getLogger("zerokern.checkpoint")
 
 
 def open_foreign(place: Path) -> Source | None:
-    """Opens what others have written; None where that is nothing known. A folder of weights alone is refused.
+    """Opens a checkpoint of another library; returns None if it is none. Refuses a folder that holds weights alone.
 
     >>> open_foreign(Path("no such folder")) is None
     True
@@ -52,7 +54,7 @@ def open_foreign(place: Path) -> Source | None:
 
 
 class Foreign(Source):
-    """A checkpoint of somebody else: `_load` brings one box of one tensor."""
+    """A checkpoint of another library. `_load` reads one box of one tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,22 +72,22 @@ class Foreign(Source):
         by_box: dict[tuple[str, tuple[int, ...]], list[BoxRead]] = {}
         for read in box_reads(items, self.tensors):
             by_box.setdefault((read.key, read.box.offsets), []).append(read)
-        for place, some in sorted(by_box.items(), key=lambda one: one[0] != self._box):
+        for place, some in sorted(by_box.items(), key=lambda entry: entry[0] != self._box):
             if place != self._box:
                 self._box, self._found = None, None  # before the next is read: two would be twice the memory
                 self._found = self.fetch(place[0], some[0].box)
                 self._box = place
                 report(self._found.nbytes)
             assert self._found is not None
-            for one in some:
-                one.target.copy_(one.cut(self._found))
+            for read in some:
+                read.target.copy_(read.cut(self._found))
 
     @property
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.tensors.values())
 
     def hold(self, key: str, tensor: Tensor) -> None:
-        """Takes in a tensor that is in memory already."""
+        """Adds a tensor that is in memory already."""
         self.held[key] = tensor
         self._describe(key, tensor.dtype, tuple(tensor.shape))
 
@@ -93,7 +95,7 @@ class Foreign(Source):
         self.tensors[key] = TensorRow(dtype_name(dtype), sizes, [Box(0, 0, (0,) * len(sizes), sizes, (0, 0))])
 
     def fetch(self, key: str, box: Box) -> Tensor:
-        """Reads one box, and compares it with its description."""
+        """Reads one box and compares it with its description."""
         found = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
         row = self.tensors[key]
         if dtype_name(found.dtype) != row.dtype or tuple(found.shape) != box.sizes:
@@ -114,12 +116,12 @@ class Foreign(Source):
                 yield error
             report(box.numel * itemsize(self.tensors[key].dtype))
 
-    def tensors_equal(self, one: str, other: str) -> bool:
-        rows = [self.tensors[key] for key in (one, other)]
+    def tensors_equal(self, a: str, b: str) -> bool:
+        rows = [self.tensors[key] for key in (a, b)]
         boxes = [{(box.offsets, box.sizes): box for box in row.boxes} for row in rows]
         if (rows[0].dtype, rows[0].shape) != (rows[1].dtype, rows[1].shape) or boxes[0].keys() != boxes[1].keys():
             return False
-        return all(_same(self.fetch(one, box), self.fetch(other, boxes[1][at])) for at, box in boxes[0].items())
+        return all(_same(self.fetch(a, box), self.fetch(b, boxes[1][at])) for at, box in boxes[0].items())
 
     def rename(self, keys: dict[str, str]) -> None:
         super().rename(keys)
@@ -128,7 +130,7 @@ class Foreign(Source):
         self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
 
     def sort_in(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
-        """Returns the keys of tensors that lie in files, and takes in all else: groups, counters, `extra`."""
+        """Returns the keys of tensors that lie in files, and takes over everything else: groups, counters, `extra`."""
         found = self._named(tensors, values)
         self.numbered = found.numbered
         for place, key in found.keys.items():
@@ -163,20 +165,20 @@ class Foreign(Source):
             raise damaged(self.path, str(error)) from error
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors have the same bits."""
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return True
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return torch.equal(flat[0], flat[1])
 
 
 def _with_names(all_groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    for group in (one for some in all_groups for one in some):
-        names = [one for one in group.get("params", ()) if isinstance(one, str)]
+    for group in (group for some in all_groups for group in some):
+        names = [name for name in group.get("params", ()) if isinstance(name, str)]
         if names:
             short = bare(names)
-            group["params"] = [short.get(one, one) for one in group["params"]]
+            group["params"] = [short.get(name, name) for name in group["params"]]
         group.pop("param_names", None)
     return all_groups
 
@@ -215,20 +217,20 @@ class Dcp(Foreign):
         paths = metadata.get("planner_data") or {}
         tensors: dict[Place, TensorRow] = {}
         values: dict[Place, Box] = {}
-        for key, one in metadata["state_dict_metadata"].items():
+        for key, described in metadata["state_dict_metadata"].items():
             place = tuple(paths[key]) if isinstance(paths, dict) and key in paths else (key,)
             if len(place) > MOST_PARTS:
                 raise ValueError(f"the name of {key!r} has {len(place)} parts")
             if place in tensors or place in values:
                 raise ValueError(f"two of its tensors are called {_joined(place)}")
-            if one.name.endswith("BytesStorageMetadata"):
+            if described.name.endswith("BytesStorageMetadata"):
                 number, *item = stored[key, None]
                 values[place] = Box(number, item[0], (), (), (item[0], item[1]))
                 continue
-            row = tensors[place] = TensorRow(_dtype(one["properties"]), tuple(one["size"]))
-            if len(one["chunks"]) > len(stored):
-                raise ValueError(f"{key!r} is in {len(one['chunks'])} boxes, and {len(stored)} are stored in all")
-            boxes = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in one["chunks"]]
+            row = tensors[place] = TensorRow(_dtype(described["properties"]), tuple(described["size"]))
+            if len(described["chunks"]) > len(stored):
+                raise ValueError(f"{key!r} is in {len(described['chunks'])} boxes, and {len(stored)} are stored in all")
+            boxes = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in described["chunks"]]
             refuse_uncovered(key, row.shape, boxes)
             for offsets, sizes in boxes:
                 number, start, length = stored[key, offsets]
@@ -390,11 +392,11 @@ def flat(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     [(('a', 'b'), 1), (('c', 0, 'd'), 2), (('e',), [3, 4])]
     """
     if isinstance(value, Mapping) and value:
-        for key, one in value.items():
-            yield from flat(one, (*place, key))
-    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-        for at, one in enumerate(value):
-            yield from flat(one, (*place, at))
+        for key, item in value.items():
+            yield from flat(item, (*place, key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for at, item in enumerate(value):
+            yield from flat(item, (*place, at))
     else:
         yield place, value
 
@@ -434,7 +436,9 @@ class Universal(Foreign):
             self._take_buffers(archive, names)
         options = self._common.get("param_groups")
         if isinstance(options, list) and all(isinstance(group, Mapping) for group in options):
-            plain = [{key: one for key, one in group.items() if _plain(one) and key != "params"} for group in options]
+            plain = [
+                {key: value for key, value in group.items() if _plain(value) and key != "params"} for group in options
+            ]
             self.values["groups"] = [plain]
         self.values["extra"] = {}
 
@@ -445,11 +449,11 @@ class Universal(Foreign):
         """Takes in buffers: they are in the model's own file alone, or in `zero` with another dtype."""
         described = _mapping(archive.content)
         buffers = described.get("buffer_names") or ()
-        for name, one in _mapping(described.get("module")).items():
+        for name, stored in _mapping(described.get("module")).items():
             ours = f"model.{parameter(name).removeprefix('module.')}"
-            there = isinstance(one, Stored) and (name in buffers or name not in names)
-            if there and ours not in self.held and torch.Size(one.size).numel():
-                self.hold(ours, archive.tensor(one, ours))
+            there = isinstance(stored, Stored) and (name in buffers or name not in names)
+            if there and ours not in self.held and torch.Size(stored.size).numel():
+                self.hold(ours, archive.tensor(stored, ours))
         archive.close()
 
     def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
@@ -510,13 +514,15 @@ def _number_of_steps(common: Any) -> float | None:
     counted: list[Any] = list(_mapping(inner.get("state")).values())
     for some in (common.get("param_groups"), inner.get("param_groups")):
         counted += some if isinstance(some, list) else []
-    steps = [one["step"] for one in counted if isinstance(one, Mapping) and isinstance(one.get("step"), int | float)]
+    steps = [
+        entry["step"] for entry in counted if isinstance(entry, Mapping) and isinstance(entry.get("step"), int | float)
+    ]
     return float(max(steps)) if steps else None
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(_plain(one) for one in value)
+        return all(_plain(item) for item in value)
     return value is None or type(value) in (bool, int, float, str)
 
 

@@ -1,4 +1,4 @@
-"""Which of somebody else's entries are the model, which are optimizer state, and by what names we know them."""
+"""Sorts the entries of foreign checkpoints into model and optimizer state, and translates their names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Named:
 
 
 def parameter(name: str) -> str:
-    """The name of a parameter without those of the wrappers around modules.
+    """Returns the name of a parameter without the names of wrapper modules.
 
     >>> parameter("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
@@ -37,7 +37,7 @@ def parameter(name: str) -> str:
 
 
 def bare(names: Iterable[str]) -> dict[str, str]:
-    """Every name, and the same without wrappers; `module.` of DDP goes where all of them have it.
+    """Maps every name to itself without wrappers; DDP's `module.` is removed if all of them have it.
 
     >>> bare(["module.a.weight", "module.b"])
     {'module.a.weight': 'a.weight', 'module.b': 'b'}
@@ -93,7 +93,7 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
 
 
 def _optimizer(path: Path) -> int | None:
-    """Where in the path the optimizer's own state_dict begins."""
+    """Returns where in the path the optimizer's own state_dict begins."""
     for at, part in enumerate(path[:-1], 1):
         if part in OPTIMIZERS:
             return at + 1 if len(path) > at + 1 and str(path[at]).isdigit() else at
@@ -101,7 +101,7 @@ def _optimizer(path: Path) -> int | None:
 
 
 def _root(tensors: Sequence[Path]) -> Path | None:
-    """What the paths of the model's tensors begin with: a part that is called as models are, or nothing."""
+    """Returns the common prefix of the model's tensors: a part named as models are, or nothing."""
     for depth in range(max(map(len, tensors), default=0)):
         for name in MODELS:
             roots = {path[: depth + 1] for path in tensors if len(path) > depth + 1 and path[depth] == name}
@@ -111,7 +111,7 @@ def _root(tensors: Sequence[Path]) -> Path | None:
 
 
 def groups(options: Mapping[tuple[Path, Any, str], Any]) -> list[list[dict[str, Any]]]:
-    """The parameter groups of each optimizer, from options by group or, as torch flattens them, by parameter.
+    """Returns the param_groups of each optimizer, from options by group or, as torch flattens them, by parameter.
 
     >>> groups({((), "w", "lr"): 0.1, ((), "b", "lr"): 0.1, ((), "e", "lr"): 0.2})
     [[{'lr': 0.1, 'params': ['w', 'b']}, {'lr': 0.2, 'params': ['e']}]]

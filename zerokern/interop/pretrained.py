@@ -98,7 +98,7 @@ def load_pretrained(
         open_same(ranks, path, look)
         ties.append(shared_weights(ranks, model, lambda: named_tensors(model)))
         elsewhere = names_elsewhere(
-            ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
+            ranks, model, lambda: [known(name) for some in _names(model).values() for name in some]
         )
         ranks.all_gather("compare the files with the model", compare)
         loads, unmatched = found[0]
@@ -234,11 +234,11 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     for name in there:
         if name.endswith(f".{missing[0]}"):
             prefix = name.removesuffix(missing[0])
-            if all(prefix + one in there for one in missing):
+            if all(prefix + name in there for name in missing):
                 return f"The files' names begin with {prefix!r}: rename=lambda name: {prefix!r} + name. "
         if missing[0].endswith(f".{name}"):
             prefix = missing[0].removesuffix(name)
-            if all(one.startswith(prefix) and one.removeprefix(prefix) in there for one in missing):
+            if all(name.startswith(prefix) and name.removeprefix(prefix) in there for name in missing):
                 return f"The files' names lack {prefix!r}: rename=lambda name: name.removeprefix({prefix!r}). "
     return ""
 
@@ -253,13 +253,13 @@ def _refuse_untied(name: str, entries: Sequence[TensorBytes], files: OpenFiles) 
             )
 
 
-def _equal(one: TensorBytes, other: TensorBytes, files: OpenFiles) -> bool:
-    if (one.code, one.shape) != (other.code, other.shape):
+def _equal(a: TensorBytes, b: TensorBytes, files: OpenFiles) -> bool:
+    if (a.code, a.shape) != (b.code, b.shape):
         return False
-    with on_disk(one.path, "cannot read"), files.open(one.path) as first, files.open(other.path) as second:
-        for at in range(0, one.nbytes, PIECE_NBYTES):
-            count = min(PIECE_NBYTES, one.nbytes - at)
-            left, right = (os.pread(fd, count, entry.offset + at) for fd, entry in ((first, one), (second, other)))
+    with on_disk(a.path, "cannot read"), files.open(a.path) as first, files.open(b.path) as second:
+        for at in range(0, a.nbytes, PIECE_NBYTES):
+            count = min(PIECE_NBYTES, a.nbytes - at)
+            left, right = (os.pread(fd, count, entry.offset + at) for fd, entry in ((first, a), (second, b)))
             if left != right:
                 return False
     return True

@@ -1,4 +1,4 @@
-"""The safetensors format: a length, a header in JSON, and the tensors' bytes behind it, without a gap.
+"""The safetensors format: a length, a header in JSON, and the bytes of the tensors behind it, without gaps.
 
 A header is believed only after every number in it has been compared with the file; reading one runs nothing.
 """
@@ -213,7 +213,7 @@ def _entry(path: Path, name: str, row: Any, data: int) -> TensorBytes:
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(one) is int and one >= 0 for one in values)
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _without_gaps(path: Path, entries: Sequence[TensorBytes], data: int, size: int) -> None:

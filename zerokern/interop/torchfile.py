@@ -1,4 +1,4 @@
-"""Reads what others have pickled, and files of torch.save, without importing or running anything that they name.
+"""Reads pickles and files of torch.save without importing or running anything that they name.
 
 torch.load(weights_only=True) makes the values. It believes the numbers in a pickle, though: ten bytes ask for a tensor
 or a bytearray of 2 GB; a storage is as long as the pickle says, whatever its record has; a compressed record is mapped
@@ -61,7 +61,7 @@ ALLOWED = frozenset(
 
 
 class Unmade:
-    """An object of a pickle that is not made: what its constructor would be given, and what it would set.
+    """A record in place of an object of a pickle: its constructor's arguments and its state.
 
     >>> record = Unmade(3)
     >>> record.__setstate__({"offset": 5})
@@ -83,7 +83,7 @@ class Unmade:
         self.arguments = arguments
 
     def spend(self, count: int) -> None:
-        """Takes so many elements from what its file can have asked for."""
+        """Counts elements against the number that the file can contain."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -121,7 +121,7 @@ class DtypeName(str):
 
 
 class Inert(pickle.Unpickler):
-    """Makes containers, numbers, text and records of a pickle; imports nothing and calls nothing.
+    """Unpickles containers, numbers, text and records only; it imports nothing and calls nothing.
 
     `records`: how many bytes each storage has in the file, by its name, where that is known.
     """
@@ -174,10 +174,10 @@ class Inert(pickle.Unpickler):
     def _stored(self, storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> Stored:
         """Takes the place of torch._utils._rebuild_tensor and its kind; the third version gets a dtype."""
         _, kind, key, _, count, *_ = storage
-        named = next((one for one in more if isinstance(one, DtypeName)), None)
+        named = next((argument for argument in more if isinstance(argument, DtypeName)), None)
         dtype = DTYPES[kind.name.rpartition(".")[2]] if named is None else getattr(torch, named)
         found = Stored(dtype, str(key), offset, _size(size), _size(stride))
-        if any(type(one) is not int or one < 0 for one in (count, offset, *found.size, *found.stride)):
+        if any(type(number) is not int or number < 0 for number in (count, offset, *found.size, *found.stride)):
             raise ValueError(f"a tensor has the size {found.size} at {offset}")
         nbytes = count if named is not None else count * dtype.itemsize
         there = nbytes if self.records is None else self.records.get(found.storage)
@@ -232,7 +232,7 @@ def dcp_metadata(data: bytes, path: Path) -> Unmade:
 
 
 def damaged(path: Path, why: str) -> IoError:
-    """The error for a file that cannot be what its writer wrote."""
+    """Returns the error for a file that cannot be what its writer wrote."""
     return file_error(
         path, f"was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one"
     )
@@ -296,7 +296,7 @@ class Archive:
         return loaded(self.path, self.path, key, mapped=self.mapped)
 
     def check(self, stored: Any, key: str) -> None:
-        """Raises if the record of this tensor is not what was written, as far as its checksum tells; once."""
+        """Compares the checksum of this tensor's record, once; raises if it is damaged."""
         if not isinstance(stored, Stored) or stored.storage in self._checked or not self._root:
             return
         with self._open(key) as archive, archive.open(self._record(stored)) as record:
@@ -316,7 +316,7 @@ class Archive:
 
     def _look_at_zip(self) -> Any:
         with self._open() as archive:
-            entries = {one.filename: one for one in archive.infolist()}
+            entries = {entry.filename: entry for entry in archive.infolist()}
             names = [name for name in entries if name.endswith("/data.pkl")]
             if len(names) != 1 or len(entries) != len(archive.infolist()):
                 raise ValueError("it is no file of torch.save")
@@ -340,7 +340,9 @@ class Archive:
             return look(archive.read(names[0]), self.path, records=records)
 
     def _refuse_without_room(self, size: int, unpacked: int) -> None:
-        """What is compressed has to be unpacked into memory; a zip of a few megabytes can say that it is gigabytes."""
+        """Raises if a compressed file does not fit into memory when unpacked: a few megabytes can claim to be
+        gigabytes.
+        """
         left = min(memory_left().values(), default=unpacked)
         if unpacked > left:
             raise BudgetError(
@@ -366,9 +368,9 @@ class Archive:
         try:
             if self._zip is None:
                 self._zip = zipfile.ZipFile(self.path)
-                for one in self._zip.infolist():
-                    if not one.CRC:  # its writer was told to leave it out: nothing is compared with what is not there
-                        del one.CRC
+                for entry in self._zip.infolist():
+                    if not entry.CRC:  # its writer was told to leave it out: nothing is compared with what is not there
+                        del entry.CRC
             yield self._zip
         except (IoError, BudgetError):
             raise

@@ -87,7 +87,7 @@ class Lease:
         return self.arena.view_at(self.ptr + offset, dtype, numel).view(tuple(shape))
 
     def release(self) -> None:
-        """Returns the bytes to the arena. Raises if they were released before."""
+        """Gives the bytes back to the arena. Raises if they were released before."""
         self.arena._reclaim(self)
 
     def __enter__(self) -> Lease:

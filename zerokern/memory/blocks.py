@@ -69,7 +69,7 @@ class BlockPool:
         return HostBlock(memory)
 
     def give(self, block: HostBlock) -> None:
-        """Returns a block to the pool."""
+        """Gives a block back to the pool."""
         self._free.append(block)
 
     @property

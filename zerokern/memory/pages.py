@@ -124,7 +124,7 @@ class Pages:
         return given
 
     def drop(self) -> None:
-        """Returns all pages to the system."""
+        """Gives all pages back to the system."""
         while self._full:
             self._empty.append(self._full.pop())
             _disappear(self._empty[-1], HUGE_PAGE)

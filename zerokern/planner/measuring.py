@@ -103,7 +103,7 @@ class _Tally:
 
     def __init__(self, device: str, resting: Iterable[Rest]) -> None:
         self.device = device
-        self._resting = {one.memory.untyped_storage().data_ptr(): one for one in resting}
+        self._resting = {rest.memory.untyped_storage().data_ptr(): rest for rest in resting}
         self._seen: set[int] = set()
         self._keep: list[Tensor] = []  # a storage that is freed meanwhile could lend its address to the next
         self._found: dict[tuple[str, str, str], int] = {}

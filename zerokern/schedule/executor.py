@@ -117,8 +117,8 @@ class Executor:
                 index = program.index(*key)
                 task = run._add(key, program.ops[index], index, actions[key], ahead=key[0] in early)
                 for back, other in before:
-                    for one in self._tasks_of(back, other, run):
-                        task.depend_on(one)
+                    for earlier in self._tasks_of(back, other, run):
+                        task.depend_on(earlier)
             self._steps += 1
             worker.begin(run._state, run._tasks)
         return run
@@ -171,7 +171,7 @@ class Executor:
         if back > len(recent):
             return ()
         before = recent[back - 1]
-        return (before[key],) if key in before else [one for one in before.values() if one.op.lane != "device"]
+        return (before[key],) if key in before else [task for task in before.values() if task.op.lane != "device"]
 
 
 class Run:
@@ -235,12 +235,12 @@ class Run:
                 return
             if task.state == STARTED:
                 raise StateError(f"{task} is being performed: its action asked for it again")
-            for one in task.after:
-                run = one.run_state.run()
-                if one.op.lane != "device":
-                    self._gate_on(one)
+            for before in task.after:
+                run = before.run_state.run()
+                if before.op.lane != "device":
+                    self._gate_on(before)
                 elif run is not None:
-                    run.perform(one.op.verb, one.op.what)
+                    run.perform(before.op.verb, before.op.what)
             task.action = self._to_perform.pop((verb, what))
             self._attempt(task, self._worker.do)
 
@@ -262,7 +262,7 @@ class Run:
         What was handed over ahead is left for the next step.
         """
         if not self._over:
-            states = [one for one in list(self._worker.live) if one.step < self._state.step]
+            states = [state for state in list(self._worker.live) if state.step < self._state.step]
             for run in [*(state.run() for state in states), self]:
                 if run is not None:
                     run.perform_rest()
@@ -313,8 +313,10 @@ class Run:
         return False
 
     def _refuse_to_hang(self, task: Task) -> None:
-        held_up = [(head, one) for head in self._worker.next_tasks() for one in head.after if one.op.lane == "device"]
-        head, by = next(((head, one) for head, one in held_up if one.state == PENDING), (task, None))
+        held_up = [
+            (head, before) for head in self._worker.next_tasks() for before in head.after if before.op.lane == "device"
+        ]
+        head, by = next(((head, before) for head, before in held_up if before.state == PENDING), (task, None))
         if by is not None and by.run_state.run() is None:
             says = f"{head} comes after {by}, which nobody can perform any more: its run has been dropped"
             self._attempt(head, partial(_refuse, says))
@@ -323,14 +325,14 @@ class Run:
             f"{by or 'its ops of lane device'}"
         )
 
-    def _gate_on(self, one: Task) -> None:
+    def _gate_on(self, task: Task) -> None:
         """Makes later device work of this thread wait for the task."""
-        self._wait_for_launch(one)
-        ticket = one.ticket
+        self._wait_for_launch(task)
+        ticket = task.ticket
         if ticket is None:
             return
-        if one.op.lane == "cpu" or not hasattr(ticket, "gate") or has_ended(ticket):
-            self._wait_for_end(one)
+        if task.op.lane == "cpu" or not hasattr(ticket, "gate") or has_ended(ticket):
+            self._wait_for_end(task)
         else:
             ticket.gate()
 

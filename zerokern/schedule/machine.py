@@ -78,9 +78,9 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name not in _TEXT:
-                self._check(one.name, getattr(self, one.name), one.default is None)
+        for item in fields(self):
+            if item.name not in _TEXT:
+                self._check(item.name, getattr(self, item.name), item.default is None)
 
     def _check(self, name: str, value: object, optional: bool) -> None:
         if value is None and optional:
@@ -173,10 +173,10 @@ class Machine:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.title}" if self.title else self.name]
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name not in _TEXT and value != one.default:
-                lines.append(f"  {one.name:<14} {value:>10.4g}  {self.sources.get(one.name, '')}".rstrip())
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name not in _TEXT and value != item.default:
+                lines.append(f"  {item.name:<14} {value:>10.4g}  {self.sources.get(item.name, '')}".rstrip())
         return "\n".join(lines)
 
 
@@ -216,11 +216,11 @@ def _parse(text: str, where: str | os.PathLike[str]) -> Machine:
         raise ValueError(f"{where} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where} holds a {type(found).__name__}; allowed: a JSON object that describes a machine")
-    names = [one.name for one in fields(Machine) if one.name != "sources"]
+    names = [item.name for item in fields(Machine) if item.name != "sources"]
     unknown, missing = sorted(found.keys() - names), [name for name in _NEEDED if name not in found]
     if unknown or missing:
         wrong = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks {', '.join(missing)}"
         raise ValueError(f"machine {os.fspath(where)} {wrong}; its fields are {', '.join(names)}")
-    values = {name: one["value"] if isinstance(one, dict) else one for name, one in found.items()}
-    sources = {name: str(one.get("source", "")) for name, one in found.items() if isinstance(one, dict)}
+    values = {name: value["value"] if isinstance(value, dict) else value for name, value in found.items()}
+    sources = {name: str(value.get("source", "")) for name, value in found.items() if isinstance(value, dict)}
     return Machine(**values, sources=sources)

@@ -47,15 +47,15 @@ def moves_before(
     following = list(coming[: ahead.depth])
     if ahead.nbytes < math.inf:
         there = {unit, *whole}.difference(done)
-        room = ahead.nbytes - sum(nbytes[one] for one in there)
-        for place, one in enumerate(following):
-            room -= 0 if one in there else nbytes[one]
+        room = ahead.nbytes - sum(nbytes[number] for number in there)
+        for place, number in enumerate(following):
+            room -= 0 if number in there else nbytes[number]
             if room < 0:
                 del following[place:]
                 break
-            there.add(one)
-    moves = [("Release", one) for one in done if one not in following]
-    moves += [("Gather", one) for one in (unit, *following)]
+            there.add(number)
+    moves = [("Release", number) for number in done if number not in following]
+    moves += [("Gather", number) for number in (unit, *following)]
     return moves
 
 

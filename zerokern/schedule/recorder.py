@@ -97,17 +97,19 @@ class Recorder:
     @property
     def events(self) -> list[Event]:
         """The ops that have ended, sorted by their begin."""
-        return sorted((_event(one) for one in list(self._kept) if one.end_ns >= 0), key=lambda event: event.begin_ns)
+        return sorted(
+            (_event(entry) for entry in list(self._kept) if entry.end_ns >= 0), key=lambda event: event.begin_ns
+        )
 
     def clear(self) -> None:
         """Forgets all ops."""
         self._kept.clear()
 
 
-def _event(one: Event | Launched) -> Event:
-    if isinstance(one, Event):
-        return one
-    return Event(one.step, one.lane, one.verb, one.what, one.begin_ns, one.end_ns, one.nbytes, one.turn)
+def _event(entry: Event | Launched) -> Event:
+    if isinstance(entry, Event):
+        return entry
+    return Event(entry.step, entry.lane, entry.verb, entry.what, entry.begin_ns, entry.end_ns, entry.nbytes, entry.turn)
 
 
 class SpanRecorder:

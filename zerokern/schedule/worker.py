@@ -148,7 +148,7 @@ class Worker:
 
     def begin(self, state: RunState, tasks: dict[Key, Task]) -> None:
         """Adds the tasks of a new run. Called with the lock held."""
-        self.live = [one for one in self.live if not one.is_over()]
+        self.live = [run for run in self.live if not run.is_over()]
         self.live.append(state)
         self.recent.appendleft(tasks)
         for task in tasks.values():
