@@ -403,7 +403,7 @@ def offline_group(rank: int, size: int) -> Group:
     """Returns a group that knows its rank and size and refuses to communicate, for plans of worlds that do not exist.
 
     >>> offline_group(7, 1024)
-    Lonely('rank 7 of 1024, alone', rank 7 of 1024, cpu)
+    OfflineGroup('rank 7 of 1024, alone', rank 7 of 1024, cpu)
     >>> offline_group(7, 1024).barrier()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...

@@ -27,7 +27,7 @@ class Observer:
 
     >>> ended = []
     >>> observer = Observer(Ledger(0, 2), None, 60.0, lambda: ended.append("severed"), list)
-    >>> observer.give_up("no space left")
+    >>> observer.fail("no space left")
     >>> with observer.waiting(observer.ledger.begin("all_gather", "4 elements")):
     ...     pass
     Traceback (most recent call last):

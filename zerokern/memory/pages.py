@@ -78,7 +78,7 @@ class Pages:
     >>> pages.take(start, HUGE_PAGE); pages.nbytes
     2097152
     >>> pages.give(start, HUGE_PAGE), ctypes.string_at(start, 1)
-    (2097152, b'\x07')
+    (2097152, b'\\x07')
     """
 
     def __init__(self, most_nbytes: int = 0) -> None:

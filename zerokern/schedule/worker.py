@@ -35,7 +35,7 @@ class Performer(Protocol):
 class OpFailure:
     """An error of an op, with the traceback of where it was raised.
 
-    >>> OpFailure(ValueError("no")).told
+    >>> OpFailure(ValueError("no")).reported
     False
     """
 
