@@ -27,8 +27,8 @@ from zerokern.memory.room import amount, memory_left
 
 __all__ = ["PendingSaves", "Saving", "StagedPlanner", "wait_for_devices"]
 
-PATIENCE = timedelta(hours=4)  # ranks write at different speeds; one that is gone shows at once, by its connection
-MARGIN = 0.1  # of the free memory, which is left to who trains meanwhile
+PATIENCE = timedelta(hours=4)  # ranks write at different speeds; a lost connection shows at once
+MARGIN = 0.1  # of the free memory, left for training
 
 log = logging.getLogger("zerokern.checkpoint")
 
@@ -36,8 +36,8 @@ log = logging.getLogger("zerokern.checkpoint")
 class Saving:
     """A save in the background. Training may continue: what is saved has been copied, or written already.
 
-    `path`: the folder. An error is raised by `wait()`, else by the next save, and is logged in any case. Python does
-    not exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end first.
+    `path`: the folder. An error is raised by `wait()`, else by the next save, and is always logged. Python does not
+    exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end.
 
     >>> import tempfile, torch, zerokern as zk
     >>> from zerokern.checkpoint import load, save
@@ -59,7 +59,7 @@ class Saving:
         if threading.main_thread().is_alive():
             self._thread.start()
             return
-        self._run()  # Python exits, and has waited for its threads already: another would be lost
+        self._run()  # Python is exiting and has joined its threads: a new one would be lost
         self._report()
 
     def _run(self) -> None:
@@ -70,7 +70,7 @@ class Saving:
             self._error = error
             log.error("zk.save(%r, wait=False) failed: %s: %s", str(self.path), type(error).__name__, error)
         finally:
-            self._work = None  # lets go of the model and of the copy
+            self._work = None  # drops references to the model and to the copy
             _allow_shutdown(self)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -169,7 +169,7 @@ class PendingSaves:
         return Ranks(self._own, f"{ranks.call} beside training")
 
 
-# Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.
+# Keyed weakly by process group or model: two saves of the same ranks must know of each other.
 _SAVES: weakref.WeakKeyDictionary[Any, PendingSaves] = weakref.WeakKeyDictionary()
 
 
@@ -215,8 +215,8 @@ def _wait_then_shutdown(before: Any) -> Callable[..., None]:
 class StagedPlanner(SavePlanner):
     """A planner that copies everything this rank will write as soon as the plan is known.
 
-    Ranks write different parts, so nothing is copied that another rank writes. What streams from a disk is not copied:
-    it is written first, and the program may go on after that.
+    Nothing is copied that another rank writes. State on disk is not copied: it is written first, and the program
+    continues after that.
     """
 
     def __init__(self, ranks: Ranks, budget: int | None) -> None:
@@ -266,7 +266,7 @@ class StagedPlanner(SavePlanner):
         while not self._free.is_set():
             try:
                 self._free.wait()
-            except BaseException as error:  # Ctrl-C: what is being read must not be changed by who catches it
+            except BaseException as error:  # Ctrl-C: whoever catches it must not change tensors that are being read
                 interrupt = error
         if not self._staged:
             saving.wait()
@@ -289,8 +289,8 @@ class StagedPlanner(SavePlanner):
     def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pinned: bool) -> list[Tensor]:
         """Allocates tensors of these shapes and dtypes in one block. Raises first if they do not fit.
 
-        Where nothing comes from a device it is small pages, which nobody has to make room for: an arena's huge ones
-        took ten times as long as the copy itself. A mapping, and not the heap, which would keep what is freed.
+        Without copies from a device it maps small pages: an arena's huge pages took ten times as long as the copy
+        itself. A mapping, and not the heap, which would keep freed memory.
         """
         nbytes = nbytes_of(wanted)
         self._refuse(nbytes)

@@ -1,6 +1,6 @@
 """Encodes what a user saves beside model and optimizer as JSON and tensors: one value for all ranks, or one per rank.
 
-Nobody's code is stored or run.
+No code is stored or run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EACH = "each rank"
 def encode(value: Any, where: str = "extra") -> tuple[Any, dict[str, Tensor]]:
     """Returns `value` as JSON, and the tensors in it by the names that the JSON gives them.
 
-    `where` is how errors call it.
+    `where`: the name of the value in error messages.
 
     >>> tree, tensors = encode({"step": 3, "best": float("inf"), "mean": torch.ones(2)})
     >>> tree, list(tensors)
@@ -192,14 +192,14 @@ class EachRank(list):
     """A value of ``extra`` that differed between ranks, loaded by another number of ranks: a list with one value per
     saving rank.
 
-    The values by rank of those that saved. Where the number is the same, each rank gets its own value instead.
+    If the number of ranks is the same, each rank gets its own value instead.
     """
 
 
 def encode_extra(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Encodes `extra` of all ranks: values that are the same on all ranks once, others by rank. Every rank calls this.
 
-    As JSON, and the tensors that it names by their keys.
+    Returns JSON, and the tensors that it refers to, by key.
     """
     mine: dict[str, tuple[Any, dict[str, Tensor]]] = {}
 

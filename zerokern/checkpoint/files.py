@@ -1,7 +1,7 @@
 """Data files of a checkpoint, written and read through slots of memory, with a checksum for each block.
 
-A file is written once from its beginning to its end. Behind the data stands a table: the CRC32C of each block of 1 MiB,
-a 32-bit little-endian number each. The index holds the table's own checksum, so that no byte is believed unchecked.
+A file is written once, from beginning to end. After the data comes a table with the CRC32C of each block of 1 MiB, as
+32-bit little-endian numbers. The index holds the table's own checksum, so every byte is checked.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class SlotWriter(AbstractContextManager[Any]):
 class FileWriter(SlotWriter):
     """Writes a new data file by appending. `engine`: settings of `Slots`.
 
-    `expected`: its length is asked of the file system at once. Beyond it the file grows write by write, one at a time.
+    `expected`: the length to reserve on the file system. Beyond it the file grows write by write, one at a time.
     """
 
     def __init__(self, path: Path, *, expected: int = 0, **engine: object) -> None:
@@ -208,7 +208,7 @@ class FileWriter(SlotWriter):
     def append(self, data: bytes | Tensor, report: Callable[[int], object] = int) -> int:
         """Appends the bytes of a tensor of any device and strides, in row-major order; returns their offset.
 
-        The tensor may change as soon as this returns. `report` is called with how many bytes were taken, now and then.
+        The tensor may change as soon as this returns. `report` is called with the number of bytes taken, several times.
         """
         if self._fd < 0:
             raise ValueError(f"{self.path} is finished or abandoned: nothing can be added to it")
@@ -309,8 +309,8 @@ class FileWriter(SlotWriter):
 class PartsWriter(SlotWriter):
     """Writes parts of an existing file, in the order of their offsets, while other ranks write other parts.
 
-    Whole pages go past the page cache, through slots. What is beside them in a page may be another's: it goes through
-    the page cache, which joins the two.
+    Whole pages bypass the page cache. The rest of a page may belong to another rank, so partial pages go through the
+    page cache, which merges them.
     """
 
     def __init__(self, slots: Slots, path: Path, direct: int, cached: int) -> None:
@@ -384,7 +384,7 @@ class FileReader(AbstractContextManager["FileReader"]):
     def read(self, spans: Iterable[Span]) -> None:
         """Passes the bytes of each span to its `take`, piece by piece in the order of the file, after checking them.
 
-        A block that several spans touch is read once. The bytes are lent for the time of the call.
+        A block that several spans touch is read once. The bytes are valid only during the call of `take`.
         """
         ordered = sorted((span for span in spans if span[1]), key=lambda span: span[0])
         for offset, nbytes, _ in ordered:

@@ -123,7 +123,9 @@ class Restore:
         """Yields batches in order; the caller reads each one, and makes its calls, before it asks for the next."""
         plan, target = self._plan, self._target
         finish_updates(target.model, replaced=True)
-        direct: dict[int, Batch] = {0: Batch()}  # what rests together is read together: no more of it need be in memory
+        direct: dict[int, Batch] = {
+            0: Batch()
+        }  # grouped by resting memory, so that only one group has to be fetched at a time
 
         def read(key: str, into: Tensor) -> None:
             rest = rest_of(into)
@@ -150,7 +152,7 @@ class Restore:
             initials.append((home, tensor, lost))
         planned = list(zip(target.optimizers, plan.states, plan.groups, strict=True))
         entries: dict[int, list[dict[str, Any] | None]] = {}
-        # Room on disk may be refused: first, while the others still have what they had.
+        # Optimizers on disk first: allocation may fail, while the others still have their state.
         for optimizer, plans, groups in sorted(planned, key=lambda plan: plan[0].disk is None):
             numbers = range(len(optimizer.params))
             optimizer.lay_out(groups, [plans[i].wanted if i in plans else None for i in numbers])
@@ -278,7 +280,7 @@ def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batc
     here = here_of_state(plan.param)
     made = {key: _flat(value) for key, value in entry.items() if plan.makes(key) and isinstance(value, Tensor)}
     more = 1 if _in_blocks(here) else -(-here.shape.numel() // max(here.numel, 1))
-    piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # around it may lie as much as other ranks have
+    piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # surrounding blocks may be as large as the other ranks' parts
     for begin in range(0, here.numel, piece):
         numel, cells = min(piece, here.numel - begin), {}
         for key, (flat, _) in made.items():

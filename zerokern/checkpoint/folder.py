@@ -1,8 +1,8 @@
 """A checkpoint's folder: what it holds, what could be loaded instead, and how a new checkpoint replaces the old one.
 
-A new one is published whole by one rename, or not at all. The order is what a kill at any point is safe by. Data files
-and both indices are synced under names that nobody reads, the folder too; then ``zerokern.json`` is renamed into place,
-``.metadata`` after it, the folder is synced, and only then do the data files of the save before go.
+A new checkpoint is published by one rename, or not at all. The order makes a kill at any point safe: data files, both
+indices (under temporary names) and the folder are synced; then ``zerokern.json`` is renamed into place, then
+``.metadata``, the folder is synced, and only then the old data files are removed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _log = logging.getLogger("zerokern.checkpoint")
 class OpenFiles:
     """Files that stay open, so that a later save which reuses their names changes nothing for the reader.
 
-    `tables`: checksums that were read from them.
+    `tables`: the checksum tables that were read from them.
     """
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class OpenFiles:
 def fingerprint(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
     """Returns a digest that is the same on two ranks if their files of these names are the same.
 
-    It is one of lengths, and of samples: checkpoints of two steps have the same headers, and differ nearly everywhere
-    else. `fds`: where they are open.
+    The digest covers lengths and samples: checkpoints of two steps have the same headers, and differ nearly everywhere
+    else. `fds`: open descriptors of the files.
     """
     paths = list(files)
     opened: list[Path | int] = list(paths if fds is None else fds)
@@ -162,7 +162,7 @@ class Published:
     def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
         """Reads the index and checks the data files. The error says what is there, and what could be loaded instead.
 
-        `hold`: the files stay open, whatever is saved into the folder meanwhile, until `close`.
+        `hold`: keeps the files open until `close`, whatever is saved into the folder meanwhile.
         """
         folder = Path(path)
         index = _read(folder)
@@ -173,7 +173,7 @@ class Published:
                 return cls(folder, index, files)
             if files is not None:
                 files.close()
-            # A save may have replaced the checkpoint between the two looks: then there is another index now.
+            # A save may have replaced the checkpoint meanwhile: then there is another index now.
             newer = _read(folder)
             if newer.save_id == index.save_id:
                 raise IoError(
@@ -370,7 +370,7 @@ class Draft:
         """Removes what was written of the draft. Does nothing after ``publish``, and on ranks other than 0."""
         if self._lock is None:
             return
-        # What is published is asked of the disk: an error may have come after the rename.
+        # Read the state from disk: an error may have come after the rename.
         try:
             published = _previous_index(self.folder)
             _finish_renames(self.folder, published)
@@ -397,7 +397,7 @@ class Draft:
                 lock.release()
             if self._made:
                 _remove_empty(self.folder)
-        finally:  # not before: meanwhile even closing the lock would wait for the file system's journal
+        finally:  # last: while blocks are freed, even closing the lock waits for the file system's journal
             while self._unnamed:
                 threading.Thread(target=os.close, args=(self._unnamed.pop(),), name=FREEING).start()
 
@@ -412,8 +412,8 @@ def _is_visible(folder: Path) -> bool:
 def _unlink(path: Path) -> int:
     """Removes a file's name and returns a descriptor of the file.
 
-    Its blocks are given back when that is closed, which belongs into the background: a quarter of a second per GB, as
-    much as writing it again may take.
+    The file's blocks are freed when the descriptor is closed, which takes a quarter of a second per GB and so belongs
+    in the background.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -1,6 +1,6 @@
 """Converts parameters and optimizer state between formats, span by span, and says which conversions round.
 
-A span begins with a block of its parameter. `Values` are its tensors by key, 1-D, "param" among them.
+A span begins with an int8 block of its parameter. `Values` are its tensors by key, 1-D, "param" among them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def rounds_master(source: tuple[torch.dtype, str], target: tuple[torch.dtype, st
 def exact_values(values: Values) -> Tensor:
     """Returns the fp32 values of a span of a parameter, from its master or remainder if it has one.
 
-    A master counts where the parameter is what it rounds to, as it does for the optimizers.
+    A master is used where the parameter equals its rounded value, as the optimizers do.
     """
     param = values["param"]
     if "remainder" in values:

@@ -44,7 +44,7 @@ class FileRow:
 class Box:
     """One box of a tensor; its raw bytes lie at `offset` of file number `file`.
 
-    `item` is the offset and the length of the zip around them, the form that torch's own reader knows.
+    `item`: offset and length of the zip around the bytes, which torch's own reader knows.
     """
 
     file: int

@@ -1,7 +1,7 @@
 """How the parameters of a model map to the tensors of a checkpoint: one to one, unless a plug says otherwise.
 
 A plug of the port "checkpoint layout" (tiled Linears, in zerokern/activations) says which parameters are saved as parts
-of a larger tensor. The checkpoint has that tensor alone, so that models without such parts load it.
+of a larger tensor. The checkpoint holds only that tensor, so models without tiles can load it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optimizers as a checkpoint sees them: param_groups as plain values, state by parameter and key, memory for a load.
 
-`AnyOptimizer` is any torch.optim.Optimizer, whose state is what it has in `.state`; `OurOptimizer` is one of ours, with
-what `zerokern.optim.exchange` tells of it. Both answer to the same names.
+`AnyOptimizer` adapts any torch.optim.Optimizer, whose state is in `.state`; `OurOptimizer` adapts one of ours, through
+`zerokern.optim.exchange`.
 """
 
 from __future__ import annotations

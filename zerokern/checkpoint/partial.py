@@ -1,6 +1,6 @@
 """A model of which each rank has only some modules, such as the stages of a pipeline.
 
-The stages of a pipeline are one (zerokern/parallel): a plug of the port "checkpoint model" makes one of them.
+A plug of the port "checkpoint model" makes one of the stages of a pipeline (zerokern/parallel).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SharedWeights:
 class PartialModel(nn.Module):
     """The modules of one model that are on this rank, with the member names that they have in the whole model.
 
-    All ranks that have a part of the model make these calls together.
+    All ranks that have a part of the model call these methods together.
     """
 
     def check(self) -> None:

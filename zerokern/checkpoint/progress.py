@@ -13,7 +13,7 @@ from zerokern.memory.room import amount
 
 __all__ = ["Progress", "refuse_no_progress"]
 
-SILENT_S = 2.0  # shorter work is over before anybody wonders
+SILENT_S = 2.0  # no progress is shown for shorter work
 PLAIN_INTERVAL_S = 10.0
 
 log = logging.getLogger("zerokern.checkpoint")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 LISTED = 3
 
-_TEACH = (ZerokernError, ValueError, TypeError, OSError, KeyboardInterrupt)  # what says by itself what to do
+_TEACH = (ZerokernError, ValueError, TypeError, OSError, KeyboardInterrupt)  # errors whose message needs no traceback
 
 
 class Ranks:
@@ -37,7 +37,7 @@ class Ranks:
 
     def __init__(self, pg: Any, call: str = "") -> None:
         self.pg = pg
-        self.call = call  # what they have been called together for, as the user knows it
+        self.call = call  # the public call, for messages
         self._group: Group | None = None
         self._wrapper = _DistWrapper(pg, pg is not None, 0)
         self.rank, self.size = self._wrapper.get_rank(), self._wrapper.get_world_size()
@@ -100,8 +100,8 @@ class Ranks:
     def _run(self, what: str, exchange: Callable[..., Any], mine: Callable[[], Any], *more: Any) -> Any:
         """Runs one of torch's exchanges, which calls `mine`, and raises the original error instead of torch's wrapper.
 
-        It begins once all ranks have come here: torch's collectives name nobody who does not, and end the process
-        where somebody moves something else meanwhile.
+        All ranks meet here first: torch's collectives do not say which rank is missing, and crash if ranks move
+        different things.
         """
         if self.size > 1:
             with during(self.call):
@@ -227,7 +227,7 @@ def open_same(ranks: Ranks, path: Path, opening: Callable[[], str]) -> None:
     """Opens what lies at `path` on every rank until all ranks see the same; `opening` opens it and returns a
     fingerprint.
 
-    StateError on all ranks where they have not: a folder of one name may be another one on another host.
+    Raises StateError on all ranks if they never do: a folder of the same name may be another one on another host.
     """
     before: list[str] = []
     while len(set(each := ranks.all_gather("open", opening))) > 1:

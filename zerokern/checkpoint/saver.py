@@ -40,8 +40,8 @@ def save(
 ) -> Saving | None:
     """Save model, optimizer state in its format, random state and `extra` into the folder `path`; every rank calls it.
 
-    What is there is a whole checkpoint at any moment: the new one once it is published, the one before until then.
-    It can be loaded by any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
+    At any moment the folder holds a whole checkpoint: the old one until the new one is published. It can be loaded by
+    any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
 
     Args:
         path: a folder for this checkpoint alone.

@@ -52,7 +52,7 @@ def no_report(nbytes: int) -> None:
 def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Context manager that turns the errors of an index with invalid content into an IoError.
 
-    One with a right checksum, or with none, may hold anything, and what no save writes raises whatever it raises.
+    An index with a correct checksum, or without one, may still hold anything.
     """
     caught: tuple[type[Exception], ...] = (LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
     try:
@@ -348,7 +348,7 @@ def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], r
     """Yields spans (first, numel) of a flat box with `sizes` that cover its part at `offsets` of `lengths`, with few
     gaps.
 
-    What lies between two rows of at most `row` elements is read as well: that is cheaper than to stop there.
+    Gaps of at most `row` elements between two rows are read as well, which is cheaper than two reads.
 
     >>> list(runs((4, 6), (1, 0), (2, 6), row=100)), list(runs((4, 6), (1, 2), (2, 3), row=100))
     ([(6, 12)], [(8, 9)])
@@ -378,7 +378,7 @@ def copy_into_box(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequ
     """Copies elements of a flat box with `sizes`, from element `first` on, to their places in `target`, its part at
     `offsets`.
 
-    The version of `target` may stay: whoever gave it away counts it up, once.
+    The version counter of `target` is not bumped here: the caller does that once.
 
     >>> target = torch.zeros(2, 2, dtype=torch.int64)
     >>> copy_into_box(torch.arange(3, 9), 3, (4, 3), (1, 1), target)

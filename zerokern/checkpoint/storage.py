@@ -34,13 +34,13 @@ from zerokern.memory.here import Here, write_items
 __all__ = ["OnDiskPart", "SavePlanner", "Writer"]
 
 STATE = "optim.state."
-AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
+AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
 
 
 class OnDiskPart:
     """A tensor of optimizer state that lies on disk. It is read box by box while it is saved, never as a whole.
 
-    `order` says in which order items are best asked for: that of the records, each of which is read once then.
+    Items are best read in the order of `order`, so that each record is read once.
     """
 
     def __init__(self, here: Here, key: str, column: Any) -> None:
@@ -80,8 +80,8 @@ class OnDiskPart:
 class SavePlanner(DefaultSavePlanner):
     """torch's planner for a flat dict of items. Items on disk come first, in the order of their records.
 
-    What each rank has whole, one of them writes: of the parameters that an optimizer steps some each, everything else
-    of a model the first, for buffers that ranks count by themselves must not be a mixture of theirs.
+    Of what several ranks hold, one writes it. Parameters are distributed among them; all other model tensors are
+    written by the first rank, because buffers that ranks update separately must not be mixed.
     """
 
     def __init__(self) -> None:
@@ -139,8 +139,8 @@ class Written(NamedTuple):
 class Writer:
     """Writes this rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
 
-    Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
-    `within`: where items lie that are parts of other tensors.
+    Each item is requested and written before the next one, in the order of the plan. `within`: the places of items that
+    are parts of larger tensors.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The zip that torch.save puts around a tensor: the bytes before and after the tensor's own, written without reading
 it.
 
-The tensor's CRC-32 is not known when the header is written. It is 0, as after
-``torch.serialization.set_crc32_options(False)``: torch's reader does not look at it. Layout: PKWARE's APPNOTE 6.3.9.
+The CRC-32 of the tensor is written as 0, because it is not known yet; torch's reader does not check it, as after
+``torch.serialization.set_crc32_options(False)``. Layout: PKWARE's APPNOTE 6.3.9.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _headers(name: str, nbytes: int, crc: int, at: int, align: int = 1) -> tuple
     """Returns the two headers of a stored file: the one before its bytes, at `at` of the zip, and the one in the
     directory.
 
-    Its bytes begin at a multiple of `align`. Large ones come last: what begins beyond 4 GiB is only the directory.
+    The file's bytes begin at a multiple of `align`. Large files come last, so that only the directory begins beyond 4
+    GiB.
     """
     path, large = FOLDER + name.encode(), nbytes >= LARGE
     shown, version = (LARGE, 45) if large else (nbytes, 20)

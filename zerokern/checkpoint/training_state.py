@@ -36,8 +36,8 @@ _UNSAVED = ("params", "param_names")  # of param_groups
 class NamedSpan:
     """Elements [start, start + numel) of a named tensor, stored on this rank from element `first` of `tensor` on.
 
-    A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns). `before`:
-    how many elements of it lie before those of `tensor`, which is the rows of a tile.
+    A tensor has several spans if this rank's elements are not consecutive (a DTensor that is sharded by columns).
+    `before`: elements of the saved tensor before `tensor`, if that is a tile of it.
     """
 
     name: str
@@ -148,7 +148,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
     """Waits until the parameters are those of the last step; call it before they are read or written.
 
-    `replaced`: they are about to be, so that an update which failed does not matter.
+    `replaced`: they are about to be overwritten, so a failed update does not matter.
     """
     for sharding in shardings_of(map(shard_of, named_tensors(model).values())):
         sharding.publisher.complete()
@@ -237,7 +237,8 @@ class TrainingState:
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what is saved: tensors by key, and everything else as JSON.
 
-        Waits for updates under way. An optimizer that a step or a load left torn is refused, and what has no memory.
+        Waits for running updates. Raises for optimizers that a failed step or load left inconsistent, and for meta
+        tensors.
         """
         for name, tensor in self.tensors.items():
             refuse_meta(name, tensor)

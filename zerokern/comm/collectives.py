@@ -32,8 +32,8 @@ def post(pg: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Ten
     """Starts point-to-point transfers of flat tensors with ranks of the group, in chunks; returns the works to wait
     for.
 
-    Between two ranks, messages of one tag arrive in the order in which they were posted. A message that is larger than
-    what it is received into ends the process inside gloo: the tag must differ wherever sizes may.
+    Between two ranks, messages with the same tag arrive in the order in which they were posted. A message larger than
+    its receive buffer makes gloo end the process: tags must differ wherever sizes may.
     """
     works = []
     for sent, received in _rounds(sends, receives):
@@ -71,7 +71,7 @@ def _chunks(transfers: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]
 def closed_peers(pg: Any, rank: int, size: int) -> list[int]:
     """Returns the ranks that have closed their connection with this one; none if this rank closed its own.
 
-    Asking leaves a receive behind at every peer that is there: for use after a failure, or while one is likely.
+    This leaves a pending receive at every live peer: use it after a failure, or if one is likely.
     """
     closed = []
     for peer in range(size):
@@ -90,7 +90,7 @@ def abort_transfers(pg: Any, rank: int, size: int) -> None:
     """Ends every pending transfer of the group with an error, here and at its peers; no transfer is possible
     afterwards.
 
-    A receive that times out does this inside gloo; so one is posted that nobody answers.
+    It posts a receive that nobody answers: gloo ends all transfers when that times out.
     """
     for peer in range(size):
         if peer == rank:

@@ -20,7 +20,7 @@ __all__ = ["Common", "CommonGroup", "detail"]
 class Common:
     """What all groups over one process group and kind of device share: counts of operations, and the observer.
 
-    It must not hold the process group, which is the key that it is found by.
+    It must not keep the process group alive, which is its key in a weak dictionary.
     """
 
     def __init__(self, pg: Any, device: torch.device, timeout_s: float) -> None:

@@ -51,7 +51,7 @@ class DeviceGroup(CommonGroup):
                 gate = stream_gate(self.device)
             held.clear()
 
-        held = list(memory)  # until the current stream has been told to wait for what reads and writes it
+        held = list(memory)  # kept until the current stream waits for the work that uses it
         return Handle(complete, work.is_completed if finish is None else None, lambda: gate())
 
     def _reduce_scatter(

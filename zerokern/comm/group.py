@@ -40,7 +40,7 @@ class Handle:
         again: Callable[[], None] | None = None,
     ) -> None:
         self._complete, self._poll = complete, poll
-        self._again = again  # what a later waiter does: its stream has waited for nothing yet
+        self._again = again  # called by later waiters, whose streams have not waited yet
         self._ended = complete is None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -175,10 +175,10 @@ class Group:
         bucket.
 
         On a CPU the sum runs in fp32 in the order of the ranks and is rounded once, to the dtype of `out`; a device's
-        library sums in the bucket's dtype, in an order of its own. `out` may be this rank's own span of `bucket`.
-        Nobody touches the bucket before wait(); afterwards it holds nothing to rely on, save `out` if that lies there.
-        `scratch`: at least (size - 1) spans in the bucket's dtype, to be used by one collective at a time.
-        `squares`: of spans of `out`, measured by wait() where the sum is made here, and not by a transport.
+        library sums in the bucket's dtype, in an order of its own. `out` may be this rank's own span of `bucket`. Do
+        not touch the bucket before wait(); afterwards its content is undefined, except for `out`. `scratch`: at least
+        (size - 1) spans in the bucket's dtype, used by one collective at a time. `squares`: of spans of `out`, computed
+        by wait() if the sum is made here and not by the transport.
         """
         bucket, out = self._flat("bucket", bucket, FLOATS), self._flat("out", out, FLOATS)
         span = self._span("bucket", bucket)
@@ -233,10 +233,10 @@ class Group:
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
         """Reduces over all ranks, in place, to the same bits on each. The maximum of NaN and anything is NaN.
 
-        A mean is the sum of what each rank has divided before.
+        A mean is the sum of values that each rank has divided before.
 
-        A large tensor on a CPU takes a second round, which begins in wait(). `scratch`: of the tensor's dtype and as
-        large as (size - 1) spans or larger; fresh memory costs more than the sum.
+        A large tensor on a CPU takes a second round, which begins in wait(). `scratch`: memory of the tensor's dtype,
+        of (size - 1) spans or more; allocating it costs more than the sum.
         """
         if op not in ("sum", "mean", "max"):
             raise ValueError(got("op", op, "'sum', 'mean' or 'max'"))

@@ -1,7 +1,7 @@
 """Ranks in two dimensions: spans are sharded along one, and replicated along the other (HSDP).
 
-A bucket is reduced in two rounds: to spans among those that divide it, and each span among those that have copies of
-it, beside the first round of the next bucket.
+A bucket is reduced in two rounds: to spans along the shard dimension, then each span along the replicate dimension,
+beside the first round of the next bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["AllReplicas", "HybridGroup"]
 class AllReplicas:
     """The ranks of both dimensions. Collectives run along one dimension and then along the other.
 
-    So all ranks have the same bits. They are numbered as a mesh of (replicate, shard) lists them.
+    So all ranks get the same bits. Ranks are numbered as in a mesh of (replicate, shard).
     """
 
     def __init__(self, shard: Group, replicas: Group) -> None:
@@ -66,8 +66,8 @@ class AllReplicas:
 class HybridGroup(Group):
     """The ranks that shard spans, as a group; each of them knows the `replicas` of its own shard.
 
-    What moves spans stays among the former: gathers, and the order of them. What all must have alike concerns both:
-    `reduce_scatter` ends in the same span on all that have it, a norm counts each span once.
+    Gathers, and their order, concern only the ranks of one replica. What all ranks must have alike concerns both
+    dimensions: `reduce_scatter` ends in the same span on all replicas, a norm counts each span once.
 
     >>> import torch
     >>> alone = Group(0, 1, torch.device("cpu"), "alone")
@@ -101,7 +101,7 @@ class HybridGroup(Group):
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
         """Reduces over all shards, each counted once: a sum is the mean of the replicas' sums.
 
-        Where replicas are alike that is what each of them has; where they are not, all hear of the same number.
+        If replicas are equal that is the sum of each; if not, all get the same number.
         """
         if op == "sum" and not tensor.is_floating_point():
             raise TypeError(f"tensor has dtype {tensor.dtype}; allowed: floats, of which replicas have a mean")

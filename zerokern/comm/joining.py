@@ -54,8 +54,8 @@ def _has_world() -> bool:
 def group_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
     """Returns the group of a 1-D ``DeviceMesh``, of the world if there is one, else of this process alone.
 
-    A Group is returned as it is. All ranks of the group call this together: it ends when they have found each other.
-    The same ranks on the same device are the same object, for as long as someone holds it.
+    A Group is returned unchanged. All ranks call this together; it returns when they have found each other. The same
+    ranks on the same device are the same object, as long as somebody holds it.
 
     >>> group_on()
     Group('alone', rank 0 of 1, cpu)
@@ -237,7 +237,7 @@ def _group(pg: Any, device: torch.device, common: Common) -> Group:
 def _meet(pg: Any, group: Group, common: Common) -> None:
     """Waits until all ranks have come here and share a page of the store that no earlier run has written to.
 
-    Once for each process group: later, one rank may still hold a group that another has let go.
+    Only once for each process group: later, one rank may still hold a group that another has dropped.
     """
     ranks, store = dist.get_process_group_ranks(pg), dist.distributed_c10d._get_default_store()
     name = f"{_name(pg)}/{zlib.crc32(','.join(map(str, ranks)).encode()):08x}"

@@ -1,8 +1,7 @@
 """The port through which somebody watches a process group: what begins, what is waited for, what fails.
 
-What is plugged in (zerokern/debug, port "group observer") finds out why an operation does not end, and ends it. Without
-a plug a failed operation is an error of its own rank, which closes its connections; a rank that does not come is waited
-for until the group's timeout.
+A plug (zerokern/debug, port "group observer") finds out why an operation does not end, and ends it. Without a plug a
+failed operation is an error of its own rank, which closes its connections; other ranks wait until the group's timeout.
 """
 
 from __future__ import annotations

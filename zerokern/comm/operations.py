@@ -16,8 +16,8 @@ _thread = threading.local()
 class during:
     """Context manager that names the public call or hook that this thread is in, for messages if it waits for long.
 
-    The outermost name counts, for that is what the user wrote. `of` says what the collectives within are about, the
-    same on all ranks: those of different things never match, even where they move as much. There the innermost counts.
+    The outermost name is used, which the user wrote. `of` names the subject of the collectives within, the same on all
+    ranks: those with different subjects never match, even if they move as much. There the innermost is used.
 
     >>> with during("zk.save"), during("the forward of 'layers.3'", of="unit 'layers.3'"):
     ...     phase(), subject()
@@ -50,8 +50,8 @@ def subject() -> str:
 class Operation:
     """The `count`-th operation of a kind in a group; `detail` says what it moves.
 
-    `source`: the only rank that has to take part, where it is one. `counted`, `part`: the kind and number that ranks
-    count a later round of it by.
+    `source`: the only rank that has to take part, if there is one. `counted`, `part`: kind and number under which ranks
+    count a later round of it.
     """
 
     __slots__ = ("count", "counted", "detail", "kind", "part", "phase", "source", "thread", "warned")

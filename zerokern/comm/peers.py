@@ -35,7 +35,7 @@ class PeerGroup(CommonGroup):
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
         super().__init__(pg, common, device, name)
-        # memory that gloo reads or writes, however little is waited for
+        # keeps memory alive that gloo reads or writes, even if nobody waits
         self._pending: dict[int, tuple[Tensor, ...]] = {}
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process and exchange through memory: the slow reference of the collectives.
 
-Sums are plain loops in the order of the ranks. What must not be touched is looked at again, and what holds nothing to
-rely on is filled with NaN, so that a caller who breaks a rule of `Group` hears of it here first.
+Sums are plain loops in the order of the ranks. It checks that nobody touches memory in use, and fills memory with
+undefined content with NaN, so that a caller that breaks a rule of `Group` fails here first.
 """
 
 from __future__ import annotations

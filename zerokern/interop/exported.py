@@ -1,10 +1,9 @@
 """A folder of exported weights, in which the old export stays whole until the new one is.
 
-One file takes its name when it is complete. Several are written under names that no index has yet; their index takes
-its name when they are complete. The small files beside them (`config.json`) take theirs right after: under
-`*.single.new` and `*.index.new` they wait for the one or the other, and where a kill comes between, the next export
-finishes that. What was begun and not finished is on record in `*.new`, what is being replaced in `*.old`, so that the
-next export clears away what a killed one left, and nothing else.
+A single file is renamed into place when it is complete. Several files are written under names that no index has yet;
+then their index is renamed. Small files (`config.json`) wait as `*.single.new` or `*.index.new` and are renamed right
+after; if a kill comes between, the next export does that. New files are on record in `*.new`, replaced ones in `*.old`,
+so that the next export removes what a killed one left, and nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def file_names(count: int, token: str = "") -> list[str]:
 def headers_of(path: Path, held: OpenFiles) -> list[Header]:
     """Returns the checked headers of a safetensors file, or of the files of a folder; `held` keeps the files open.
 
-    A single `model.safetensors` counts before an index, as it does for Hugging Face.
+    A single `model.safetensors` takes precedence over an index, as it does for Hugging Face.
     """
     if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
         raise IoError(

@@ -1,6 +1,6 @@
 """The safetensors format: a length, a header in JSON, and the bytes of the tensors behind it, without gaps.
 
-A header is believed only after every number in it has been compared with the file; reading one runs nothing.
+Every number in a header is checked against the file before it is used; reading a header runs no code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads pickles and files of torch.save without importing or running anything that they name.
 
-torch.load(weights_only=True) makes the values. It believes the numbers in a pickle, though: ten bytes ask for a tensor
-or a bytearray of 2 GB; a storage is as long as the pickle says, whatever its record has; a compressed record is mapped
-as if it were none; no checksum is compared. So the pickle is read here first, with records in the place of objects.
+torch.load(weights_only=True) creates the values. But it trusts the numbers in a pickle: ten bytes request a tensor or a
+bytearray of 2 GB; a storage is as long as the pickle says, whatever its record has; a compressed record is mapped as if
+it were not; no checksum is compared. So the pickle is first read here, with records in place of objects.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads the addresses of many tensors and their gradients in one native call.
 
 Reading `p.grad`, its address, dtype and layout from Python takes a microsecond per parameter, nearly all of it in cache
-misses that wait for each other. The native loop lets them overlap. It asks torch itself, through its C interface
-(`aoti_torch_*`) and `c10::TensorImpl::grad`, found by name in the libraries that torch has loaded: nothing is linked.
-One thing is assumed of an object, that an `at::Tensor` is the address of its `TensorImpl`; a trial shows it.
+misses, which the native loop overlaps. It calls torch through its C interface (`aoti_torch_*`) and
+`c10::TensorImpl::grad`, looked up by name in the libraries that torch has loaded. It assumes that an `at::Tensor` is
+the address of its `TensorImpl`, which a trial verifies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
     "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
 )
-_WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which is its cell
+_WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which points to its TensorImpl
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
 _pointer_of = torch.Tensor.data_ptr
@@ -121,7 +121,7 @@ class GradientReader:
     def read(self) -> array[int] | None:
         """Returns the gradients' addresses; None if one is missing, or a gradient or parameter is not as recorded.
 
-        A parameter may have been given another tensor's body (`torch.utils.swap_tensors`), so these are read first.
+        `torch.utils.swap_tensors` may have exchanged TensorImpls, so these are compared first.
         """
         if not self.cells.unchanged():
             return None

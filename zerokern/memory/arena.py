@@ -1,7 +1,7 @@
 """A private memory mapping for staging state, and leases of it: huge pages, locked, not shared with forked children.
 
-Disks and GPUs write to this memory by its physical pages. So it is touched before it is used, kept out of children
-(after a fork, a write to a shared page would move the parent to another page, away from a transfer under way), and
+Disks and GPUs write to this memory by physical address. So its pages are touched before use, it is not inherited by
+forked children (after a fork, a write would move the parent to another page, away from a running transfer), and it is
 unmapped only when nothing refers to it any more.
 """
 
@@ -45,7 +45,7 @@ _CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process
 class Lease:
     """A lease of an arena: exactly ``nbytes`` at ``ptr``. The owner releases it once nothing moves there.
 
-    A lease that is dropped unreleased leaves its bytes taken: something may still move there.
+    A lease that is dropped without release() keeps its bytes allocated: something may still move there.
 
     >>> arena = Arena(1 << 20)
     >>> with arena.lease(100, "example") as lease:
@@ -100,8 +100,8 @@ class Lease:
 class Arena:
     """A mapping of ``nbytes`` (rounded up to 4096), resident from the start, that leases are taken from.
 
-    Without ``poison``, ZEROKERN_POISON decides whether leases are filled with 0xFF when they begin and end. Asking for
-    more than there is raises BudgetError before anything is taken; the message shows who holds what.
+    Without ``poison``, ZEROKERN_POISON decides whether leases are filled with 0xFF when they begin and end. A lease
+    that does not fit raises BudgetError with a table of who holds what.
 
     >>> arena = Arena(1 << 20)
     >>> one, two = arena.lease(5000, "exp_avg"), arena.lease(100, "scales")
@@ -244,7 +244,7 @@ class Arena:
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs, once CUDA is in use: an arena alone creates no context."""
         refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
-        self._offered_to_cuda = True  # at last: an interrupt before it is no answer
+        self._offered_to_cuda = True  # set last, so that an interrupted attempt is repeated
         if int(refused):
             clear_cuda_error()  # else torch would find it and blame its next call
             say_once(

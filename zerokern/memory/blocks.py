@@ -31,8 +31,8 @@ class HostBlock:
 class BlockPool:
     """A pool of pinned memory blocks. Pinning costs a system call for each page, so blocks are kept for reuse.
 
-    There are never more bytes in blocks than were in use at once: where sizes change from step to step, the smallest
-    free blocks make way for a larger one.
+    The pool never holds more bytes than were in use at once: if sizes change, the smallest free blocks make way for a
+    larger one.
 
     >>> blocks = BlockPool("example")
     >>> one = blocks.take(8192); blocks.give(one)
@@ -51,7 +51,7 @@ class BlockPool:
         """Returns the smallest free block of at least nbytes."""
         fitting = [block for block in self._free if block.memory.numel() >= nbytes]
         best = min(fitting, key=lambda block: block.memory.numel(), default=None)
-        # one that is far too large serves where there may be no more memory
+        # a far too large block is used only if no more memory may be allocated
         if best is None or (best.memory.numel() > SLACK * nbytes and self.nbytes + nbytes <= self._most_nbytes):
             return self._new(nbytes)
         self._free.remove(best)
@@ -95,8 +95,8 @@ class BlockPart:
 class BlockTier:
     """A tier for a device's tensors: blocks of host memory, or a tier `behind` these.
 
-    A device's copies are put in order by its streams, so that nobody waits for host memory. A tier behind is given what
-    has arrived in the block when the ticket of the store is waited for, or the part is fetched.
+    Copies of a device are ordered by its streams, so the host does not wait. A tier behind receives a block's content
+    when the ticket of the store is waited for, or the part is fetched.
     """
 
     budget = None
@@ -145,7 +145,7 @@ class BlockTier:
         self.store_behind(part, out.numel())
         block = self.blocks.take(out.numel())
         if block.last is not None:
-            block.last.wait()  # of what it served before: the tier behind knows nothing of the device's streams
+            block.last.wait()  # its last copy: the tier behind knows nothing of the device's streams
         memory = block.memory[: out.numel()]
         return _FetchBehind(self, block, self.behind.fetch(part.part, memory), memory, out)
 

@@ -1,7 +1,7 @@
 """Copies between a device and host memory: one stream for each direction, and a ticket for each call.
 
-A copy keeps its tensors until it has ended, so no memory is given to somebody else below it, and nothing needs
-`record_stream`. No copy changes a dtype: bytes cross the link as they are, and casts run where memory is fast.
+A copy keeps its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy
+changes a dtype: casts run on the device.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class Copy:
 class Copies:
     """The two copy streams of a device, and the copies in flight on them.
 
-    ``ready`` says when the tensors may be touched: a ticket, or, without one, the point that the current stream has
-    reached. ``after`` is one more ticket to come after, as `flow` passes it; one of another engine is waited for by the
-    host. Methods may be called from any thread.
+    ``ready``: a ticket after which the tensors may be read or written; by default the point that the current stream has
+    reached. ``after``: one more such ticket, as `flow` passes it; for a ticket of another engine the host waits.
+    Methods may be called from any thread.
 
     >>> class NoDevice:
     ...     device = torch.device("cuda", 0)
@@ -163,8 +163,8 @@ class Copies:
     ) -> Copy:
         """Copies device tensors to pinned host tensors of the same dtypes and lengths, as one batch.
 
-        The copies of a batch run in any order, so no two of them may touch the same memory. `checked`: they have been
-        looked at before, and nobody has exchanged their memory since.
+        The copies of a batch run in any order, so no two of them may touch the same memory. `checked`: the arguments
+        were checked in an earlier call and are unchanged.
         """
         return self._submit(self._out, _pairs(src, dst), ready, after, checked)
 
@@ -192,7 +192,7 @@ class Copies:
             unreported[0].wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # what it could raise has nobody to hear it; what it keeps has moved
+        with contextlib.suppress(Exception):  # nobody could handle an error here
             self.close()
 
     def __enter__(self) -> Copies:

@@ -17,9 +17,9 @@ def keep_freed(nbytes: int) -> bool:
     """Let the C library keep up to nbytes of freed memory, for the process as a whole; returns whether it could be
     told.
 
-    Memory that is freed and asked for again in every step costs a page fault for each 4 KiB of it otherwise: more time
-    than filling it takes. Only glibc is told; other allocators keep memory by themselves. Never lowers what was asked
-    for before, since `mmap_large_blocks`.
+    Otherwise memory that is freed and allocated in every step costs a page fault for each 4 KiB: more time than filling
+    it. Only glibc is told; other allocators keep memory by themselves. Never lowers an earlier request, until
+    `mmap_large_blocks`.
 
     >>> keep_freed(0) in (True, False)
     True
@@ -28,7 +28,7 @@ def keep_freed(nbytes: int) -> bool:
     if mallopt is None or nbytes <= _most.nbytes:
         return mallopt is not None
     _most.nbytes = nbytes
-    # naming either switches off that glibc adapts both
+    # setting either one disables glibc's adaptation of both
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1)))
 
 

@@ -24,8 +24,8 @@ class Here:
     """This rank's elements of a tensor: elements [start, start + numel) of its box at `offsets` with `sizes`,
     flattened.
 
-    A plain tensor is all here. Who divides flat memory leaves a span of it, who divides dimensions a box, and both at
-    once a span of a box. `group`: the ranks that it is divided among, where that is known.
+    Of a plain tensor that is everything. Sharding flat memory leaves a span, sharding dimensions a box, both a span of
+    a box. `group`: the ranks that it is sharded over, if known.
 
     >>> here = Here.span(torch.Size([3, 4]), 2, 6); here.boxes()
     [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2)]

@@ -1,10 +1,10 @@
 """Computes offsets of tensors in one mapping, and keeps track of free spans. Pure arithmetic, without torch.
 
-It is the same for who plans memory and for who takes it.
+Planner and allocator use the same functions, so they count the same bytes.
 
-Tensors begin at multiples of a cache line, in the order in which they were asked for. Streams that lie a large power of
-two apart take turns on the same banks of memory (0.71 ns per parameter for two states of 256 MiB side by side, 0.42
-with 16 KiB or more between them), so a large tensor has a gap behind it, of less than a hundredth of its size.
+Tensors begin at multiples of a cache line, in order. Streams that are a large power of two apart use the same memory
+banks in turn (0.71 ns per parameter for two states of 256 MiB side by side, 0.42 with 16 KiB or more between them), so
+a large tensor is followed by a gap of less than a hundredth of its size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def offsets_of(nbytes: Iterable[int]) -> tuple[list[int], int]:
     offsets: list[int] = []
     free = end = 0
     for size in nbytes:
-        offsets.append(free if size else 0)  # nothing is anywhere, and so never beyond the end
+        offsets.append(free if size else 0)  # an empty tensor is put at 0, so that it is never beyond the end
         end = free + size if size else end
         free += -(-size // LINE) * LINE + (SKEW if size >= 100 * SKEW else 0)
     return offsets, end

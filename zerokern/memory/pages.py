@@ -1,7 +1,7 @@
 """Moves huge pages between address ranges, so that pages that one range no longer needs are reused by the next.
 
-A page that is given back to the system comes again as zeros, which somebody has to write, and on a virtual machine from
-a host that may have taken it away: 0.3 GB/s where a disk reads 2 (`bench/FACTS.md`). To move it costs a system call.
+A page that was returned to the system comes back as zeros, which the system has to write; on a virtual machine its host
+may have taken it away: 0.3 GB/s where a disk reads 2 (`bench/FACTS.md`). Moving a page costs one system call.
 """
 
 from __future__ import annotations

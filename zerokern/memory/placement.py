@@ -1,7 +1,7 @@
 """Chooses CPUs and NUMA nodes from what the system says of itself.
 
-An update in native threads is as fast as memory, so one core less costs it little; a framework's own thread that finds
-no core free makes a device wait. And memory is slower from the other side of a machine with several nodes.
+An update is limited by memory, so one core less costs it little, while a framework's thread without a free core makes a
+device wait. Memory of another NUMA node is slower.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def nodes_for(nodes: Mapping[int, Node], cpus: Collection[int]) -> tuple[int, ..
 def bind(base: int, nbytes: int) -> tuple[int, ...]:
     """Asks for pages, before they are touched, near the CPUs of the native thread pool. Returns the nodes, if any.
 
-    A refusal is logged once: the pages lie then where the thread that touches them runs.
+    A refusal is logged once: the pages then lie at the node of the thread that touches them.
     """
     wanted = nodes_for(nodes(), native.cpus() or env.process_cpus())
     if not wanted:
@@ -155,8 +155,8 @@ def cpus_near(device: torch.device, folder: Path = _PCI) -> frozenset[int]:
 def restrict_to_cpus(cpus: Iterable[int], ranks: int = 1) -> tuple[int, ...] | None:
     """Restricts the native pool's threads to these CPUs, and to its share of threads among so many ranks.
 
-    What ``ZEROKERN_CPUS`` or ``native.set_cpus`` gave stays, and a pool is not left without a CPU. Returns what
-    ``native.cpus`` does from now on.
+    ``ZEROKERN_CPUS`` and ``native.set_cpus`` take precedence, and a pool is never left without a CPU. Returns the new
+    ``native.cpus()``.
 
     >>> restrict_to_cpus(env.process_cpus()) == native.cpus()
     True
@@ -171,8 +171,8 @@ def restrict_to_cpus(cpus: Iterable[int], ranks: int = 1) -> tuple[int, ...] | N
 def reserve_device_cores(device: torch.device) -> tuple[int, ...] | None:
     """Reserves a core for each rank of this machine for the threads that feed a device (see ``reserved_cpus``).
 
-    Of several ranks each keeps to its GPU's side of the machine, and so do its pages: the copies then cross no link
-    between sockets. A rank that is alone has the memory of both sides to itself, which is worth more.
+    Each of several ranks keeps to its GPU's side of the machine, and so do its pages, so copies cross no link between
+    sockets. A single rank uses the memory of both sides, which is worth more.
 
     >>> reserve_device_cores(torch.device("cpu")) == native.cpus()
     True

@@ -1,8 +1,7 @@
 """A ring buffer that spans of a slow tier pass through, and the loop that overlaps fetch, compute and store.
 
-Item i lives in slot i % N. While it is computed, the items after it are on their way in and those before it on their
-way out. A slot is fetched into again after its store has ended (``after``), never earlier: the tier's engine keeps that
-order, so nobody waits here for a store that nobody needs yet.
+Item i uses slot i % N. While it is computed, later items are fetched and earlier ones stored. A slot is fetched into
+again only after its store has ended (``after``): the tier's engine keeps that order, so the loop does not wait for it.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ def flow(
 ) -> None:
     """Runs items 0 to count - 1 through the ring: fetch, compute, store, each overlapped with those of other items.
 
-    ``fetch(i, slot, after)`` submits and returns a ticket, or None where there is nothing to fetch; the transfer may
-    begin only when ``after`` has ended (None: at once), which is for the engine to keep. It must not touch the slot
-    itself: ``compute(i, slot)`` may, and is called in order, when both have ended well. ``store(i, slot)`` submits and
-    returns a ticket or None. ``progress`` is told how many items are through.
+    ``fetch(i, slot, after)`` starts a transfer and returns its ticket, or None if there is nothing to fetch; the engine
+    starts it when ``after`` has ended (None: at once). It must not touch the slot itself: ``compute(i, slot)`` may, and
+    is called in order, when both have ended well. ``store(i, slot)`` returns a ticket or None. ``progress`` is called
+    with the number of finished items.
 
-    Returns when everything has ended, and raises not before that: the first error, with the others in its notes.
-    Signals are heard between items.
+    Returns or raises only when everything has ended: the first error, with the others in its notes. Signals are handled
+    between items.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
@@ -115,8 +114,8 @@ def flowing(
 ) -> Generator[int, None, None]:
     """Does the same as `flow`, item by item: yields how many have been computed, while later ones are being fetched.
 
-    The end waits for what is on its way out; `close` breaks it off, and waits for whatever is under way. `between` is
-    called before each item. Signals are not held: it is for threads that they do not reach.
+    Its end waits for the stores; `close` stops it early, and waits for all transfers. `between` is called before each
+    item. Signals are not deferred: it is for threads that do not receive them.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
@@ -211,9 +210,9 @@ def _note(first: BaseException, other: BaseException) -> None:
 class DeferredSignals:
     """Context manager that defers signals with Python handlers until ``deliver`` or the end of the block.
 
-    Ctrl-C between a submission and the keeping of its ticket would leave nobody to wait for it.
+    A Ctrl-C between the start of a transfer and the assignment of its ticket would leave nobody to wait for it.
 
-    Python runs handlers in the main thread alone, so on other threads there is nothing to hold.
+    Python runs handlers only in the main thread; on other threads this does nothing.
 
     >>> import signal
     >>> with DeferredSignals() as held:

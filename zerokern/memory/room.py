@@ -41,7 +41,7 @@ def memory_left() -> dict[str, int]:
     left = {}
     machine, process = _kilobytes("/proc/meminfo"), _kilobytes("/proc/self/status")
     given = env.read("ZEROKERN_MEMORY")
-    if given is not None:  # a machine that grows as it is asked says little of what it could have
+    if given is not None:  # for machines that grow on demand and report less than they can have
         left["ZEROKERN_MEMORY"] = max(0, parse_nbytes("ZEROKERN_MEMORY", given) - process.get("VmRSS", 0))
     elif "MemAvailable" in machine:
         left[_FREE] = machine["MemAvailable"] + machine.get("SwapFree", 0)

@@ -1,7 +1,7 @@
 """Tickets, and the CUDA streams and events that order copies to and from a GPU.
 
-Many copies are one call of the CUDA runtime: cudaMemcpyBatchAsync where it is there, else cudaMemcpyAsync for each. The
-library is the one that torch has loaded; its version says which signature it has, the driver's whether it works.
+Many copies are one call of cudaMemcpyBatchAsync if it is available, else cudaMemcpyAsync for each. The runtime library
+is the one that torch has loaded; its version determines the signature, the driver's whether it works.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class CudaMark:
     """
 
     def __init__(self, stream: torch.cuda.Stream, clock: _CudaClock | None = None) -> None:
-        # who waits sleeps: the cores have an optimizer step to do
+        # waiting threads sleep: the cores are needed for the optimizer step
         self.event = torch.cuda.Event(blocking=True, enable_timing=clock is not None)
         self.event.record(stream)
         self.begin: CudaMark | None = None  # where the copies began that it stands behind

@@ -58,7 +58,7 @@ class Stream:
         self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
         self.tier, self._owner = tier, owner
         self.records: dict[int, Record] = {}  # by id
-        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read before it is asked for: slots, and tickets
+        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # records read ahead: their slots and tickets
         self.version = 0  # counts what may have changed records
         self._reserved: list[Record] = []  # room for what is about to be laid out
         self._closed = False

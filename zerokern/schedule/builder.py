@@ -47,7 +47,7 @@ class ProgramBuilder:
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
         """Adds forward, backward and reductions; with `fetched`, gradients go to the host as they become complete.
 
-        Spans that are `gathered_again` are so unit by unit, before forward and before backward, as a pass does it.
+        Spans with `gathered_again` are gathered unit by unit, before forward and before backward, as in a real pass.
         """
         units: dict[int, list[int]] = {ROOT: []}
         for place, span in enumerate(spans):

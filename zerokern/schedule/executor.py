@@ -1,11 +1,11 @@
 """Runs step programs: in the caller's thread, or with one worker thread beside it.
 
-With a worker, that thread does what is the CPU's and launches copies, and the user's thread does what is the device's.
-Each lane keeps the order of its program, and an op begins once every op that it comes after has ended. An op without an
-action is somebody else's: on the device lane it counts as done, elsewhere its followers wait for what it waits for.
+The worker thread runs ops of the CPU and launches copies; the user's thread runs ops of the device. Each lane keeps the
+order of its program, and an op begins when all its dependencies have ended. An op without an action belongs to somebody
+else: on the device lane it counts as done, elsewhere its followers wait for its dependencies.
 
-A failure ends every run that is under way, after what had been launched has ended. It is raised in the user's thread,
-with the traceback of where it happened. The next program then begins afresh.
+A failure ends every run, after launched ops have ended. It is raised in the user's thread, with its original traceback.
+The next program starts afresh.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ EXIT_S = 30.0  # that what is under way may take when the interpreter ends
 class Executor:
     """Runs one program after another. `inline`: in the thread that waits for them, in the order of the program.
 
-    Else there is a worker thread, which starts with the first program. It ends when the executor is closed or dropped,
-    or with Python.
+    Otherwise a worker thread starts with the first program. It ends when the executor is closed or dropped, or when
+    Python exits.
 
     >>> from zerokern.schedule.program import Op, StepProgram, Ref
     >>> program = StepProgram("example", (Op("Step", "a", "cpu"), Op("Publish", "a", "device", (Ref(0),))))
@@ -89,8 +89,8 @@ class Executor:
     ) -> Run | InlineRun:
         """Starts a program and returns at once; raises an earlier failure that was not reported.
 
-        `ahead`: verbs of the device lane whose ops belong to the next step. They are handed over with what they wait
-        for, and `finish` leaves them. If they have not been performed when the next program begins, they never are.
+        `ahead`: verbs of the device lane whose ops belong to the next step. They are submitted with their dependencies,
+        and `finish` leaves them. Ops that were not performed when the next program begins never run.
         """
         self.check_process()
         worker = self._worker
@@ -259,7 +259,7 @@ class Run:
     def finish(self) -> None:
         """Performs the remaining device ops in order and waits until everything has ended; raises what failed.
 
-        What was handed over ahead is left for the next step.
+        Ops submitted ahead are left for the next step.
         """
         if not self._over:
             states = [state for state in list(self._worker.live) if state.step < self._state.step]

@@ -37,7 +37,7 @@ def moves_before(
 ) -> list[Move]:
     """Returns what is done before a unit computes. `done`: unsharded units that have nothing left to do.
 
-    To gather what is whole is nothing.
+    Gathering an unsharded unit does nothing.
 
     >>> moves_before(5, [4, 3], [0, 5, 6], [6], [1] * 7, Prefetch())
     [('Release', 6), ('Gather', 5), ('Gather', 4)]
@@ -62,7 +62,7 @@ def moves_before(
 def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Prefetch | None = None) -> Iterator[Move]:
     """Yields the moves of forward and backward of units side by side, in forward order, inside of the root unit.
 
-    What computes last in forward is the first in backward, and stays whole between them.
+    The unit that computes last in forward is the first in backward, and stays unsharded between them.
 
     >>> " ".join(f"{verb[0]}{unit}" for verb, unit in step_of([1, 2, 3], [1] * 4) if verb in ("Gather", "Release"))
     'G0 G1 G2 R1 G3 R2 G2 R3 G1 R2 R0 R1'
@@ -116,7 +116,7 @@ class UnitOrder:
         """Records that this unit is next. Returns whether that is new; raises if another rank does something else."""
         number, key = unit.number, self.of(unit)
         if self._at and self._order[self._at - 1] == number:
-            return False  # still
+            return False  # it is still this unit's turn
         follows = self._order[self._at : self._at + 1] == [number]
         if follows:
             self._ranks.follow(key)

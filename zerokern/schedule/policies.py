@@ -66,13 +66,13 @@ def program_of(
 ) -> StepProgram:
     """Builds the program of one optimizer step over spans in forward order.
 
-    `shadow`: with Delayed, updated parameters wait on the device until they are published; without, on the host.
-    `at_once`: with "overlap", no forward begins before every span is published, as it is with plain tensors.
-    `on_disk`: state comes and goes while it is updated, and the step is over when the last of it has gone.
-    `passes`: over spans whose parameters rest off the device: micro-batches, each of which fetches them anew.
+    `shadow`: with Delayed, updated parameters wait on the device until they are published; otherwise on the host.
+    `at_once`: with "overlap", no forward begins before every span is published, as with plain tensors. `on_disk`: state
+    is on disk, and the step ends when all of it is stored. `passes`: the number of micro-batches, each of which fetches
+    resting parameters anew.
 
-    A Delayed program is that of a call after the exact ones. A step that it refers to and that ran another program,
-    or that never was, counts as over.
+    A Delayed program is that of a step after the exact ones. References to a step that ran another program, or that
+    never ran, count as done.
 
     >>> spans = [Span(name, 10, grad_nbytes=20, param_nbytes=20) for name in "ab"]
     >>> print(program_of("overlap", spans))
@@ -104,7 +104,7 @@ def program_of(
 def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
     """Builds the program of an update that runs at once, where parameters and state are: "sync" without offload.
 
-    `lane`: "cpu" where the device that computes is the host.
+    `lane`: "cpu" if the compute device is the host.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
@@ -135,7 +135,7 @@ def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
     for add in (builder.step, builder.store):
         for span in spans:
             last = add(span, last) or last
-    last += builder.store_state()  # before other ranks are told of it
+    last += builder.store_state()  # before other ranks gather it
     last = [key for span in spans for key in builder.gather(span, last)] or last
     for span in spans:
         last = builder.publish(span, last)
@@ -165,7 +165,7 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> StepProgram
 def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> StepProgram:
     """Builds it so that an update runs beside the next step's compute, and is published at that step's end.
 
-    What ranks show each other they gather then, and nothing runs beside it.
+    Gathers of updated values then run beside nothing.
     """
     seen: list[OpKey] = [OpKey("Gather" if _is_gathered_once(span) else "Publish", span.name, 1) for span in spans]
     stored = [OpKey("Store" if span.param_nbytes else "Step", span.name, 1) for span in spans]

@@ -1,6 +1,6 @@
 """One optimizer step as data: ops, their lanes, and what each depends on. Printable, no torch.
 
-A program has two interpreters: `executor` runs it, `simulator` times it on a described machine.
+`executor` runs a program, `simulator` times it on a described machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ref(NamedTuple):
 class Op(NamedTuple):
     """One operation: it moves `nbytes`, updates `numel` elements, or computes `flops`.
 
-    `turn`: what is done to one span more than once in a step is counted from 0.
+    `turn`: counts repetitions of the same op for a span within a step, from 0.
     """
 
     verb: str
@@ -114,8 +114,8 @@ class Span:
         """Returns a span that moves what an update of numel elements moves: gradients are read, state and parameters
         read and written.
 
-        `own_master`: parameters are read; else they are rounded from a master, which is part of the state. `fetched`,
-        `stored`: gradients and parameters cross the link. `others`: fields of compute and of other ranks.
+        `own_master`: parameters are read; otherwise they are rounded from a master, which is part of the state.
+        `fetched`, `stored`: gradients and parameters cross the link to the host. `others`: further fields.
 
         >>> exact = Span.of("a", 100, grad_nbytes=200, param_nbytes=200, state_nbytes=1000, stored=False)
         >>> exact.step_nbytes, exact.grad_nbytes, exact.param_nbytes
@@ -176,8 +176,8 @@ class StepProgram:
     def reach(self, keys: Collection[Key], ahead: Collection[str] = ()) -> Reach:
         """Returns which of these ops each of them depends on, through ops of others, and how many runs ago.
 
-        The latest of each suffices, for lanes keep their order over steps. Ops of the verbs `ahead` are handed over
-        with the step before their own, and come last.
+        The latest of each suffices, because lanes keep their order over steps. Ops of the verbs `ahead` are submitted
+        one step early, and come last.
         """
         found: Reach = {}
         for verb, what in keys:

@@ -45,8 +45,8 @@ class Launched:
 class Recorder:
     """Keeps the last `limit` ops. Its methods may be called from any thread.
 
-    A copy's times are those that its ticket gives (`ticket.times()`, a begin and an end in ns); a ticket that has none
-    is taken to have run from its launch until somebody saw that it had ended.
+    A copy's times come from its ticket (`ticket.times()`, begin and end in ns); without them it counts as running from
+    its launch until somebody sees that it has ended.
 
     >>> recorder = Recorder()
     >>> recorder.note(1, "cpu", "Step", "head", 1000, 5000)

@@ -1,6 +1,6 @@
 """Times a program on a described machine: what runs when, how long a step takes, how much of it is hidden. No torch.
 
-A lane does one op at a time, in the order of the program; an op begins when what it waits for is over. Rates change
+A lane runs one op at a time, in the order of the program; an op begins when its dependencies have ended. Rates change
 while an op runs, as other lanes begin and end: links that are slower in both directions, memory that is shared.
 """
 
@@ -81,7 +81,8 @@ def simulate(program: StepProgram, machine: Machine, steps: int = 4) -> Timeline
 def flow_bound(program: StepProgram, machine: Machine) -> float:
     """Returns the least seconds per step that dependencies allow: the longest cycle through lanes and dependencies.
 
-    Every op takes as long as it would alone. What an execution needs beyond it is its own, or that of what is shared.
+    Every op takes as long as it would alone. Any time beyond this bound comes from the order of execution, or from
+    shared resources.
 
     >>> from zerokern.schedule import Delayed, Span, program_of
     >>> machine = Machine("even", flops_s=1, device_gb_s=1, down_gb_s=1, up_gb_s=1, host_gb_s=1)

@@ -77,7 +77,7 @@ class RunState:
 class Task:
     """One op of one run: its ticket until that has ended, and its action, which the run keeps for device ops.
 
-    It counts what it waits for, so that an end costs as much as it has followers, and no more.
+    It counts its dependencies, so that the end of an op costs time proportional to its followers only.
     """
 
     __slots__ = (
@@ -87,7 +87,11 @@ class Task:
 
     def __init__(self, op: Op, index: int, run_state: RunState, action: Action | None, *, ahead: bool) -> None:
         self.op, self.run_state, self.action, self.ahead = op, run_state, action, ahead
-        self.rank = (op.lane == "cpu", run_state.step, index)  # launches first: they cost nothing, and run beside
+        self.rank = (
+            op.lane == "cpu",
+            run_state.step,
+            index,
+        )  # launches first: they take no time and run asynchronously
         self.after: list[Task] = []
         self.followers: list[Task] = []
         self.unended = self.unlaunched = 0  # of those that it comes after
