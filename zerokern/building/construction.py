@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zerokern.building.recipes import DRAWING, Constant, Cook, Origin, Step, Viewed, mapped
+from zerokern.building.recipes import DRAWING, Constant, Evaluator, Origin, Step, Viewed, mapped
 from zerokern.core.errors import ShardError, got
 from zerokern.memory.heap import trim_heap
 from zerokern.zero.units import Unit
@@ -165,7 +165,7 @@ class Recording(TorchDispatchMode):
                 self.recipes[key] = recipe = Origin(recipe.weak, recipe.nbytes)
                 recipe.add(Step(aten.empty.memory_format, ([recipe.nbytes],), BYTES | {"device": tensor.device}, None))
             elif not recipe.filled:
-                Cook(trusts=True).fill(recipe, storage)
+                Evaluator(trusts=True).fill(recipe, storage)
             if recipe.nbytes > SMALL_NBYTES:
                 self._filled[key] = recipe.nbytes
                 self._filled.move_to_end(key)
@@ -246,7 +246,7 @@ class Recording(TorchDispatchMode):
                 trim_heap()
 
     @contextmanager
-    def lent(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
+    def with_values(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
         """Context manager in which tensors have their values; for good if a function tells others their addresses."""
         found = {key_of(tensor): tensor for tensor in tensors if is_plain(tensor) and key_of(tensor) in self.recipes}
         with _disable_current_modes():
@@ -270,7 +270,7 @@ class Recording(TorchDispatchMode):
         for key, recipe in self.recipes.items():
             storage = recipe.storage()
             if key not in reserved and not recipe.filled and storage is not None:
-                Cook(trusts=True).fill(recipe, storage)
+                Evaluator(trusts=True).fill(recipe, storage)
         for key in reserved & self.recipes.keys():
             if self.recipes[key].nbytes > SMALL_NBYTES:
                 self.empty(key)
@@ -279,7 +279,7 @@ class Recording(TorchDispatchMode):
         """Computes the final values of a tensor, after the recording has ended."""
         recipe = self.recipes.get(key_of(tensor))
         if recipe is not None and not recipe.filled:
-            Cook(trusts=False).fill(recipe, tensor.untyped_storage())
+            Evaluator(trusts=False).fill(recipe, tensor.untyped_storage())
 
 
 class Overhearing(TorchFunctionMode):
@@ -295,7 +295,7 @@ class Overhearing(TorchFunctionMode):
         if name in ("__get__", "__set__") or (name.endswith("_") and not name.endswith("__") and not forever):
             return func(*args, **kwargs)  # attributes; and operators that write, which may need no old values
         with torch._C.DisableTorchFunction():
-            lent = self._recorder.lent(tree_leaves((args, kwargs)), forever)
+            lent = self._recorder.with_values(tree_leaves((args, kwargs)), forever)
             lent.__enter__()
         try:
             return func(*args, **kwargs)

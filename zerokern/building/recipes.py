@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DRAWING", "Constant", "Cook", "Origin", "Step", "Viewed", "mapped"]
+__all__ = ["DRAWING", "Constant", "Evaluator", "Origin", "Step", "Viewed", "mapped"]
 
 LONGEST, DEEPEST = 500, 40  # operators, and generations of them, that a recipe is worth
 
@@ -87,7 +87,7 @@ class Origin:
         return self.weight <= LONGEST and self.depth <= DEEPEST
 
 
-class Cook:
+class Evaluator:
     """Does recipes again. `trusts`: what is filled holds what its recipe says."""
 
     def __init__(self, trusts: bool) -> None:

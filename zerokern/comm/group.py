@@ -365,38 +365,29 @@ class Group:
         return scratch
 
 
-class OfflineGroup(Group):
-    """A rank of a world that does not exist. Collectives raise CommError."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
-
-    def _refuse(self, operation: str) -> Any:
+def _refuses(operation: str) -> Callable[..., Any]:
+    def refuse(self: Group, *_: object) -> Any:
         raise CommError(
             f"{operation} was asked of a group that only knows its rank and size, {self.rank} of {self.size}: it "
             "serves plans; pass a DeviceMesh, or nothing, for one that communicates",
             operation=operation,
         )
 
-    def _reduce_scatter(
-        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
-    ) -> Handle:
-        return self._refuse("reduce_scatter")
+    return refuse
 
-    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
-        return self._refuse("all_gather")
 
-    def _publish(self, full: Tensor) -> Handle:
-        return self._refuse("publish")
+class OfflineGroup(Group):
+    """A rank of a world that does not exist. Collectives raise CommError."""
 
-    def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
-        return self._refuse("all_reduce")
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
 
-    def _broadcast(self, tensor: Tensor, src: int) -> Handle:
-        return self._refuse("broadcast")
-
-    def agree(self, key: str) -> None:
-        self._refuse("agree")
+    _reduce_scatter = _refuses("reduce_scatter")
+    _all_gather = _refuses("all_gather")
+    _publish = _refuses("publish")
+    _all_reduce = _refuses("all_reduce")
+    _broadcast = _refuses("broadcast")
+    agree = _refuses("agree")
 
 
 def offline_group(rank: int, size: int) -> Group:

@@ -28,7 +28,7 @@ from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
-__all__ = ["BESIDE", "Target", "begun", "file_names", "headers_of"]
+__all__ = ["BESIDE", "Target", "file_names", "headers_of", "open_begun"]
 
 NEW, OLD = ".new", ".old"
 WITH_SINGLE, WITH_INDEX = ".single.new", ".index.new"  # which weights a small file waits for
@@ -182,7 +182,7 @@ class Target:
         there = [name for name in BESIDE if (self.folder / (name + waiting)).exists()]
         self._inside.rename(*((name + waiting, name) for name in there))
 
-    def _settle_beside(self) -> None:
+    def _finish_beside(self) -> None:
         """Publishes or removes small files that a killed export left, depending on whether their weights were
         published.
         """
@@ -210,7 +210,7 @@ class Target:
 
     def _clear_leftovers(self) -> None:
         """Removes files of exports that were killed, and old files that they did not remove."""
-        self._settle_beside()
+        self._finish_beside()
         current = set(self._named_in(INDEX))
         for record in (INDEX + NEW, INDEX + OLD):
             self._inside.remove(*(name for name in self._named_in(record) if name not in current), record)
@@ -232,7 +232,7 @@ class Target:
 
 
 @contextmanager
-def begun(folder: Folder, name: str) -> Iterator[int]:
+def open_begun(folder: Folder, name: str) -> Iterator[int]:
     """Context manager that opens a file which `Target.start` made. It must be a regular file without another name."""
     fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder.fd)
     try:

@@ -24,7 +24,7 @@ from zerokern.checkpoint.ranks import Ranks, absolute_path, refuse_unusable
 from zerokern.checkpoint.training_state import NamedSpan, layout_of, named_tensors, spans
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import parse_nbytes
-from zerokern.interop.exported import BESIDE, Target, begun
+from zerokern.interop.exported import BESIDE, Target, open_begun
 from zerokern.interop.tensorfile import FLOATS, Beginning, header
 from zerokern.io.advice import on_disk
 from zerokern.io.renaming import Folder
@@ -131,7 +131,7 @@ def export(
     mine: list[Weight] = []
     files: list[Beginning] = []
 
-    def look() -> None:
+    def check_arguments() -> None:
         refuse_unusable(model)
         refuse_no_progress(progress)
 
@@ -143,7 +143,7 @@ def export(
         files.extend(_files(held, most, {"format": "pt", **_checked(dtype, opt, metadata)}))
         return _digest(held), [weight.intervals for weight in held]
 
-    ranks.all_gather("look at the model", look)
+    ranks.all_gather("look at the model", check_arguments)
     copies = shared_weights(ranks, model, lambda: named_tensors(model)).copies
     ranks.all_gather("find the weights", find)
     held = mine
@@ -233,8 +233,8 @@ def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: 
             path = folder / name
             with (
                 on_disk(path, "cannot write"),
-                begun(inside, name) as direct,
-                begun(inside, name) as cached,
+                open_begun(inside, name) as direct,
+                open_begun(inside, name) as cached,
                 PartsWriter(slots, path, direct, cached) as file,
             ):
                 for run in (run for run in share if run.file == number):

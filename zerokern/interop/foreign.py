@@ -24,7 +24,15 @@ from zerokern.checkpoint.index import Box, TensorRow, file_error, itemsize, refu
 from zerokern.checkpoint.source import BoxRead, Items, Report, Source, box_reads, dtype_name, no_report
 from zerokern.core.errors import IoError
 from zerokern.interop.naming import Named, bare, groups, named, parameter
-from zerokern.interop.torchfile import BROKEN, Archive, Stored, Unmade, damaged, dcp_metadata, loaded
+from zerokern.interop.torchfile import (
+    BROKEN,
+    Archive,
+    PickledObject,
+    StoredTensor,
+    damaged_error,
+    dcp_metadata,
+    load_restricted,
+)
 
 __all__ = ["Dcp", "Foreign", "TorchFile", "Universal", "open_foreign"]
 
@@ -129,7 +137,7 @@ class Foreign(Source):
         self._first |= {new: key for key, new in keys.items()}
         self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
 
-    def sort_in(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
+    def classify(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
         """Returns the keys of tensors that lie in files, and takes over everything else: groups, counters, `extra`."""
         found = self._named(tensors, values)
         self.numbered = found.numbered
@@ -162,7 +170,7 @@ class Foreign(Source):
         try:
             return named(list(tensors), list(values))
         except ValueError as error:
-            raise damaged(self.path, str(error)) from error
+            raise damaged_error(self.path, str(error)) from error
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -207,10 +215,10 @@ class Dcp(Foreign):
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             says = f"was edited, or a torch wrote it that is newer than this zerokern: {error}"
             raise file_error(index, says) from error
-        keys = self.sort_in(set(tensors), {place: self._item(box, _joined(place)) for place, box in values.items()})
+        keys = self.classify(set(tensors), {place: self._item(box, _joined(place)) for place, box in values.items()})
         self.tensors |= {keys[place]: row for place, row in tensors.items() if place in keys}
 
-    def _described(self, metadata: Unmade) -> tuple[dict[Place, TensorRow], dict[Place, Box]]:
+    def _described(self, metadata: PickledObject) -> tuple[dict[Place, TensorRow], dict[Place, Box]]:
         """Returns rows of tensors, and the boxes of other values, by their places."""
         self.files: list[str] = []
         stored = self._stored(metadata)
@@ -240,7 +248,7 @@ class Dcp(Foreign):
                 row.boxes.append(box)
         return tensors, values
 
-    def _stored(self, metadata: Unmade) -> dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]]:
+    def _stored(self, metadata: PickledObject) -> dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]]:
         """Returns where each item lies: number of its file, offset and length."""
         numbers: dict[str, int] = {}
         stored: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
@@ -312,7 +320,7 @@ class Dcp(Foreign):
                 nbytes=length,
                 key=key,
             ) from error
-        return loaded(io.BytesIO(data), file, key)
+        return load_restricted(io.BytesIO(data), file, key)
 
     def _load(self, key: str, box: Box) -> Tensor:
         found = self._item(box, key)
@@ -323,7 +331,7 @@ def _joined(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def _dtype(properties: Unmade) -> str:
+def _dtype(properties: PickledObject) -> str:
     found = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
     if not isinstance(getattr(torch, str(found), None), torch.dtype):
         raise ValueError(f"{found!r} is no dtype")
@@ -352,7 +360,7 @@ class TorchFile(Foreign):
         for place in beside:
             self._archive.check(stored.get(place), _joined(place))
         self._stored: dict[str, Any] = {}
-        for place, key in self.sort_in(set(tensors) - beside.keys(), others | beside).items():
+        for place, key in self.classify(set(tensors) - beside.keys(), others | beside).items():
             self.hold(key, tensors[place].detach())
             self._stored[key] = stored.get(place)
 
@@ -381,7 +389,7 @@ def _leaves(found: Any, path: Path) -> dict[Place, Any]:
             if value is not None:
                 leaves[place] = value
     except RecursionError:
-        raise damaged(path, "its dictionaries are nested without end") from None
+        raise damaged_error(path, "its dictionaries are nested without end") from None
     return leaves
 
 
@@ -426,14 +434,14 @@ class Universal(Foreign):
         for name in names:
             folder, ours = path / "zero" / name, short[name]
             states = [file.stem for file in folder.glob("*.pt") if file.stem not in ("fp32", "step")]
-            self._enter(f"model.{ours}", folder / "fp32.pt", shapes.get(name))
+            self._add_tensor(f"model.{ours}", folder / "fp32.pt", shapes.get(name))
             for state in sorted(states):
-                self._enter(f"optim.state.{ours}.{state}", folder / f"{state}.pt", shapes.get(name))
+                self._add_tensor(f"optim.state.{ours}.{state}", folder / f"{state}.pt", shapes.get(name))
             own = Archive(folder / "step.pt").values() if (folder / "step.pt").exists() else steps
             if states and own is not None:
                 self.hold(f"optim.state.{ours}.step", torch.as_tensor(own, dtype=torch.float32).reshape(()))
         for archive in archives:
-            self._take_buffers(archive, names)
+            self._add_buffers(archive, names)
         options = self._common.get("param_groups")
         if isinstance(options, list) and all(isinstance(group, Mapping) for group in options):
             plain = [
@@ -445,18 +453,18 @@ class Universal(Foreign):
     def fingerprint(self) -> str:
         return f"files with the digest {fingerprint(sorted(self.path.rglob('*.pt')))}"
 
-    def _take_buffers(self, archive: Archive, names: Sequence[str]) -> None:
+    def _add_buffers(self, archive: Archive, names: Sequence[str]) -> None:
         """Takes in buffers: they are in the model's own file alone, or in `zero` with another dtype."""
         described = _mapping(archive.content)
         buffers = described.get("buffer_names") or ()
         for name, stored in _mapping(described.get("module")).items():
             ours = f"model.{parameter(name).removeprefix('module.')}"
-            there = isinstance(stored, Stored) and (name in buffers or name not in names)
+            there = isinstance(stored, StoredTensor) and (name in buffers or name not in names)
             if there and ours not in self.held and torch.Size(stored.size).numel():
                 self.hold(ours, archive.tensor(stored, ours))
         archive.close()
 
-    def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
+    def _add_tensor(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
         self._archives[key] = archive = Archive(file)
         self.has_checksums &= archive.has_checksums
         found = self._tensor(key)

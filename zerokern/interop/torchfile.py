@@ -31,7 +31,16 @@ from zerokern.checkpoint.torch_zip import STORAGES
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.memory.room import amount, memory_left
 
-__all__ = ["BROKEN", "Archive", "Stored", "Unmade", "damaged", "dcp_metadata", "loaded", "look"]
+__all__ = [
+    "BROKEN",
+    "Archive",
+    "PickledObject",
+    "StoredTensor",
+    "damaged_error",
+    "dcp_metadata",
+    "load_restricted",
+    "read_pickle",
+]
 
 DTYPES = STORAGES | {
     "UntypedStorage": torch.uint8, "QInt8Storage": torch.int8, "QUInt8Storage": torch.uint8,
@@ -60,10 +69,10 @@ ALLOWED = frozenset(
 )  # fmt: skip
 
 
-class Unmade:
+class PickledObject:
     """A record in place of an object of a pickle: its constructor's arguments and its state.
 
-    >>> record = Unmade(3)
+    >>> record = PickledObject(3)
     >>> record.__setstate__({"offset": 5})
     >>> record.arguments, record["offset"]
     ((3,), 5)
@@ -104,7 +113,7 @@ class Unmade:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor that has not been read: its elements lie in a storage."""
 
     dtype: torch.dtype
@@ -120,7 +129,7 @@ class DtypeName(str):
     __slots__ = ()
 
 
-class Inert(pickle.Unpickler):
+class InertUnpickler(pickle.Unpickler):
     """Unpickles containers, numbers, text and records only; it imports nothing and calls nothing.
 
     `records`: how many bytes each storage has in the file, by its name, where that is known.
@@ -131,7 +140,7 @@ class Inert(pickle.Unpickler):
     ) -> None:
         super().__init__(io.BytesIO(data))
         self.path, self.allowed, self.records = path, allowed, records
-        self._classes: dict[str, type[Unmade]] = {}
+        self._classes: dict[str, type[PickledObject]] = {}
         self._left = len(data)  # a pickle has more bytes than elements, unless it names some of them again and again
 
     def find_class(self, module: str, name: str) -> Any:
@@ -158,7 +167,7 @@ class Inert(pickle.Unpickler):
         if full not in self._classes:
             if len(self._classes) == MOST_NAMES:
                 raise ValueError(f"it names more than {MOST_NAMES} classes")
-            self._classes[full] = type("Unmade", (Unmade,), {"name": full, "spend": self._spend})
+            self._classes[full] = type("PickledObject", (PickledObject,), {"name": full, "spend": self._spend})
         return self._classes[full]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -171,12 +180,12 @@ class Inert(pickle.Unpickler):
         if self._left < 0:
             raise ValueError("it is made of more elements than it has bytes")
 
-    def _stored(self, storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> Stored:
+    def _stored(self, storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> StoredTensor:
         """Takes the place of torch._utils._rebuild_tensor and its kind; the third version gets a dtype."""
         _, kind, key, _, count, *_ = storage
         named = next((argument for argument in more if isinstance(argument, DtypeName)), None)
         dtype = DTYPES[kind.name.rpartition(".")[2]] if named is None else getattr(torch, named)
-        found = Stored(dtype, str(key), offset, _size(size), _size(stride))
+        found = StoredTensor(dtype, str(key), offset, _size(size), _size(stride))
         if any(type(number) is not int or number < 0 for number in (count, offset, *found.size, *found.stride)):
             raise ValueError(f"a tensor has the size {found.size} at {offset}")
         nbytes = count if named is not None else count * dtype.itemsize
@@ -203,42 +212,46 @@ def _is_dtype(name: str) -> bool:
         return False
 
 
-def look(
+def read_pickle(
     data: bytes, path: Path, allowed: frozenset[str] | None = None, records: Mapping[str, int] | None = None
 ) -> Any:
-    """Returns what a pickle of `path` says: a `Stored` in the place of each tensor, records for all other objects.
+    """Returns the content of a pickle of `path`: a `StoredTensor` for each tensor, records for all other objects.
 
-    `allowed`: the only names that may be in it.
+    `allowed`: the only class names that may occur in it.
     """
     try:
         for operation, argument, at in pickletools.genops(data):
             # Python's reader makes room for all places of its memo up to this one: 12 bytes would take 4 GB.
             if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):
                 raise ValueError(f"byte {at} fills place {argument} of a memo, and {len(data)} bytes cannot")
-        return Inert(data, path, allowed, records).load()
+        return InertUnpickler(data, path, allowed, records).load()
     except IoError:
         raise
     # A damaged pickle raises whatever the operation that it happens to become raises.
     except Exception as error:
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged_error(path, f"{type(error).__name__}: {error}") from error
 
 
-def dcp_metadata(data: bytes, path: Path) -> Unmade:
+def dcp_metadata(data: bytes, path: Path) -> PickledObject:
     """Returns the index of a checkpoint of torch.distributed.checkpoint, the bytes of `path`, as records."""
-    found = look(data, path, ALLOWED)
-    if not isinstance(found, Unmade) or not isinstance(found.state, dict) or "state_dict_metadata" not in found.state:
-        raise damaged(path, "it holds no Metadata")
+    found = read_pickle(data, path, ALLOWED)
+    if (
+        not isinstance(found, PickledObject)
+        or not isinstance(found.state, dict)
+        or "state_dict_metadata" not in found.state
+    ):
+        raise damaged_error(path, "it holds no Metadata")
     return found
 
 
-def damaged(path: Path, why: str) -> IoError:
+def damaged_error(path: Path, why: str) -> IoError:
     """Returns the error for a file that cannot be what its writer wrote."""
     return file_error(
         path, f"was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one"
     )
 
 
-def loaded(file: Any, path: Path, key: str = "", *, mapped: bool = False) -> Any:
+def load_restricted(file: Any, path: Path, key: str = "", *, mapped: bool = False) -> Any:
     """Returns tensors and plain values that torch.save wrote. Another class is refused by name, not imported."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -259,7 +272,7 @@ def _unreadable(path: Path, key: str, says: str, number: int) -> IoError:
 
 
 class Archive:
-    """A file of torch.save; `content` is what its pickle says, with a `Stored` in the place of each tensor.
+    """A file of torch.save; `content` is what its pickle says, with a `StoredTensor` in the place of each tensor.
 
     `mapped`: whether its tensors can stay in the file. `has_checksums`: whether every record has a checksum; files from
     before torch 1.6 are not zips and have none.
@@ -281,8 +294,8 @@ class Archive:
         try:
             zipped = zipfile.is_zipfile(path)
         except zipfile.BadZipFile as error:
-            raise damaged(path, str(error)) from error
-        self.content: Any = self._look_at_zip() if zipped else self._look_at_legacy()
+            raise damaged_error(path, str(error)) from error
+        self.content: Any = self._read_zip() if zipped else self._read_legacy()
         self.close()
 
     def close(self) -> None:
@@ -293,28 +306,28 @@ class Archive:
 
     def values(self, key: str = "") -> Any:
         """Returns what torch.load reads from it."""
-        return loaded(self.path, self.path, key, mapped=self.mapped)
+        return load_restricted(self.path, self.path, key, mapped=self.mapped)
 
     def check(self, stored: Any, key: str) -> None:
         """Compares the checksum of this tensor's record, once; raises if it is damaged."""
-        if not isinstance(stored, Stored) or stored.storage in self._checked or not self._root:
+        if not isinstance(stored, StoredTensor) or stored.storage in self._checked or not self._root:
             return
         with self._open(key) as archive, archive.open(self._record(stored)) as record:
             while record.read(PIECE):  # the last one compares
                 pass
         self._checked.add(stored.storage)
 
-    def tensor(self, stored: Stored, key: str) -> Tensor:
+    def tensor(self, stored: StoredTensor, key: str) -> Tensor:
         """Reads one tensor, its checksum compared."""
         with self._open(key) as archive:
             data = bytearray(archive.read(self._record(stored)))
         whole = torch.frombuffer(data, dtype=stored.dtype) if data else torch.empty(0, dtype=stored.dtype)
         return whole.as_strided(stored.size, stored.stride, stored.offset)
 
-    def _record(self, stored: Stored) -> str:
+    def _record(self, stored: StoredTensor) -> str:
         return f"{self._root}data/{stored.storage}"
 
-    def _look_at_zip(self) -> Any:
+    def _read_zip(self) -> Any:
         with self._open() as archive:
             entries = {entry.filename: entry for entry in archive.infolist()}
             names = [name for name in entries if name.endswith("/data.pkl")]
@@ -337,7 +350,7 @@ class Archive:
             records = {
                 name.removeprefix(data): entry.file_size for name, entry in entries.items() if name.startswith(data)
             }
-            return look(archive.read(names[0]), self.path, records=records)
+            return read_pickle(archive.read(names[0]), self.path, records=records)
 
     def _refuse_without_room(self, size: int, unpacked: int) -> None:
         """Raises if a compressed file does not fit into memory when unpacked: a few megabytes can claim to be
@@ -350,7 +363,7 @@ class Archive:
                 f"than there is ({amount(left)}). Repack it without compression (zip -0): then it is read in place"
             )
 
-    def _look_at_legacy(self) -> Any:
+    def _read_legacy(self) -> Any:
         found = []
         try:
             with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -358,9 +371,9 @@ class Archive:
                     begin = data.tell()
                     for _operation in pickletools.genops(data):  # type: ignore[arg-type]  # it reads like a file
                         pass
-                    found.append(look(data[begin : data.tell()], self.path))
+                    found.append(read_pickle(data[begin : data.tell()], self.path))
         except ValueError as error:
-            raise damaged(self.path, str(error)) from error
+            raise damaged_error(self.path, str(error)) from error
         return found[3]
 
     @contextmanager
@@ -375,6 +388,6 @@ class Archive:
         except (IoError, BudgetError):
             raise
         except BROKEN as error:
-            found = damaged(self.path, f"{key}: {error}" if key else str(error))
+            found = damaged_error(self.path, f"{key}: {error}" if key else str(error))
             found.key = key or None
             raise found from error

@@ -10,6 +10,7 @@ __all__ = ["keep_freed", "mmap_large_blocks", "trim_heap"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20
+_kept = [0]  # bytes that the heap of this process has been asked to keep
 LARGEST = 32 << 20  # glibc serves larger blocks by pages of their own, whatever it is told
 
 
@@ -25,9 +26,9 @@ def keep_freed(nbytes: int) -> bool:
     True
     """
     mallopt = _of_glibc("mallopt")
-    if mallopt is None or nbytes <= _most.nbytes:
+    if mallopt is None or nbytes <= _kept[0]:
         return mallopt is not None
-    _most.nbytes = nbytes
+    _kept[0] = nbytes
     # setting either one disables glibc's adaptation of both
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1)))
 
@@ -44,7 +45,7 @@ def mmap_large_blocks() -> bool:
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return False
-    _most.nbytes = 0
+    _kept[0] = 0
     return bool(mallopt(M_MMAP_THRESHOLD, LARGE)) and bool(mallopt(M_TRIM_THRESHOLD, LARGEST))
 
 
@@ -58,15 +59,6 @@ def trim_heap() -> None:
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
-
-
-class _Most:
-    """What the one heap of this process has been told."""
-
-    nbytes = 0
-
-
-_most = _Most()
 
 
 @functools.cache
