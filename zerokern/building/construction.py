@@ -248,17 +248,17 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def with_values(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
         """Context manager in which tensors have their values; for good if a function tells others their addresses."""
-        found = {key_of(tensor): tensor for tensor in tensors if is_plain(tensor) and key_of(tensor) in self.recipes}
+        mine = {key_of(tensor): tensor for tensor in tensors if is_plain(tensor) and key_of(tensor) in self.recipes}
         with _disable_current_modes():
-            self._have(found.values(), None)
+            self._have(mine.values(), None)
         if forever:
-            for key in found:
+            for key in mine:
                 self._keep(key)
-        self._lent.update(found.keys())
+        self._lent.update(mine.keys())
         try:
             yield
         finally:
-            self._lent.subtract(found.keys())
+            self._lent.subtract(mine.keys())
 
     def _keep(self, key: int) -> None:
         self.recipes.pop(key).filled = False  # nobody notes any more what is written there
@@ -328,12 +328,12 @@ def moves(func: Any) -> int:
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operator writes, according to its schema."""
-    found = []
+    tensors = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def generator_of(args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> torch.Generator:

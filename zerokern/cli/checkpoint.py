@@ -157,7 +157,7 @@ def _children(parent: Path) -> list[dict[str, Any]]:
     from zerokern.checkpoint.folder import Published, describe_unfinished, list_files
     from zerokern.checkpoint.index import NAME
 
-    found = []
+    rows = []
     for child in filter(Path.is_dir, list_files(parent)):
         is_published = (child / NAME).exists()
         partial = "" if is_published else describe_unfinished(child)
@@ -174,8 +174,8 @@ def _children(parent: Path) -> list[dict[str, Any]]:
             }  # fmt: skip
         except IoError as error:
             row |= {"state": "broken", "why": str(error)}
-        found.append(row)
-    return sorted(found, key=lambda row: row["seconds"])
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["seconds"])
 
 
 def _listing(parent: Path, children: list[dict[str, Any]]) -> str:

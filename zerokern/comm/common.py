@@ -29,10 +29,10 @@ class Common:
         self.lane: Any = None
         self.ledger = Ledger(self.rank, self.size)
         self.ledger.publishing = lambda: any(group.publishing for group in list(self.groups.values()))
-        found = weakref.ref(pg)
+        process_group = weakref.ref(pg)
 
         def abort_transfers() -> None:
-            living = found()
+            living = process_group()
             if living is None:
                 return
             if device.type == "cpu":
@@ -41,7 +41,7 @@ class Common:
                 collectives.abort(*(pg for pg in (living, self.lane) if pg is not None))
 
         def closed() -> list[int]:
-            living = found()
+            living = process_group()
             if living is None or device.type != "cpu":
                 return []
             return collectives.closed_peers(living, self.rank, self.size)

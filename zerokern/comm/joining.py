@@ -83,10 +83,10 @@ def sharding_group(mesh: Any = None, device: torch.device | str = "cpu") -> Grou
     replicas, shard = (group_on(_along(mesh, dim), device) for dim in (0, 1))
     if replicas.size == 1:
         return shard
-    found = _HYBRID.get((id(shard), id(replicas)))
-    if found is None:
-        found = _HYBRID[id(shard), id(replicas)] = HybridGroup(shard, replicas)
-    return found
+    hybrid = _HYBRID.get((id(shard), id(replicas)))
+    if hybrid is None:
+        hybrid = _HYBRID[id(shard), id(replicas)] = HybridGroup(shard, replicas)
+    return hybrid
 
 
 def _check_two(mesh: DeviceMesh) -> None:
@@ -216,9 +216,9 @@ def _join(pg: Any, device: torch.device) -> Group:
         )
     kinds = _COMMON.setdefault(pg, {})
     common = kinds.get(device.type) or _common(pg, device)
-    found = common.groups.get(str(device))
-    if found is not None:
-        return found
+    known = common.groups.get(str(device))
+    if known is not None:
+        return known
     group = common.groups[str(device)] = _group(pg, device, common)
     if device.type not in kinds:
         _meet(pg, group, common)

@@ -154,8 +154,8 @@ class Agreement:
                 self._join(position, key)
         failure = _failure(others)
         if failure is None:
-            found = self.process.deadlock(self.group, operation)
-            failure = Failure(found[0], told=found[1]) if found else None
+            deadlock = self.process.deadlock(self.group, operation)
+            failure = Failure(deadlock[0], told=deadlock[1]) if deadlock else None
         return failure
 
     def failing(self) -> set[int]:
@@ -182,12 +182,12 @@ class Agreement:
             self._store.set(f"said/{self.rank}", json.dumps(self._said))
 
     def _said_by_others(self) -> dict[int, dict[str, Any]]:
-        found = {}
+        statements = {}
         for rank in range(self.size):
             name = f"said/{rank}"
             if rank != self.rank and self._store.check([name]):
-                found[rank] = json.loads(self._store.get(name))
-        return found
+                statements[rank] = json.loads(self._store.get(name))
+        return statements
 
     def _trouble(self, there: bool) -> None:
         if there and not self._in_trouble:
@@ -247,8 +247,8 @@ class Agreement:
 
 
 def _failures(said_by: dict[int, dict[str, Any]]) -> dict[int, Failure]:
-    found = {rank: said["failed"] for rank, said in said_by.items() if "failed" in said}
-    return {rank: Failure(reason, tuple(gone)) for rank, (reason, gone) in found.items()}
+    failures = {rank: said["failed"] for rank, said in said_by.items() if "failed" in said}
+    return {rank: Failure(reason, tuple(gone)) for rank, (reason, gone) in failures.items()}
 
 
 def _failure(said_by: dict[int, dict[str, Any]]) -> Failure | None:

@@ -202,7 +202,7 @@ class ProcessState:
 
     def others(self, group: GroupRecord, operation: Operation) -> dict[int, str]:
         """Returns ranks that have not begun an operation that this process waits for, and where they last were."""
-        found: dict[int, str] = {}
+        missing: dict[int, str] = {}
         if self.store is None or not group.pages:
             return {rank: "" for rank in range(group.size) if rank != group.rank}
         for rank, token in enumerate(group.members):
@@ -210,8 +210,8 @@ class ProcessState:
             begun = statement["begun"].get(group.pages[-1], {}).get(operation.counted, 0) > operation.part
             if rank != group.rank and operation.source in (None, group.rank, rank) and not begun:
                 wait = next(iter(_waits(statement).values()), None)
-                found[rank] = wait.says if wait is not None else statement["last"]
-        return found
+                missing[rank] = wait.says if wait is not None else statement["last"]
+        return missing
 
     def _say(self, statement: dict[str, Any]) -> None:
         said = json.dumps(statement)
@@ -250,12 +250,12 @@ def _waits(statement: dict[str, Any]) -> dict[int, Wait]:
 
 def _listed(caught: dict[ThreadId, tuple[Wait, int]], group: GroupRecord) -> str:
     """Describes who waits where, by rank of the group, or of the world for ranks outside of it."""
-    found = []
+    lines = []
     for place, (wait, rank) in caught.items():
         inside = place.token in group.members
         number = group.members.index(place.token) if inside else rank
-        found.append((not inside, number, f"rank {number}{'' if inside else ' of the world'} is in {wait.says}"))
-    return ", ".join(text for *_, text in sorted(found))
+        lines.append((not inside, number, f"rank {number}{'' if inside else ' of the world'} is in {wait.says}"))
+    return ", ".join(text for *_, text in sorted(lines))
 
 
 def _at(token: str) -> str:

@@ -120,15 +120,15 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **settings: Any) -> None:
         """Loads what `save_state` saved, on any number of ranks and at any stage."""
-        found: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        folders: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
         try:
             with self._withheld() as held:
                 super().load_state(input_dir, load_kwargs, **settings)
         finally:
             handle.remove()
         for number, (model, optimizers) in enumerate(held):
-            checkpoint.load(Path(found[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+            checkpoint.load(Path(folders[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
 
     @contextmanager
     def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:

@@ -142,9 +142,9 @@ class ZerokernStrategy(DDPStrategy):
         path, trains = self.broadcast(checkpoint_path), self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if trains else []  # those of a fit before are of no use to a test
         if not Path(path).is_file():  # where nothing is trained, random numbers go on as they were
-            found = zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
+            loaded = zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
             return {
-                key: value[0] if isinstance(value, EachRank) else value for key, value in found.items()
+                key: value[0] if isinstance(value, EachRank) else value for key, value in loaded.items()
             }  # the first rank's
         checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
         self._module.load_state_dict(checkpoint["state_dict"], strict=self._module.strict_loading)

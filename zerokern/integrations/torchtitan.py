@@ -179,12 +179,12 @@ def pipelined(build: Callable[..., Any]) -> Callable[..., Any]:
     def pipeline(model: nn.Module, parallel_dims: Any, job_config: Any, *args: Any, **kwargs: Any) -> Any:
         whole = {"always": False, "never": True}.get(job_config.parallelism.fsdp_reshard_after_forward)
         with _pipeline_stages(whole) as made:
-            found = build(model, parallel_dims, job_config, *args, **kwargs)
+            built = build(model, parallel_dims, job_config, *args, **kwargs)
         if not made:
             raise StateError(
                 "this model's pipelining_fn makes stages of its own; let it call torchtitan's pipeline_llm"
             )
-        return found
+        return built
 
     return pipeline
 
@@ -218,9 +218,9 @@ def check(job_config: Any, stage: int) -> None:
         ("training.enable_cpu_offload", training.enable_cpu_offload, False, "use(..., shard={'tier': 'cpu'}) does it"),
         ("optimizer.early_step_in_backward", job_config.optimizer.early_step_in_backward, False, ""),
     ]
-    for name, found, allowed, do in refused:
-        if found != allowed:
-            raise ValueError(got(name, found, f"{allowed} with zk.shard", do))
+    for name, given, allowed, do in refused:
+        if given != allowed:
+            raise ValueError(got(name, given, f"{allowed} with zk.shard", do))
     if reshard == "never" and shards_parameters(stage) and parallelism.pipeline_parallel_degree == 1:
         do = "use(..., stage=2) keeps parameters whole"
         raise ValueError(got("parallelism.fsdp_reshard_after_forward", reshard, "default or always at stage 3", do))

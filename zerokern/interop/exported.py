@@ -63,9 +63,9 @@ def headers_of(path: Path, held: OpenFiles) -> list[Header]:
         return [_header(path / SINGLE, held)]
     if (path / INDEX).exists():
         return _indexed(path, read_index(path / INDEX), held)
-    found = sorted(file.name for file in path.glob("*.safetensors"))
-    there = ", ".join(found or sorted(file.name for file in path.iterdir())[:10]) or "nothing"
-    do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    there = ", ".join(files or sorted(file.name for file in path.iterdir())[:10]) or "nothing"
+    do = "name one of the files" if files else "pickled weights (.bin, .pt) are not read: write them as safetensors"
     raise file_error(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
 
 
@@ -236,8 +236,8 @@ def open_begun(folder: Folder, name: str) -> Iterator[int]:
     """Context manager that opens a file which `Target.start` made. It must be a regular file without another name."""
     fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder.fd)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise OSError(errno.ELOOP, "somebody has put another file in its place", name)
         yield fd
     finally:

@@ -260,7 +260,7 @@ def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
         isinstance(inner, nn.Module)
     ):
         model = inner
-    found = {}
+    configs = {}
     for name in BESIDE:
         config: Any = getattr(model, name.removesuffix(".json"), None)
         if not callable(getattr(config, "to_json_string", None)):
@@ -271,8 +271,8 @@ def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
             floats = [param.dtype for param in model.parameters() if param.dtype in FLOATS]
             if floats:
                 config.dtype = str(dtype or floats[0]).removeprefix("torch.")
-        found[name] = config.to_json_string().encode()
-    return found
+        configs[name] = config.to_json_string().encode()
+    return configs
 
 
 def weights(
@@ -398,7 +398,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     >>> exact_parts(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     {}
     """
-    found: dict[str, list[Elements]] = {}
+    parts_of: dict[str, list[Elements]] = {}
     layout = layout_of(model)
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
@@ -411,12 +411,12 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
             values, where = _initial(home, param), home
         name, _, before = layout.place(name, param.shape)
         if home is not None and not home.numel:
-            found.setdefault(name, [])  # its owner has them: what is whole here is rounded
+            parts_of.setdefault(name, [])  # its owner has them: what is whole here is rounded
         elif values is not None:
             runs = (here_of(param) if where is None else where.here).runs()
-            own = found.setdefault(name, [])
+            own = parts_of.setdefault(name, [])
             own += [Elements(before + start, numel, _from(values, first)) for start, numel, first in runs]
-    return found
+    return parts_of
 
 
 def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
@@ -453,12 +453,12 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
             low, high = max(begin, place.start), min(end, place.start + place.numel)
             if low >= high:
                 break
-            found = column.read(place)[low - place.start : high - place.start]
+            saved = column.read(place)[low - place.start : high - place.start]
             if key == "master":
-                made[low - begin : high - begin] = found
+                made[low - begin : high - begin] = saved
                 continue
             with present(piece):  # a view that outlives this would keep its memory
-                made[low - begin : high - begin] = join(piece.detach().view(-1)[low:high], found)
+                made[low - begin : high - begin] = join(piece.detach().view(-1)[low:high], saved)
         return made
 
     return take

@@ -104,16 +104,17 @@ class Foreign(Source):
 
     def fetch(self, key: str, box: Box) -> Tensor:
         """Reads one box and compares it with its description."""
-        found = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
+        tensor = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
         row = self.tensors[key]
-        if dtype_name(found.dtype) != row.dtype or tuple(found.shape) != box.sizes:
+        if dtype_name(tensor.dtype) != row.dtype or tuple(tensor.shape) != box.sizes:
             raise IoError(
-                f"{self.path}: {key} at {box.offsets} is {dtype_name(found.dtype)} of {tuple(found.shape)}; its index "
-                f"says {row.dtype} of {box.sizes}. One of the two was exchanged: restore the checkpoint from a copy",
+                f"{self.path}: {key} at {box.offsets} is {dtype_name(tensor.dtype)} of {tuple(tensor.shape)}; its "
+                f"index says {row.dtype} of {box.sizes}. One of the two was exchanged: restore the checkpoint from a "
+                "copy",
                 path=str(self.path),
                 key=key,
             )
-        return found
+        return tensor
 
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
@@ -139,18 +140,18 @@ class Foreign(Source):
 
     def classify(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
         """Returns the keys of tensors that lie in files, and takes over everything else: groups, counters, `extra`."""
-        found = self._named(tensors, values)
-        self.numbered = found.numbered
-        for place, key in found.keys.items():
+        sorted_names = self._named(tensors, values)
+        self.numbered = sorted_names.numbered
+        for place, key in sorted_names.keys.items():
             if place in values and isinstance(values[place], bool | int | float | Tensor):
                 # torch keeps `step` as a tensor of its own kind; older ones kept a number
                 dtype = None if isinstance(values[place], Tensor) else torch.float32
                 self.hold(key, torch.as_tensor(values[place], dtype=dtype))
-        if found.options:
-            options = {where: values[place] for place, where in found.options.items() if place in values}
+        if sorted_names.options:
+            options = {where: values[place] for place, where in sorted_names.options.items() if place in values}
             self.values["groups"] = _with_names(groups(options))
         rest: dict[str, Any] = {}
-        for place in found.rest:
+        for place in sorted_names.rest:
             if place in values:
                 _put(rest, place, values[place])
         self.values["extra"] = {}
@@ -163,8 +164,8 @@ class Foreign(Source):
             self.values["extra"][name] = {"all": tree}
             for key, tensor in held_by.items():
                 self.hold(f"extra.{number}.{key.removeprefix('extra.')}", tensor)
-        keys = {place: key for place, key in found.keys.items() if place in tensors}
-        return keys | {place: f"rest.{'.'.join(map(str, place))}" for place in found.rest if place in tensors}
+        keys = {place: key for place, key in sorted_names.keys.items() if place in tensors}
+        return keys | {place: f"rest.{'.'.join(map(str, place))}" for place in sorted_names.rest if place in tensors}
 
     def _named(self, tensors: Iterable[Place], values: Iterable[Place]) -> Named:
         try:
@@ -285,12 +286,12 @@ class Dcp(Foreign):
             )
 
     def _refuse_shorter(self, file: Path, nbytes: int) -> None:
-        found = os.stat(file).st_size if file.exists() else None
-        if found is None or found < nbytes:
-            says = "is missing" if found is None else f"is truncated: it has {found:,} bytes of at least {nbytes:,}"
-            number = errno.ENOENT if found is None else errno.ENODATA
+        length = os.stat(file).st_size if file.exists() else None
+        if length is None or length < nbytes:
+            says = "is missing" if length is None else f"is truncated: it has {length:,} bytes of at least {nbytes:,}"
+            number = errno.ENOENT if length is None else errno.ENODATA
             raise file_error(
-                file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=found or 0
+                file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=length or 0
             )
 
     def fingerprint(self) -> str:
@@ -323,8 +324,8 @@ class Dcp(Foreign):
         return load_restricted(io.BytesIO(data), file, key)
 
     def _load(self, key: str, box: Box) -> Tensor:
-        found = self._item(box, key)
-        return found if isinstance(found, Tensor) else torch.empty(0)
+        item = self._item(box, key)
+        return item if isinstance(item, Tensor) else torch.empty(0)
 
 
 def _joined(place: Place) -> str:
@@ -332,10 +333,10 @@ def _joined(place: Place) -> str:
 
 
 def _dtype(properties: PickledObject) -> str:
-    found = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
-    if not isinstance(getattr(torch, str(found), None), torch.dtype):
-        raise ValueError(f"{found!r} is no dtype")
-    return str(found)
+    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
+    if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return str(dtype)
 
 
 class TorchFile(Foreign):
@@ -347,11 +348,11 @@ class TorchFile(Foreign):
         super().__init__(path)
         self._archive = Archive(path)
         self.has_checksums = self._archive.has_checksums
-        found = self._archive.values()
-        if not isinstance(found, Mapping):
-            says = f"holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead"
+        content = self._archive.values()
+        if not isinstance(content, Mapping):
+            says = f"holds a {type(content).__name__}, no dict of tensors by name: save model.state_dict() instead"
             raise file_error(path, says, errno.EINVAL)
-        leaves = _leaves(found, path)
+        leaves = _leaves(content, path)
         tensors = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, Tensor)}
         others = {place: leaf for place, leaf in leaves.items() if place not in tensors}
         # Tensors among the other values come with them: a scheduler's, a generator's state.
@@ -378,12 +379,12 @@ class TorchFile(Foreign):
         raise KeyError(f"{self.path} has no {key}")  # all of them are held
 
 
-def _leaves(found: Any, path: Path) -> dict[Place, Any]:
+def _leaves(content: Any, path: Path) -> dict[Place, Any]:
     """Returns the leaves of a file, which has more bytes than these, unless dictionaries hold each other repeatedly."""
     most = path.stat().st_size
     leaves: dict[Place, Any] = {}
     try:
-        for number, (place, value) in enumerate(flat(found)):
+        for number, (place, value) in enumerate(flat(content)):
             if number > most:
                 raise RecursionError
             if value is not None:
@@ -467,26 +468,26 @@ class Universal(Foreign):
     def _add_tensor(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
         self._archives[key] = archive = Archive(file)
         self.has_checksums &= archive.has_checksums
-        found = self._tensor(key)
-        sizes = tuple(found.shape) if shape is None or found.dim() != 1 else shape
-        if torch.Size(sizes).numel() != found.numel():
-            says = f"has {found.numel()} elements; the model's file says that its shape is {sizes}"
+        tensor = self._tensor(key)
+        sizes = tuple(tensor.shape) if shape is None or tensor.dim() != 1 else shape
+        if torch.Size(sizes).numel() != tensor.numel():
+            says = f"has {tensor.numel()} elements; the model's file says that its shape is {sizes}"
             raise IoError(f"{file}: {key} {says}", path=str(file), errno=errno.EBADMSG, key=key)
-        self._describe(key, found.dtype, sizes)
+        self._describe(key, tensor.dtype, sizes)
 
     def _tensor(self, key: str) -> Tensor:
         archive = self._archives[key]
-        found = archive.values(key)
-        found = found.get("param") if isinstance(found, Mapping) else found
-        if not isinstance(found, Tensor):
-            says = f"holds a {type(found).__name__}, no tensor of {key}: ds_to_universal writes other files"
+        content = archive.values(key)
+        content = content.get("param") if isinstance(content, Mapping) else content
+        if not isinstance(content, Tensor):
+            says = f"holds a {type(content).__name__}, no tensor of {key}: ds_to_universal writes other files"
             raise file_error(archive.path, says, key=key)
-        return found
+        return content
 
     def _load(self, key: str, box: Box) -> Tensor:
         archive = self._archives[key]
-        found = archive.content.get("param") if isinstance(archive.content, Mapping) else archive.content
-        archive.check(found, key)
+        content = archive.content.get("param") if isinstance(archive.content, Mapping) else archive.content
+        archive.check(content, key)
         archive.close()  # there may be more of them than files may be open
         return self._tensor(key).reshape(box.sizes)
 
@@ -503,17 +504,17 @@ def _universal_folder(path: Path) -> Path | None:
     return None
 
 
-def _mapping(found: Any) -> Mapping[str, Any]:
-    return found if isinstance(found, Mapping) else {}
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _shapes(files: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of parameters, which stage 3 keeps flat, from the model's own files."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for described in files:
         for some in described.get("param_shapes") or ():
-            found |= {name: tuple(shape) for name, shape in some.items() if isinstance(shape, tuple)}
-    return found
+            shapes |= {name: tuple(shape) for name, shape in some.items() if isinstance(shape, tuple)}
+    return shapes
 
 
 def _number_of_steps(common: Any) -> float | None:

@@ -56,7 +56,7 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
     >>> list(found.keys.values()), list(found.options.values()), found.rest
     (['model.w', 'optim.state.w.exp_avg'], [(('optim',), 0, 'lr')], [('epoch',)])
     """
-    found = Named()
+    result = Named()
     dense = set(tensors)
     states: dict[Path, tuple[Path, str, str]] = {}
     left: list[Path] = []
@@ -67,7 +67,7 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
             states[path] = (root, *inside.removeprefix("state.").rpartition(".")[::2])
         elif at is not None and inside.startswith("param_groups."):
             name, _, option = inside.removeprefix("param_groups.").rpartition(".")
-            found.options[path] = (root, int(name) if name.isdigit() else parameter(name), option)
+            result.options[path] = (root, int(name) if name.isdigit() else parameter(name), option)
         else:
             left.append(path)
     model = _root([path for path in left if path in dense])
@@ -76,20 +76,20 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
         for path in left
         if model is not None and path in dense and path[: len(model)] == model and (model or len(path) == 1)
     }
-    found.rest = [path for path in left if path not in names]
-    unknown = next((path for path in found.rest if path in dense and _optimizer(path) is not None), None)
+    result.rest = [path for path in left if path not in names]
+    unknown = next((path for path in result.rest if path in dense and _optimizer(path) is not None), None)
     if unknown is not None and not states:
         raise ValueError(f"{'.'.join(map(str, unknown))} is of an optimizer, and is no state of it that can be told")
     short = bare(names.values())
-    found.keys = {path: f"model.{short[name]}" for path, name in names.items()}
+    result.keys = {path: f"model.{short[name]}" for path, name in names.items()}
     roots = sorted({root for root, _, _ in states.values()}, key=str)
-    found.numbered = bool(states) and all(name.isdigit() for _, name, _ in states.values())
+    result.numbered = bool(states) and all(name.isdigit() for _, name, _ in states.values())
     owner = bare(name for _, name, _ in states.values())
     for path, (root, name, key) in states.items():
         # Two optimizers may both have a parameter number 0.
-        place = f"{roots.index(root)}." if found.numbered and len(roots) > 1 else ""
-        found.keys[path] = f"optim.state.{place}{owner[name]}.{key.removesuffix(CODES)}"
-    return found
+        place = f"{roots.index(root)}." if result.numbered and len(roots) > 1 else ""
+        result.keys[path] = f"optim.state.{place}{owner[name]}.{key.removesuffix(CODES)}"
+    return result
 
 
 def _optimizer(path: Path) -> int | None:

@@ -82,7 +82,7 @@ def load_pretrained(
     """
     path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), model_of(model)
     known = str if rename is None else rename
-    found: list[tuple[list[_Load], Unmatched]] = []
+    compared: list[tuple[list[_Load], Unmatched]] = []
     opened = Opened(path)
     ties: list[SharedWeights] = []
 
@@ -92,7 +92,7 @@ def load_pretrained(
         return opened.look(ranks.size > 1)
 
     def compare() -> None:
-        found.append(_compared(model, opened, known, strict, elsewhere, ties[0]))
+        compared.append(_compared(model, opened, known, strict, elsewhere, ties[0]))
 
     try:
         open_same(ranks, path, look)
@@ -101,7 +101,7 @@ def load_pretrained(
             ranks, model, lambda: [known(name) for some in _names(model).values() for name in some]
         )
         ranks.all_gather("compare the files with the model", compare)
-        loads, unmatched = found[0]
+        loads, unmatched = compared[0]
         total = sum(load.span.numel * load.itemsize for load in loads)
         with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
             ranks.all_gather("read", lambda: _read(model, loads, opened.files, moved))
@@ -304,9 +304,9 @@ def _read_into(flat: Tensor, fd: int, load: _Load, home: Shard | None, lost: Ten
         values = into if straight else room[: len(into)]
         _fill(fd, values.view(torch.uint8).numpy().data, load, begin)
         if not straight:
-            found = values.to(flat.device)
-            _convert(found, into, load, begin, home, lost)
-            if beyond := overflowed(found, into):
+            on_device = values.to(flat.device)
+            _convert(on_device, into, load, begin, home, lost)
+            if beyond := overflowed(on_device, into):
                 raise StateError(
                     f"{beyond} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, "
                     "and a part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"

@@ -185,18 +185,18 @@ class InertUnpickler(pickle.Unpickler):
         _, kind, key, _, count, *_ = storage
         named = next((argument for argument in more if isinstance(argument, DtypeName)), None)
         dtype = DTYPES[kind.name.rpartition(".")[2]] if named is None else getattr(torch, named)
-        found = StoredTensor(dtype, str(key), offset, _size(size), _size(stride))
-        if any(type(number) is not int or number < 0 for number in (count, offset, *found.size, *found.stride)):
-            raise ValueError(f"a tensor has the size {found.size} at {offset}")
+        stored = StoredTensor(dtype, str(key), offset, _size(size), _size(stride))
+        if any(type(number) is not int or number < 0 for number in (count, offset, *stored.size, *stored.stride)):
+            raise ValueError(f"a tensor has the size {stored.size} at {offset}")
         nbytes = count if named is not None else count * dtype.itemsize
-        there = nbytes if self.records is None else self.records.get(found.storage)
+        there = nbytes if self.records is None else self.records.get(stored.storage)
         if there != nbytes:
             says = "is not there" if there is None else f"has {there} bytes"
-            raise ValueError(f"record {found.storage} is to have {nbytes} bytes, and {says}")
-        last = offset + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True))
-        if all(found.size) and (last + 1) * dtype.itemsize > nbytes:
-            raise ValueError(f"a tensor of {found.size} reaches beyond the {nbytes} bytes of its record")
-        return found
+            raise ValueError(f"record {stored.storage} is to have {nbytes} bytes, and {says}")
+        last = offset + sum((n - 1) * step for n, step in zip(stored.size, stored.stride, strict=True))
+        if all(stored.size) and (last + 1) * dtype.itemsize > nbytes:
+            raise ValueError(f"a tensor of {stored.size} reaches beyond the {nbytes} bytes of its record")
+        return stored
 
 
 def _size(sizes: Any = ()) -> tuple[Any, ...]:
@@ -234,14 +234,14 @@ def read_pickle(
 
 def dcp_metadata(data: bytes, path: Path) -> PickledObject:
     """Returns the index of a checkpoint of torch.distributed.checkpoint, the bytes of `path`, as records."""
-    found = read_pickle(data, path, ALLOWED)
+    metadata = read_pickle(data, path, ALLOWED)
     if (
-        not isinstance(found, PickledObject)
-        or not isinstance(found.state, dict)
-        or "state_dict_metadata" not in found.state
+        not isinstance(metadata, PickledObject)
+        or not isinstance(metadata.state, dict)
+        or "state_dict_metadata" not in metadata.state
     ):
         raise damaged_error(path, "it holds no Metadata")
-    return found
+    return metadata
 
 
 def damaged_error(path: Path, why: str) -> IoError:
@@ -256,8 +256,8 @@ def load_restricted(file: Any, path: Path, key: str = "", *, mapped: bool = Fals
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"an object of {found[1]}" if found else "what is no tensor and no plain value"
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"an object of {match[1]}" if match else "what is no tensor and no plain value"
         says = f"holds {what}, and loading that would run its code; nothing was run. Save state_dicts and plain"
         does = "values, with torch.save where that class is known, and load that file"
         raise _unreadable(path, key, f"{says} {does}", errno.EPERM) from error
@@ -364,17 +364,17 @@ class Archive:
             )
 
     def _read_legacy(self) -> Any:
-        found = []
+        pickles = []
         try:
             with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 for _ in range(LEGACY):
                     begin = data.tell()
                     for _operation in pickletools.genops(data):  # type: ignore[arg-type]  # it reads like a file
                         pass
-                    found.append(read_pickle(data[begin : data.tell()], self.path))
+                    pickles.append(read_pickle(data[begin : data.tell()], self.path))
         except ValueError as error:
             raise damaged_error(self.path, str(error)) from error
-        return found[3]
+        return pickles[3]
 
     @contextmanager
     def _open(self, key: str = "") -> Iterator[Any]:
@@ -388,6 +388,6 @@ class Archive:
         except (IoError, BudgetError):
             raise
         except BROKEN as error:
-            found = damaged_error(self.path, f"{key}: {error}" if key else str(error))
-            found.key = key or None
-            raise found from error
+            damage = damaged_error(self.path, f"{key}: {error}" if key else str(error))
+            damage.key = key or None
+            raise damage from error

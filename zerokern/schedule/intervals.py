@@ -32,16 +32,16 @@ def common(ours: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interva
     >>> common([(0, 3), (4, 6)], [(2, 5)])
     [(2, 3), (4, 5)]
     """
-    found, i, j = [], 0, 0
+    both, i, j = [], 0, 0
     while i < len(ours) and j < len(theirs):
         begin, end = max(ours[i][0], theirs[j][0]), min(ours[i][1], theirs[j][1])
         if begin < end:
-            found.append((begin, end))
+            both.append((begin, end))
         if ours[i][1] < theirs[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return both
 
 
 def length(intervals: Iterable[Interval]) -> float:

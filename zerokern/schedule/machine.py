@@ -211,16 +211,16 @@ def machine_of(what: str | os.PathLike[str] | Machine) -> Machine:
 
 def _parse(text: str, where: str | os.PathLike[str]) -> Machine:
     try:
-        found = json.loads(text)
+        described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} holds a {type(found).__name__}; allowed: a JSON object that describes a machine")
+    if not isinstance(described, dict):
+        raise ValueError(f"{where} holds a {type(described).__name__}; allowed: a JSON object that describes a machine")
     names = [item.name for item in fields(Machine) if item.name != "sources"]
-    unknown, missing = sorted(found.keys() - names), [name for name in _NEEDED if name not in found]
+    unknown, missing = sorted(described.keys() - names), [name for name in _NEEDED if name not in described]
     if unknown or missing:
         wrong = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks {', '.join(missing)}"
         raise ValueError(f"machine {os.fspath(where)} {wrong}; its fields are {', '.join(names)}")
-    values = {name: value["value"] if isinstance(value, dict) else value for name, value in found.items()}
-    sources = {name: str(value.get("source", "")) for name, value in found.items() if isinstance(value, dict)}
+    values = {name: value["value"] if isinstance(value, dict) else value for name, value in described.items()}
+    sources = {name: str(value.get("source", "")) for name, value in described.items() if isinstance(value, dict)}
     return Machine(**values, sources=sources)

@@ -179,7 +179,7 @@ class StepProgram:
         The latest of each suffices, because lanes keep their order over steps. Ops of the verbs `ahead` are submitted
         one step early, and come last.
         """
-        found: Reach = {}
+        reach: Reach = {}
         for verb, what in keys:
             self.index(verb, what)
         for op in sorted(self.ops, key=lambda op: op.verb in ahead):
@@ -188,8 +188,8 @@ class StepProgram:
             if op.verb in ahead and op.lane != "device":
                 do = "Others are begun as soon as they can"
                 raise ValueError(got("ahead", op.verb, "verbs of the device lane", do))
-            found[op.verb, op.what] = list(self._before(op, keys, ahead))
-        return found
+            reach[op.verb, op.what] = list(self._before(op, keys, ahead))
+        return reach
 
     def _before(self, op: Op, keys: Collection[Key], ahead: Collection[str]) -> Iterator[tuple[int, Key]]:
         todo = [(ref.back, ref.index) for ref in op.after]
