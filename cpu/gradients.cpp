@@ -17,7 +17,7 @@ void fetch_ahead(const void *const *tensors, int64_t i, int64_t count) {
 
 // What the caller took for granted about tensor i still holds; *grad is then its gradient's address.
 bool as_expected(const zk_tensor_calls &ask, const zk_tensor_list &list, int64_t i, void **grad) {
-    const void *const *gradient = ask.grad(list.tensors[i]);
+    const void *const *gradient = list.gradients ? &list.gradients[i] : ask.grad(list.tensors[i]);
     void *address = nullptr;
     int32_t layout = -1, dtype = -1;
     int64_t numel = -1;
@@ -42,6 +42,7 @@ int64_t zk_gradients(const zk_tensor_calls *ask, const zk_tensor_list *list, voi
     if (!ask || !list || !grads) return ZK_E_NULL;
     for (int64_t i = 0; i < list->count; ++i) {
         fetch_ahead(list->tensors, i, list->count);
+        if (list->gradients) fetch_ahead(list->gradients, i, list->count);
         if (!as_expected(*ask, *list, i, &grads[i])) return i;
     }
     return list->count;

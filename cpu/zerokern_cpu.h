@@ -171,10 +171,12 @@ typedef struct zk_tensor_calls {
 } zk_tensor_calls;
 
 /* Tensors and what is expected of them and of their gradients: addresses of the tensors, or null where they may be
- * anywhere; numels of both, dtypes of each; contiguity of both, and one layout of all gradients. */
+ * anywhere; the gradients, or null for the tensors' own; numels of both, dtypes of each; contiguity of both, and one
+ * layout of all gradients. */
 typedef struct zk_tensor_list {
     const void *const *tensors;
     void *const *addresses;
+    const void *const *gradients;
     const int64_t *numels;
     const int32_t *dtypes;
     const int32_t *grad_dtypes;

@@ -64,7 +64,7 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
         std::vector<int64_t> numels;
         std::vector<int32_t> dtypes;
         int64_t first_wrong = static_cast<int64_t>(count);
-        const bool anywhere = random.one_in(4);
+        const bool anywhere = random.one_in(4), given = random.one_in(2);
         for (size_t t = 0; t < count; ++t) {
             char *place = reinterpret_cast<char *>(uintptr_t{64} * (1 + random.below(1000)));
             grads.push_back(std::make_unique<Tensor>(
@@ -118,9 +118,15 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
                     break;
             }
         }
+        std::vector<const void *> gradients;  // by themselves, not as their tensors have them
+        for (size_t t = 0; t < count; ++t) {
+            gradients.push_back(params[t]->grad);
+            if (given) params[t]->grad = nullptr;
+        }
         std::vector<void *> found(count + 1);  // never null
         const zk_tensor_list list = {tensors.data(),
                                      anywhere ? nullptr : addresses.data(),
+                                     given ? gradients.data() : nullptr,
                                      numels.data(),
                                      dtypes.data(),
                                      dtypes.data(),

@@ -109,7 +109,7 @@ class TensorList(Structure):
     """``zk_tensor_list``: tensors and what is expected of them."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("tensors", "addresses", "numels", "dtypes", "grad_dtypes")),
+        *((name, c_void_p) for name in ("tensors", "addresses", "gradients", "numels", "dtypes", "grad_dtypes")),
         ("count", c_int64),
         ("layout", c_int32),
     ]

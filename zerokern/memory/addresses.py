@@ -110,6 +110,7 @@ class GradientReader:
         self._columns = (
             self.cells.bodies,
             array("Q", addresses or ()),
+            array("Q"),
             array("q", numels),
             array("i", [numbers[dtype] for dtype in dtypes]),
             array("i", [numbers[dtype] for dtype in grad_dtypes]),
@@ -118,13 +119,17 @@ class GradientReader:
         self._list = native.TensorList(*columns, len(params), strided)
         self._read = native.library().zk_gradients
 
-    def read(self) -> array[int] | None:
-        """Returns the gradients' addresses; None if one is missing, or a gradient or parameter is not as recorded.
+    def read(self, grads: Sequence[Tensor] | None = None) -> array[int] | None:
+        """Returns the addresses of the parameters' gradients, or of `grads`.
+
+        None if one is missing, or a gradient or parameter is not as recorded.
 
         `torch.utils.swap_tensors` may have exchanged TensorImpls, so these are compared first.
         """
         if not self.cells.unchanged():
             return None
+        bodies = None if grads is None else array("Q", map(_tensor_of, grads))
+        self._list.gradients = None if bodies is None else bodies.buffer_info()[0]
         addresses = array("Q", bytes(8 * len(self.cells.bodies)))
         count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), addresses.buffer_info()[0])
         return addresses if count == len(addresses) else None

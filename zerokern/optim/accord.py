@@ -64,12 +64,16 @@ class Accord:
 
         Raises where a rank cannot take part in the step: on all of them, before anything has changed.
         """
+        own = self.by_team(sums)
+        broken = skip or not math.isfinite(own[0])
+        if not self.meets:
+            self.met = True
+            return math.inf if broken else added(own)
         known = [_on_host(one) for one in self.settings]
         if known != self._marked:
             self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]
             self._marked = known
-        own = self.by_team(sums)
-        terms, said = self._meet(own, skip or not math.isfinite(own[0]), {}, torn=False)
+        terms, said = self._meet(own, broken, {}, torn=False)
         if self.agreed:
             raise StateError(_told(said, self.torn))
         return added(terms)

@@ -35,6 +35,7 @@ from zerokern.optim.survey import Groups, Survey
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.hooks import import_compiler
+from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_refusals import refuse
 
@@ -200,7 +201,8 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
-        guards.refuse_lent(shards.homes)
+        if any(shards_parameters(one.stage) for one in shards.shardings):
+            guards.refuse_lent(shards.homes)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
@@ -217,17 +219,18 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
         binding = here.bound.binding if formats == here.bound.formats else None
-        held = binding.survey.hold() if binding is not None else []
-        pointers = binding.survey.pointers(groups) if binding is not None else None
+        grads = None if shards.stand_alone else shards.grads
+        held = binding.survey.hold() if binding is not None and grads is None else []
+        pointers = binding.survey.pointers(groups, grads) if binding is not None else None
         if binding is None or pointers is None:
             if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
-            cuts = () if shards.stand_alone else (shards.shares, shards.starts)
-            survey, binding = Survey(groups, self._algorithm.layout, *cuts), None
+            of_shards = () if grads is None else (grads, shards.shares, shards.starts)
+            survey, binding = Survey(groups, self._algorithm.layout, *of_shards), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
-            held = survey.hold()
-            pointers = survey.pointers(groups) or survey.gradient_pointers
+            held = survey.hold() if grads is None else []
+            pointers = survey.pointers(groups, grads) or survey.gradient_pointers
         else:
             survey = binding.survey
         intact = binding is not None and binding.intact(here.held)

@@ -24,7 +24,7 @@ from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.optim.visits import Visits
-from zerokern.zero.kinds import rest_of, rests_of_gradients
+from zerokern.zero.kinds import rest_of
 
 
 @dataclass
@@ -235,7 +235,7 @@ class DiskBinding(Binding):
             self._visits = Visits()
             return
         params = self.survey.params
-        found = rests_of_gradients(params)
+        found = self.survey.gradient_rests
         self._gradients = []
         for item in self._items:
             own = (found[i] for i, _ in item.visits)

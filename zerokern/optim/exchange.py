@@ -191,12 +191,17 @@ class Exchange:
         self._runner.wait_until_whole(self.opt.param_groups)
 
     def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
-        """Each parameter, what is updated in its place, where that lies, and its state."""
+        """Each parameter that the groups have now, what is updated in its place, where that lies, and its state."""
         shards, state = self._here.shards, self._here.held
-        if shards.stand_alone:  # or of parameters that no step has looked at
-            return [(param, param, plain_shard("", param), state.get(param)) for param in self.params]
-        triples = zip(shards.everyone, shards.pieces, shards.homes, strict=True)
-        return [(param, piece, shard, state.get(piece)) for param, piece, shard in triples]
+        triples = [] if shards.stand_alone else zip(shards.everyone, shards.pieces, shards.homes, strict=True)
+        known = {id(param): (piece, shard) for param, piece, shard in triples}
+        found: list[tuple[Tensor, Tensor, Shard, Entry | None]] = []
+        for param in self.params:
+            piece, shard = known.get(id(param), (param, None))
+            # what no step has looked at has the state that its user gave it, as it is shown
+            entry = state.get(piece) if shard is not None or shards.stand_alone else self._here.state.get(param)
+            found.append((param, piece, plain_shard("", param) if shard is None else shard, entry))
+        return found
 
     def entries(self) -> list[dict[str, Any] | None]:
         """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
@@ -206,8 +211,8 @@ class Exchange:
         made = here.bound.binding.shown(held) if isinstance(here.bound.binding, DeviceBinding) else dict(held)
         optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
-        for _, piece, home, _ in self.held():
-            entry = made.get(piece)
+        for _, piece, home, own in self.held():
+            entry = made.get(piece, own)
             if not entry:
                 found.append(None)
                 continue

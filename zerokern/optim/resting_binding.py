@@ -9,7 +9,7 @@ from typing import Any
 from zerokern.optim.binding import Binding
 from zerokern.optim.interrupts import whole
 from zerokern.optim.visits import Visits
-from zerokern.zero.kinds import rest_of, rests_of_gradients
+from zerokern.zero.kinds import rest_of
 
 __all__ = ["RestingBinding"]
 
@@ -22,7 +22,7 @@ class RestingBinding(Binding):
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         self._done = False
         params = self.survey.params
-        self._visits = Visits([rest_of(param) for param in params], rests_of_gradients(params))
+        self._visits = Visits([rest_of(param) for param in params], self.survey.gradient_rests)
         super().prepare(settings, pointers)
 
     def run(self, scale: float) -> None:

@@ -8,6 +8,8 @@ parameters and has the logical shape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.kinds import is_divided, present, shardings_of
-from zerokern.zero.shard import Shard, plain_shard, shard_of, shards_of
+from zerokern.zero.shard import Shard, changes, plain_shard, shard_of, shards_of
+from zerokern.zero.sharded import Sharded
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "sharded"]
 
@@ -47,6 +50,9 @@ _EXPOSED = (
     "{name}: its gradient is with the parameter that zk.shards(model) returned for it; since that call, optimizers are "
     "built over zk.shards(model), this one too"
 )
+
+_grad_of, _span_of = attrgetter("grad"), attrgetter("span")
+_version_of, _seen_version_of = attrgetter("_version"), attrgetter("seen_version")
 
 
 def sharded(groups: Groups) -> bool:
@@ -84,10 +90,14 @@ class Shards:
         self.shares = self.accord.share_out(self.homes)
         self.starts = [shard.start for shard in self.homes]
         self._trained = [one.requires_grad for one in self.near]
-        self._counts = [shard.copies for shard in self.homes]
+        self._copies = [shard.copies for shard in self.homes]
         pairs = list(zip(self.everyone, self.homes, strict=True))
         self._stand_ins = [(param, shard) for param, shard in pairs if param is not shard.piece]
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
+        # where zk.shard made all of them, nothing but that changes them; others are asked one by one
+        self._changes = changes() if all(shard_of(param) is shard for param, shard in pairs) else None
+        self._followed_params, self._followed_shards = [p for p, _ in self._followed], [s for _, s in self._followed]
+        self._counts_all = all(param is not shard.piece and shard.placed is None for param, shard in self._followed)
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
         self._of_piece = {id(piece): shard for piece, shard in zip(self.pieces, self.homes, strict=True)}
@@ -95,8 +105,8 @@ class Shards:
         self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
         self._views = AddressRecord([])
-        self._lent: list[int] = []
-        self._borrowed: list[tuple[Tensor, Tensor | None]] = []
+        self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
+        self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
 
@@ -117,11 +127,13 @@ class Shards:
 
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, and they live where they did."""
-        everyone = [param for group in groups for param in group["params"]]
-        known = same_objects(everyone, self.everyone)
-        known = known and all(shard.fits(param) for param, shard in zip(everyone, self.homes, strict=True))
-        known = known and self._counts == [shard.copies for shard in self.homes]  # stages tell each other of theirs
-        return known and not self.changes_over
+        everyone = list(chain.from_iterable(group["params"] for group in groups))
+        if not same_objects(everyone, self.everyone) or self.changes_over:
+            return False
+        if self._changes is not None and self._changes == changes():
+            return True
+        pairs = zip(self.everyone, self.homes, strict=True)
+        return self._copies == [shard.copies for shard in self.homes] and all(shard.fits(p) for p, shard in pairs)
 
     @property
     def changes_over(self) -> bool:
@@ -152,8 +164,11 @@ class Shards:
 
     def look(self) -> None:
         """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
-        for param, shard in self._followed:
-            shard.look(param)
+        if not self._counts_all or list(map(_version_of, self._followed_params)) != list(
+            map(_seen_version_of, self._followed_shards)
+        ):
+            for param, shard in self._followed:
+                shard.look(param)
         self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:
@@ -172,13 +187,12 @@ class Shards:
             found[place] = grad
         return found
 
-    def lend(self, places: Iterable[int]) -> None:
-        """Let the host copies of these have the gradients that are fetched for them, until `leave`."""
-        self._lent = list(places)
-        for place in self._lent:
-            copy = self.copy(place)
-            self._borrowed.append((copy.values, None))
-            copy.values.grad = copy.grad
+    def take_copies(self, places: Iterable[int]) -> None:
+        """The step reads what is fetched of these gradients into host memory."""
+        self._fetched = list(places)
+        self.grads = [None] * len(self.pieces)
+        for place in self._fetched:
+            self.grads[place] = self.copy(place).grad
 
     def copy(self, place: int) -> HostCopy:
         """The host copy of a parameter that is trained."""
@@ -189,27 +203,29 @@ class Shards:
 
     def readings(self, places: Iterable[int]) -> list[tuple[Tensor, int]]:
         """The gradients that an update of these reads where they lie, and their versions."""
-        grads = [self.pieces[place].grad for place in places]
+        grads = [self.grads[place] for place in places]
         return [(grad, grad._version) for grad in grads if grad is not None]
 
-    def enter(self) -> None:
-        """Lend the gradients to the pieces, until `leave`."""
+    def take_gradients(self) -> None:
+        """The step reads the gradients where they lie."""
         with without_waiting():
             self.look()
-            for param, shard in self._stand_ins:
-                piece, grad = shard.piece, shard.local_gradient(param)
-                before = piece.grad
-                if grad is None and before is not None:
+            grads = list(map(_grad_of, self.everyone))
+            if set(map(type, grads)) == {Sharded} and not any(one.holds_unreduced for one in self.shardings):
+                self.grads = list(map(_span_of, grads))
+                return
+            self.grads = []
+            for param, shard in zip(self.everyone, self.homes, strict=True):
+                grad = shard.local_gradient(param)
+                if grad is None and shard.piece.grad is not None:
                     raise StateError(_EXPOSED.format(name=shard.name))
-                if grad is not before:
-                    piece.grad = grad
-                    self._borrowed.append((piece, before))
+                if grad is not None and grad.is_neg():
+                    grad = grad.resolve_neg()
+                self.grads.append(grad)
 
     def leave(self, *, undone: bool) -> None:
-        """Take the gradients back. `undone`: nothing has changed, so a factor taken up is there for the next step."""
-        for piece, before in self._borrowed:
-            piece.grad = before
-        self._borrowed.clear()
+        """Forgets the gradients. `undone`: nothing has changed, so a factor taken up is there for the next step."""
+        self.grads = []
         for sharding, factor in self._folds if undone else ():
             sharding.fold(factor)
         self._folds.clear()
@@ -369,7 +385,7 @@ class Shards:
     def take_fold(self) -> float | Tensor:
         """The factor of all gradients that clipping has left pending; one that is not that of all is applied here."""
         if not self.is_hosted:
-            return self._folded(place for place, piece in enumerate(self.pieces) if piece.grad is not None)
+            return self._folded(place for place, grad in enumerate(self.grads) if grad is not None)
         fold, self._fold = self._fold, 1.0
         return fold
 
@@ -409,7 +425,7 @@ class Shards:
 
     def announce(self) -> None:
         """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
-        self.host.publish(self.host.of(self.near[place] for place in self._lent))
+        self.host.publish(self.host.of(self.near[place] for place in self._fetched))
 
     def publish(self) -> None:
         """Let all ranks see what was updated."""

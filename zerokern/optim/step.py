@@ -108,7 +108,7 @@ class StepRunner:
         `unscaled`: GradScaler has written into gradients, which it does not count as writing.
         """
         if not shards.is_hosted:
-            shards.enter()
+            shards.take_gradients()
             return
         shards.look()
         if shards.host.late:
@@ -124,7 +124,7 @@ class StepRunner:
         finally:
             for departure in early.values():
                 departure.forget()
-        shards.lend(grads)
+        shards.take_copies(grads)
 
     def _fetch(
         self,

@@ -27,6 +27,7 @@ from zerokern.zero.shard import shard_of
 from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
 
 Groups = Sequence[dict[str, Any]]
+Grads = Sequence[Tensor | None]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
 
 _grad_of = operator.attrgetter("grad")
@@ -76,19 +77,26 @@ class Survey:
     """The parameters that have a gradient, in group order, as columns."""
 
     def __init__(
-        self, groups: Groups, layout_of: LayoutOf, shares: Sequence[int] = (), starts: Sequence[int] = ()
+        self,
+        groups: Groups,
+        layout_of: LayoutOf,
+        grads: Grads | None = None,
+        shares: Sequence[int] = (),
+        starts: Sequence[int] = (),
     ) -> None:
-        """`shares`: for each parameter of the groups, the number of the sum that the squares of its gradient go into.
-        `starts`: for each, where in a whole parameter it begins.
+        """`grads`: by parameter of the groups, else those that parameters have. `shares`: for each parameter, the
+        number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
+        begins.
         """
         self.everyone: list[Tensor] = list(chain.from_iterable(group["params"] for group in groups))
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
-        grads = list(map(_resolved, self.everyone))
+        grads = list(map(_resolved, self.everyone)) if grads is None else grads
         active = [grad is not None for grad in grads]
         self.idle = [param for param, has in zip(self.everyone, active, strict=True) if not has]
         self.params = list(compress(self.everyone, active))
         self.owners = list(compress(owners, active))
         self.numbers = list(compress(range(len(active)), active))
+        self._idle_numbers = [number for number, has in enumerate(active) if not has]
         self.firsts = list(compress(starts, active)) if starts else [0] * len(self.params)
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
         _refuse(groups, self.numbers, self.params, dense_grads)
@@ -123,48 +131,66 @@ class Survey:
         self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
         self._look(dense_grads)
 
-    def pointers(self, groups: Groups) -> array[int] | None:
-        """The gradients' addresses, or None if anything but their addresses and values has changed since the survey."""
+    def pointers(self, groups: Groups, given: Grads | None = None) -> array[int] | None:
+        """The gradients' addresses, or None if anything but their addresses and values has changed since the survey.
+
+        `given`: gradients by parameter, else those that parameters have.
+        """
         if not same_objects(list(chain.from_iterable([group["params"] for group in groups])), self.everyone):
             return None
-        if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
+        grads: Sequence[Any] | None = None
+        if given is None:
+            idle: Iterable[Any] = map(_grad_of, self.idle)
+        else:
+            idle = map(given.__getitem__, self._idle_numbers)
+            grads = given if not self.idle else [given[number] for number in self.numbers]
+            if any(map(operator.is_, grads, repeat(None))):
+                return None
+        if self.idle and not all(map(operator.is_, idle, repeat(None))):
             return None
-        found = self._read() if self._reader is None else self._reader.read()
-        if found is not None:
-            self._look(list(map(_grad_of, self.params)) if self.rests or self._squares is not None else [])
-        return found if found is None or self.device is None or self._are_there(found) else None
+        found = self._read(grads) if self._reader is None else self._reader.read(grads)
+        if found is None:
+            return None
+        if self.rests or self._squares is not None or self.device is not None:
+            grads = list(map(_grad_of, self.params)) if grads is None else grads
+            self._look(grads)
+            return found if self.device is None or self._are_there(grads, found) else None
+        return found
 
     def _look(self, grads: Sequence[Tensor]) -> None:
-        """At what is known of the gradients of now: later, on any thread, it is asked of these."""
-        unknown = [None] * len(self.params)
-        self._known: Sequence[float | None] = unknown if self._squares is None else self._squares.of(grads)
-        self._rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
+        """At what is known of the gradients of now: later, on any thread, it is asked of these.
 
-    def _are_there(self, pointers: array[int]) -> bool:
+        `gradient_rests`: where they are while nobody uses them.
+        """
+        unknown: list[Any] = [None] * len(self.params)
+        self._known: Sequence[float | None] = unknown if self._squares is None else self._squares.of(grads)
+        self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
+
+    def _are_there(self, grads: Sequence[Tensor], pointers: array[int]) -> bool:
         """Whether the gradients are on the parameters' device: a kernel that followed another address would fault.
 
         Addresses of one device are no other's, so those that were looked at before need no second look.
         """
         if pointers != self._there:
             index = _index_of(self.params[0])
-            if list(map(_index_of, map(_grad_of, self.params))).count(index) != len(self.params):
+            if list(map(_index_of, grads)).count(index) != len(self.params):
                 return False
             self._there = pointers
         return True
 
-    def _read(self) -> array[int] | None:
+    def _read(self, given: Sequence[Any] | None) -> array[int] | None:
         pointers = array("Q")
         for begin in range(0, len(self.params), _CHUNK):
-            some = self._pointers(begin, begin + _CHUNK)
+            some = self._pointers(begin, begin + _CHUNK, given)
             if some is None:
                 return None
             pointers.fromlist(some)
         return pointers
 
-    def _pointers(self, begin: int, end: int) -> list[int] | None:
+    def _pointers(self, begin: int, end: int, given: Sequence[Any] | None) -> list[int] | None:
         params = self.params[begin:end]
         try:
-            grads = list(map(_grad_of, params))
+            grads = list(map(_grad_of, params)) if given is None else given[begin:end]
             pointers = list(map(_pointer_of, grads))
         except (TypeError, RuntimeError):  # a gradient that went away, or one without memory
             return None
@@ -181,7 +207,7 @@ class Survey:
         return pointers if unchanged else None
 
     def hold(self) -> list[Tensor | None]:
-        """The gradients, where another Python thread could drop them while the GIL is free; else nothing.
+        """The parameters' gradients, where another Python thread could drop them while the GIL is free; else nothing.
 
         Asked for before their addresses are, and kept for as long as these are in use.
         """
@@ -205,13 +231,15 @@ class Survey:
         known = list(compress(self._known, chosen))
         if not self.rests and known.count(None) == len(known):
             return sumsq_pointers(pointers, numels, dtype)
+        if None not in known:
+            return known  # type: ignore[return-value]
 
         def measure(rows: list[int]) -> Sequence[float]:
             return sumsq_pointers(
                 array("Q", map(pointers.__getitem__, rows)), array("q", map(numels.__getitem__, rows)), dtype
             )
 
-        seen = map(Seen, compress(self._rests, chosen), known)
+        seen = map(Seen, compress(self.gradient_rests, chosen), known)
         return sumsq_of_each(list(seen), measure)
 
 

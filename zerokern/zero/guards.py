@@ -33,6 +33,7 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
+_loan_of = operator.attrgetter("loan")
 _reference_of = operator.attrgetter("_zk_shard")
 
 
@@ -80,8 +81,9 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
 
 def refuse_lent(homes: Iterable[Shard | None]) -> None:
     """A step within zk.gathered would not be seen there, and be overwritten at its end."""
-    for home in homes:
-        if home is not None and home.loan is not None:
+    known = [home for home in homes if home is not None]
+    for home in known if list(map(_loan_of, known)).count(None) < len(known) else ():
+        if home.loan is not None:
             raise StateError(
                 f"{home.name!r} is whole within zk.gathered, where a step would not be seen, and be lost with "
                 "write=True; call step() after the context has ended"

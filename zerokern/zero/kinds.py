@@ -38,7 +38,6 @@ __all__ = [
     "over",
     "present",
     "rest_of",
-    "rests_of_gradients",
     "shardings_of",
     "shown_as",
     "take",
@@ -111,12 +110,6 @@ def rest_of(tensor: Tensor) -> Rest | None:
         return own
     shard = known_shard(tensor)
     return None if shard is None else shard.rest
-
-
-def rests_of_gradients(params: Iterable[Tensor]) -> list[Rest | None]:
-    """Of each of these as it is now."""
-    grads = [param.grad for param in params]
-    return [None if grad is None else getattr(grad, "zk_rest", None) for grad in grads]
 
 
 def is_divided(value: object) -> bool:

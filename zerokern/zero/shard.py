@@ -24,7 +24,7 @@ from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, known_sh
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
-__all__ = ["DTensorRanks", "Shard", "alias", "gradients_of_dtensors", "here_of_state", "shard_of"]
+__all__ = ["DTensorRanks", "Shard", "alias", "changes", "gradients_of_dtensors", "here_of_state", "shard_of"]
 __all__ += ["give_shard", "plain_shard", "shards_of", "strides"]
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -47,8 +47,18 @@ def _landed(sharding: weakref.ref[Any], number: int, place: int) -> None:
     there.reduction.landed(there.gradient_buckets[number], place)
 
 
+_changes = 0
+
+
+def changes() -> int:
+    """How often any parameter was given a shard, or a shard another number of copies."""
+    return _changes
+
+
 def give_shard(param: Tensor, shard: Shard) -> None:
     """From now on `shard_of` finds it, as long as its sharding lives."""
+    global _changes
+    _changes += 1
     param._zk_shard = _Reference(shard)  # type: ignore[attr-defined]
 
 
@@ -107,7 +117,7 @@ class Shard:
     """
 
     team: Any = None
-    stages = 1  # of a pipeline, that have copies of it
+    _stages = 1  # of a pipeline, that have copies of it
     rest: Rest | None = None  # where the piece's values are while nobody uses them
     loan: Any = None  # while it is whole in the user's object (stage 3)
     leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
@@ -204,7 +214,13 @@ class Shard:
     @property
     def copies(self) -> int:
         """How many of the ranks that its gradient is summed over have the same elements."""
-        return self._copies * self.stages
+        return self._copies * self._stages
+
+    def has_copies_in(self, stages: int) -> None:
+        """So many stages of a pipeline have it."""
+        global _changes
+        _changes += 1
+        self._stages = stages
 
     @property
     def whole(self) -> Tensor | None:

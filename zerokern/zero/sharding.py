@@ -344,6 +344,11 @@ class Sharding:
                 if known == before:  # the optimizer that owns what was written by others has yet to notice
                     home.seen_version = after
 
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether any gradients are of passes under `no_sync` alone."""
+        return any(bucket.local for bucket in self.gradient_buckets)
+
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
         self.reduction.factor = self.reduction.factor * factor
