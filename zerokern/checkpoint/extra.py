@@ -233,8 +233,7 @@ def encode_extra(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Te
 
 def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
     """Returns text that differs where values of two ranks differ; tensors that are divided among ranks count as the
-    same.
-    """
+    same."""
     said: list[Any] = [tree]
     for key, tensor in tensors.items():
         said.append([key, str(tensor.dtype), list(tensor.shape)])
@@ -249,8 +248,7 @@ Part = tuple[Any, str]  # a value as JSON, and what the keys of its tensors in t
 
 def _values_for_rank(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
     """Yields by name what this rank needs: its own value, or those of all ranks if another number of ranks saved
-    them.
-    """
+    them."""
     for number, (name, entry) in enumerate(tree.items()):
         each = entry.get(EACH)
         if each is None:

@@ -88,8 +88,7 @@ class Slots(AbstractContextManager["Slots"]):
 
     def register(self, fd: int, path: Path) -> int:
         """Returns the engine's number for an open file, which bypasses the page cache if the file
-        system allows that.
-        """
+        system allows that."""
         memory_align, offset_align = go_direct(fd, path.parent)
         if offset_align == 1:
             says = f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
@@ -107,8 +106,7 @@ class Slots(AbstractContextManager["Slots"]):
 
     def start(self, op: int, slot: int, number: int, offset: int, nbytes: int, inside: int = 0) -> Ticket:
         """Starts moving bytes of a slot, from `inside` on, to or from the file. An odd length is padded within the
-        slot.
-        """
+        slot."""
         transfers = self.transfers
         request = transfers.requests.take()
         ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
@@ -503,8 +501,7 @@ def _pread(fd: int, nbytes: int, offset: int) -> bytes:
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
     """Yields the bytes of a tensor in row-major order: a view if it is contiguous, else copies of at most `most`
-    bytes.
-    """
+    bytes."""
     tensor = tensor.detach()
     nbytes = tensor.numel() * tensor.itemsize
     if not nbytes:
@@ -536,8 +533,7 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copies elements into as many in host memory, 1-D; through torch only if it must, whose threads would slow
-    training.
-    """
+    training."""
     dense = source.is_contiguous() and not (source.is_conj() or source.is_neg())
     alike = target.dtype is source.dtype and target.numel() == source.numel()
     if dense and alike and source.device.type == "cpu":

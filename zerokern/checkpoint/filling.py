@@ -1,6 +1,5 @@
 """Carries out a load plan: copies what needs no conversion straight into place, and converts the
-rest piece by piece.
-"""
+rest piece by piece."""
 
 from __future__ import annotations
 
@@ -229,8 +228,7 @@ def _in_blocks(here: Here) -> bool:
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
     """Returns 1-D memory for this rank's elements, and a function that copies it back if the tensor is not
-    contiguous.
-    """
+    contiguous."""
     local = local_of(tensor).detach()
     if local.is_contiguous():
         return local.view(-1), None
@@ -254,8 +252,7 @@ def _then(call: Callable[[], Any], batch: Batch) -> None:
 
 def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int, batch: Batch) -> None:
     """Reads values of a parameter or buffer and converts them into `flat`, or, where that is None, into the tensor
-    while it is fetched.
-    """
+    while it is fetched."""
     values = {"param": batch.buffer(plan.source, here, begin, numel, plan.dtype)}
     for key, (source, dtype) in plan.beside.items():
         values[key] = batch.buffer(source, here, begin, numel, dtype)

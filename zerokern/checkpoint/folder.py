@@ -151,8 +151,7 @@ def list_files(folder: Path) -> list[Path]:
 @dataclass(frozen=True)
 class Published:
     """A published checkpoint: its folder and its index. Its data files are there, with the lengths that the index
-    says.
-    """
+    says."""
 
     folder: Path
     index: Index
@@ -451,8 +450,7 @@ def _previous_index(folder: Path) -> Index | None:
 
 def _finish_renames(folder: Path, index: Index | None) -> None:
     """Finishes the second rename of a publication that was killed, before the files that the old index names are
-    removed.
-    """
+    removed."""
     if index is not None:
         new = f"{METADATA}.{index.save_id}.new"
         if (folder / new).exists():

@@ -232,8 +232,7 @@ def _are_lengths(numbers: Sequence[int]) -> bool:
 
 def _refuse_overlap(key: str, boxes: list[Cuboid], ndim: int) -> None:
     """Raises ValueError if two boxes overlap. Sorts them along the dimension in which most of them begin at different
-    places.
-    """
+    places."""
     if not ndim:
         raise ValueError(f"boxes of {key!r} overlap: {boxes[1]} and {boxes[0]}")
     dim = max(range(ndim), key=lambda candidate: len({box[0][candidate] for box in boxes}))

@@ -40,8 +40,7 @@ class SavedLayout:
 
     def place(self, name: str, shape: torch.Size) -> tuple[str, torch.Size, int]:
         """Returns the name and shape of the saved tensor that holds a parameter, and the number of its first element
-        there.
-        """
+        there."""
         return name, shape, 0
 
     def saved_names(self, names: Iterable[str]) -> list[str]:

@@ -48,8 +48,7 @@ class TensorPlan:
 @dataclass
 class StatePlan:
     """How the state of one parameter is loaded: dtypes and shapes as `saved` and as `wanted`, and what needs a
-    conversion.
-    """
+    conversion."""
 
     optimizer: AnyOptimizer
     number: int
@@ -77,8 +76,7 @@ class StatePlan:
 
 class LoadPlan:
     """Plans a load. `differences` lists why the checkpoint does not fit; if it is empty, the plan
-    can be carried out.
-    """
+    can be carried out."""
 
     def __init__(self, target: TrainingState, source: Source, lossy: bool) -> None:
         self.target, self.source, self.lossy = target, source, lossy
@@ -237,8 +235,7 @@ class LoadPlan:
 
     def _plan_groups(self) -> list[list[dict[str, Any]]]:
         """Returns the saved param_groups of each optimizer, with values converted to the types that the optimizer
-        uses.
-        """
+        uses."""
         optimizers, saved = self.target.optimizers, self.source.values.get("groups")
         if saved and isinstance(saved[0], dict):
             saved = [saved]

@@ -20,8 +20,7 @@ __all__ = ["PartialModel", "SharedWeights", "model_of", "names_elsewhere", "shar
 @dataclass(frozen=True)
 class SharedWeights:
     """Weights that other ranks have copies of. `names`: all names of each, the saved one first; `copies`: which ones
-    are copies.
-    """
+    are copies."""
 
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
@@ -64,14 +63,12 @@ class PartialModel(nn.Module):
 
     def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], described: Mapping[str, Any], nbytes: int) -> Any:
         """Returns `values`, `places` and `nbytes` of the whole model, merged from what each rank `described` of its
-        part.
-        """
+        part."""
         raise NotImplementedError
 
     def merge_rows(self, ranks: Ranks, digest: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Any]:
         """Returns rows about the weights of the whole model, each beginning with a name, merged from the rows of all
-        ranks.
-        """
+        ranks."""
         raise NotImplementedError
 
 

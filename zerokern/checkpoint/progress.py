@@ -76,8 +76,7 @@ class Progress:
 
 def refuse_no_progress(how: Any) -> None:
     """Raises TypeError if `how` is not a value that Progress accepts. All ranks check, although only one shows
-    progress.
-    """
+    progress."""
     if not (how is None or isinstance(how, bool) or callable(how)):
         raise TypeError(got("progress", how, "None, True, False or a function of (bytes done, bytes in all)"))
 

@@ -45,8 +45,7 @@ class Ranks:
     @classmethod
     def of(cls, group: Any, call: str = "") -> Ranks:
         """Returns the ranks of a ProcessGroup, or of a DeviceMesh of one dimension or of all ranks; None is the
-        world.
-        """
+        world."""
         there = dist.is_available() and dist.is_initialized()
         if group is None:
             return cls(dist.group.WORLD if there else None, call)
@@ -89,8 +88,7 @@ class Ranks:
 
     def scatter(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
         """Gathers the results of `mine` to the first rank and returns to each rank its element of
-        `divided(results)`.
-        """
+        `divided(results)`."""
         return self._run(what, self._wrapper.reduce_scatter, mine, divided)
 
     def gather_to_first(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
@@ -195,8 +193,7 @@ def _rows_to_compare(items: Mapping[str, Any], values: Mapping[str, Any]) -> dic
 
 def digests(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
     """Returns digests that are the same on ranks with the same model and optimizers; these are sent instead of the
-    rows.
-    """
+    rows."""
     made = _rows_to_compare(items, values)
     return {name: hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() for name, rows in made.items()}
 

@@ -129,8 +129,7 @@ class Source(ABC):
 
     def tensors_equal(self, one: str, other: str) -> bool:
         """Returns whether two tensors are known to have the same bits. zk.save writes tied tensors once, so none of its
-        are.
-        """
+        are."""
         return False
 
     def verify(self, rank: int = 0, world: int = 1, report: Report = no_report) -> None:
@@ -140,8 +139,7 @@ class Source(ABC):
 
     def name_parameters(self, names: Sequence[Sequence[str]]) -> None:
         """Replaces numbers of parameters by names. `names`: each optimizer's parameters in the order of its
-        param_groups.
-        """
+        param_groups."""
         if not self.numbered:
             return
         places = {str(n): name for n, name in enumerate(names[0])} if len(names) == 1 else {}

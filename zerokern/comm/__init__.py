@@ -13,15 +13,6 @@ from zerokern.comm.operations import during
 from zerokern.core.errors import CommError
 
 __all__ = [
-    "CommError",
-    "Group",
-    "Handle",
-    "MeshGroups",
-    "during",
-    "group_of",
-    "group_on",
-    "offline_group",
-    "sharding_group",
-    "user_group",
-    "world_size",
-]
+    "CommError", "Group", "Handle", "MeshGroups", "during", "group_of", "group_on", "offline_group", "sharding_group",
+    "user_group", "world_size",
+]  # fmt: skip

@@ -11,16 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "abort",
-    "abort_transfers",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "closed_peers",
-    "post",
-    "reduce_scatter",
+    "abort", "abort_transfers", "all_gather", "all_reduce", "broadcast", "closed_peers", "post", "reduce_scatter",
     "second_communicator",
-]
+]  # fmt: skip
 
 CHUNK_NBYTES = 1 << 20  # gloo moves 64 MiB twice as fast in pieces: sending and receiving overlap
 TAGS = 1 << 30  # a program's own messages on the same group have smaller tags
@@ -105,8 +98,7 @@ def abort_transfers(pg: Any, rank: int, size: int) -> None:
 
 def second_communicator(pg: Any) -> Any:
     """Returns another communicator of the same ranks, whose collectives need no order relative to
-    those of the first.
-    """
+    those of the first."""
     ranks = dist.get_process_group_ranks(pg)
     whole = len(ranks) == dist.get_world_size()
     return dist.new_group(ranks, use_local_synchronization=not whole, group_desc="zerokern reductions")

@@ -88,8 +88,7 @@ class DeviceGroup(CommonGroup):
 
     def averages(self, tensor: Tensor) -> bool:
         """Returns whether NCCL's mean is exact: it multiplies by 1 / size, rounded to the tensor's dtype, before it
-        sums.
-        """
+        sums."""
         return tensor.dtype == torch.float32 or self.size & (self.size - 1) == 0
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:

@@ -61,8 +61,7 @@ class Handle:
 
     def advance(self) -> bool:
         """Waits for the first of two rounds and starts the second: returns True. With one round it is the same as
-        `wait`.
-        """
+        `wait`."""
         self.wait()
         return False
 
@@ -78,8 +77,7 @@ class Handle:
 
     def done(self) -> bool:
         """Returns whether wait() has nothing left to do; False if the transport cannot tell (gloo) and nobody has
-        waited.
-        """
+        waited."""
         poll = self._poll
         return self._ended or (poll is not None and poll())
 
@@ -280,8 +278,7 @@ class Group:
 
     def scratch_numel(self, numel: int) -> tuple[int, int]:
         """Returns how much scratch memory a `reduce_scatter` of numel elements takes, in its first and its second
-        round.
-        """
+        round."""
         return (self.size - 1) * (numel // self.size), 0
 
     def barrier(self) -> None:
@@ -292,8 +289,7 @@ class Group:
 
     def join(self) -> list[Group]:
         """Returns the groups that this one consists of: itself. Ranks along several mesh dimensions are one group for
-        each.
-        """
+        each."""
         return [self]
 
     def follow(self, key: str) -> None:

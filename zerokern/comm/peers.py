@@ -187,8 +187,7 @@ def _spans(tensor: Tensor, size: int) -> list[Tensor]:
 
 def _combine(target: Tensor, sources: dict[int, Tensor], op: str) -> None:
     """Writes the sum or maximum of the sources into `target`, in the order of the ranks; `target`
-    may be one of them.
-    """
+    may be one of them."""
     ordered = [sources[rank] for rank in sorted(sources)]
     if not target.numel():
         return

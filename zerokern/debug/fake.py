@@ -51,8 +51,7 @@ class FakeWorld:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs fn(group, *args) on every rank; returns the results by rank. Raises the error of the first rank that
-        failed.
-        """
+        failed."""
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
 

@@ -91,8 +91,7 @@ class GroupWatch(Observer):
     @contextlib.contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
         """Context manager around a wait; errors of the transport become errors that name the
-        operation and the ranks.
-        """
+        operation and the ranks."""
         self.check(operation)
         if self._thread is None:
             self._start()

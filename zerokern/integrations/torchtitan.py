@@ -280,8 +280,7 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
 
 def _units(model: nn.Module) -> list[nn.Module] | None:
     """Returns blocks, embeddings and output, as torchtitan's apply_fsdp has them; None leaves the choice to
-    `zk.shard`.
-    """
+    `zk.shard`."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
         return None

@@ -184,8 +184,7 @@ class Target:
 
     def _finish_beside(self) -> None:
         """Publishes or removes small files that a killed export left, depending on whether their weights were
-        published.
-        """
+        published."""
         for waiting, weights in ((WITH_SINGLE, SINGLE), (WITH_INDEX, INDEX)):
             names = [name + waiting for name in BESIDE]
             if not any((self.folder / name).exists() for name in names):

@@ -45,8 +45,7 @@ Values = Callable[[int, int], Tensor]  # returns elements from begin to end, 1-D
 @dataclass(frozen=True)
 class Elements:
     """Elements [start, start + numel) of a tensor; `take(begin, end)` returns some of them, 1-D, counted from
-    `start`.
-    """
+    `start`."""
 
     start: int
     numel: int

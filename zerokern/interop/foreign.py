@@ -1,6 +1,5 @@
 """Opens checkpoints of other libraries: of torch.distributed.checkpoint, DeepSpeed's universal ones, files of
-torch.save.
-"""
+torch.save."""
 
 from __future__ import annotations
 

@@ -32,15 +32,9 @@ from zerokern.core.errors import BudgetError, IoError
 from zerokern.memory.room import amount, memory_left
 
 __all__ = [
-    "BROKEN",
-    "Archive",
-    "PickledObject",
-    "StoredTensor",
-    "damaged_error",
-    "dcp_metadata",
-    "load_restricted",
+    "BROKEN", "Archive", "PickledObject", "StoredTensor", "damaged_error", "dcp_metadata", "load_restricted",
     "read_pickle",
-]
+]  # fmt: skip
 
 DTYPES = STORAGES | {
     "UntypedStorage": torch.uint8, "QInt8Storage": torch.int8, "QUInt8Storage": torch.uint8,
@@ -354,8 +348,7 @@ class Archive:
 
     def _refuse_without_room(self, size: int, unpacked: int) -> None:
         """Raises if a compressed file does not fit into memory when unpacked: a few megabytes can claim to be
-        gigabytes.
-        """
+        gigabytes."""
         left = min(memory_left().values(), default=unpacked)
         if unpacked > left:
             raise BudgetError(

@@ -15,21 +15,6 @@ from zerokern.memory.staging import CudaDriver
 from zerokern.memory.tier import DeviceTier, HostTier, Tier, TierConfig, Wanted
 
 __all__ = [
-    "Arena",
-    "Copies",
-    "CudaDriver",
-    "DeviceTier",
-    "FreeSpans",
-    "HostTier",
-    "Lease",
-    "NextRest",
-    "Rest",
-    "Rests",
-    "Ring",
-    "Slot",
-    "Tier",
-    "TierConfig",
-    "Wanted",
-    "flow",
-    "flowing",
-]
+    "Arena", "Copies", "CudaDriver", "DeviceTier", "FreeSpans", "HostTier", "Lease", "NextRest", "Rest", "Rests",
+    "Ring", "Slot", "Tier", "TierConfig", "Wanted", "flow", "flowing",
+]  # fmt: skip

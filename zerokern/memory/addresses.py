@@ -175,8 +175,7 @@ class TensorBodies:
 
     def bump_versions(self) -> None:
         """Bumps the version counter of each tensor, for autograd, after kernels that torch does not know of wrote to
-        it.
-        """
+        it."""
         raising = _bump_version_function() if self._known else None
         if raising is None:
             torch.autograd.graph.increment_version(self._tensors)

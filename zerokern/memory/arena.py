@@ -63,8 +63,7 @@ class Lease:
 
     def tensor(self, dtype: torch.dtype = torch.uint8, shape: Sequence[int] | None = None, offset: int = 0) -> Tensor:
         """Returns a view of the bytes from ``offset`` on; without a shape, of all. It keeps the memory alive, not the
-        lease.
-        """
+        lease."""
         if self.released:
             raise ZerokernError(f"the lease of {self.owner!r} was released: its memory may belong to another owner now")
         width = dtype.itemsize
@@ -258,8 +257,7 @@ class Arena:
 
 class _Taken(NamedTuple):
     """An arena's record of a lease. It must not keep the lease alive, which keeps the arena: a reference cycle would
-    wait for the garbage collector, which training loops switch off (torchtitan does).
-    """
+    wait for the garbage collector, which training loops switch off (torchtitan does)."""
 
     nbytes: int
     owner: str

@@ -134,8 +134,7 @@ class BlockTier:
 
     def fetch(self, part: BlockPart, out: Tensor, after: Ticket | None = None) -> Ticket:
         """Starts to copy a part to the device; from a tier behind through a block, which the ticket's `gate` waits
-        for.
-        """
+        for."""
         if after is not None:
             after.wait()
         if self.behind is None:

@@ -34,8 +34,7 @@ class Mark(Protocol):
 
 class Driver(Protocol):
     """What copies need of a device. `zerokern.memory.staging.CudaDriver` is CUDA; tests emulate
-    streams with threads.
-    """
+    streams with threads."""
 
     device: torch.device
 
@@ -101,8 +100,7 @@ class Copy:
 
     def _marked(self) -> Mark:
         """Returns the mark behind the copies. If an interrupt came before it was recorded, a later one serves as
-        well.
-        """
+        well."""
         if self._mark is None:
             self._mark = self._driver.mark(self._stream)
         return self._mark

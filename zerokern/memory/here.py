@@ -1,6 +1,5 @@
 """Which elements of a tensor this rank holds: a span of a box of it; as boxes, as torch.distributed.checkpoint asks for
-them, and as runs.
-"""
+them, and as runs."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class Here:
 
     def of(self, key: str) -> Here:
         """Returns this rank's elements of a state with this key: the same elements, or the scales of their int8
-        blocks.
-        """
+        blocks."""
         if not key.endswith("_scale"):
             return self
         shape = torch.Size([blocks(self.shape.numel())])
@@ -110,8 +108,7 @@ class Here:
 
     def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
         """Returns flat memory of these elements as a tensor of the whole shape; `before`: an
-        earlier result to reuse.
-        """
+        earlier result to reuse."""
         return local.view(self.shape)
 
 
@@ -130,8 +127,7 @@ def boxes(shape: Sequence[int], start: int, numel: int) -> list[Cuboid]:
 
 def _cut(fixed: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int, first: int) -> Iterator[Cuboid]:
     """Yields the boxes of elements [begin, end) of the part with these leading indices; `first` is where the span
-    begins.
-    """
+    begins."""
     if len(shape) == 1:
         yield (*fixed, begin), (*(1 for _ in fixed), end - begin), begin - first
         return

@@ -106,8 +106,7 @@ class Pages:
 
     def give(self, address: int, nbytes: int) -> int:
         """Backs these addresses with memory, first with pages from stock. Returns how many bytes come from stock, with
-        their old content; the others are zeros. Raises OSError if there is no memory.
-        """
+        their old content; the others are zeros. Raises OSError if there is no memory."""
         given = 0
         while self._full and given + HUGE_PAGE <= nbytes:
             page = self._full.pop()  # before it moves: Ctrl-C may come at any line

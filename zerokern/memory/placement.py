@@ -19,16 +19,9 @@ from zerokern.core import env, native
 from zerokern.core.errors import say_once
 
 __all__ = [
-    "Node",
-    "bind",
-    "cores",
-    "cpus_near",
-    "nodes",
-    "nodes_for",
-    "reserve_device_cores",
-    "reserved_cpus",
+    "Node", "bind", "cores", "cpus_near", "nodes", "nodes_for", "reserve_device_cores", "reserved_cpus",
     "restrict_to_cpus",
-]
+]  # fmt: skip
 
 _PCI = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")

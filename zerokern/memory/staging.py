@@ -22,17 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerokern.core.errors import BackendError, ZerokernError, got, say_once
 
 __all__ = [
-    "EMULATED_DRIVERS",
-    "Batches",
-    "CudaDriver",
-    "CudaMark",
-    "Ticket",
-    "clear_cuda_error",
-    "driver_of",
-    "runtime_library",
-    "stream_gate",
-    "stream_ticket",
-]
+    "EMULATED_DRIVERS", "Batches", "CudaDriver", "CudaMark", "Ticket", "clear_cuda_error", "driver_of",
+    "runtime_library", "stream_gate", "stream_ticket",
+]  # fmt: skip
 
 BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
 WITHOUT_FAULT = 13000
@@ -189,8 +181,7 @@ class CudaMark:
 
     def times(self) -> tuple[int, int] | None:
         """Returns when the copies before it began and ended (`perf_counter_ns`); None if nobody
-        measures, or not yet.
-        """
+        measures, or not yet."""
         if self._clock is None or not self.done():
             return None
         end = self._clock.at(self.event)

@@ -89,8 +89,7 @@ class Stream:
 
     def check(self) -> None:
         """Raises in a forked child, where the ring's memory does not exist: an update would write
-        to it all the same.
-        """
+        to it all the same."""
         if self.is_open:
             self.ring.slots[0].lease.tensor(torch.uint8, (1,))
         elif self._closed:

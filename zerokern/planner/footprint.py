@@ -23,17 +23,8 @@ from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "LANES",
-    "STATES",
-    "WORKING",
-    "Footprint",
-    "HeldMemory",
-    "Holding",
-    "Move",
-    "Share",
-    "lanes_to",
-    "with_recipe",
-]
+    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "lanes_to", "with_recipe",
+]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
@@ -334,8 +325,7 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
 
 def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
     """Returns the elements of gradients; below stage 2 the reduced shard lies in the whole bucket, unless the next
-    micro-batch needs that.
-    """
+    micro-batch needs that."""
     if shards_gradients(run.stage):
         return kind.shard_numel
     settings = run.settings
@@ -366,8 +356,7 @@ def _working(run: Footprint) -> Iterator[Holding]:
 
 def _working_at_rest(run: Footprint) -> Iterator[Holding]:
     """Yields fetched parameters: the unit that computes, the next one, on a CPU one that its update handed over; and
-    gradients that leave.
-    """
+    gradients that leave."""
     settings, buckets, recipe = run.settings, run.buckets, run.recipe
     if run.subject.units:
         hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
@@ -403,8 +392,7 @@ def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
 
 def _activations(run: Footprint) -> Iterator[Holding]:
     """Yields activations, logits and loss; or what checkpoints keep: off the device all but the last and the next, and
-    what computes beside them.
-    """
+    what computes beside them."""
     shape, keep = run.subject.activated, run.recipe.keep
     if shape is None:
         return
@@ -483,8 +471,7 @@ def _moves(run: Footprint) -> Iterator[Move]:
 
 def _moves_at_rest(run: Footprint) -> Iterator[Move]:
     """Yields the moves of resting parameters: they are fetched and stored, gradients of each micro-batch leave, and
-    those on disk are read to add to them and by the update.
-    """
+    those on disk are read to add to them and by the update."""
     recipe, settings, buckets = run.recipe, run.settings, run.buckets
     whole, root = (sum(bucket.shard_nbytes for bucket in some) for some in (buckets.sizes, buckets.root))
     for lane in lanes_to(recipe.param_tier, settings.device):

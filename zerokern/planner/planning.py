@@ -465,8 +465,7 @@ def _code(plan: Plan) -> str:
 
 def _can_be_whole(plan: Plan) -> bool:
     """Returns whether the whole model fits before it is divided: on the device, or in the memory of the host that is
-    one.
-    """
+    one."""
     rooms = [*plan.device_memory.values()]
     rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
     return sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)

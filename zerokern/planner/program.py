@@ -140,8 +140,7 @@ class _Step:
 
     def whole(self, reduces: bool, gathers: Sequence[str] = ("Forward", "Backward")) -> None:
         """Adds gradients in backward order: the last bucket is complete first. A number is one
-        bucket at every stage.
-        """
+        bucket at every stage."""
         for verb in ("Forward", "Backward"):
             if verb in gathers:
                 self._gather_whole()
@@ -162,8 +161,7 @@ class _Step:
 
     def by_units(self, reduces: bool) -> None:
         """Adds forward and backward of stage 3: a unit is unsharded while it computes, and the next one is being
-        gathered.
-        """
+        gathered."""
         units = [unit for unit in sorted(self.of_unit) if unit != ROOT]
         nbytes = [sum(load.nbytes for load in self.of_unit.get(unit, ())) for unit in range(len(self.names))]
         for verb, unit in step_of(units, nbytes):

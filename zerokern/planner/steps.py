@@ -48,8 +48,7 @@ class StepShape:
 
     def _stays(self, last: int) -> Iterator[int]:
         """Returns, for each part from the last on, the bytes that stay from forward to backward: the last unit's and
-        the root's.
-        """
+        the root's."""
         for part in reversed(self.parts):
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
@@ -57,8 +56,7 @@ class StepShape:
 
     def spans(self, tokens: int) -> list[Span]:
         """Returns the spans. Gradients leave in the last micro-batch; earlier ones count towards the begin of its
-        backward.
-        """
+        backward."""
         last = tokens / self.accumulate
         spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
         if self.plan.recipe.rests:

@@ -104,8 +104,7 @@ class Widths:
 
     def _norm(self, itemsize: int) -> int:
         """Returns what a norm keeps: RMSNorm its input in fp32, the normalized input and its output; LayerNorm input
-        and output.
-        """
+        and output."""
         if self._is_rms:
             return (_FP32 + 2 * itemsize) * self.hidden + _FP32
         return 2 * itemsize * self.hidden + 2 * itemsize
@@ -295,8 +294,7 @@ _Tensors = tuple[list[int], list[int], Widths]  # sizes of one layer's and of th
 
 def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> _Tensors:
     """Returns sizes of a model with gated MLP, grouped queries and norms without bias; a mixture of experts if it has
-    any.
-    """
+    any."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     pairs, wide = config.number("num_key_value_heads", default=heads), config.number("intermediate_size")
     size = config.number("head_dim", default=hidden // heads)

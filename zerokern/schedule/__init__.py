@@ -6,19 +6,6 @@ from .program import LANES, Op, Ref, Span, StepProgram
 from .simulator import Timeline, flow_bound, simulate
 
 __all__ = [
-    "LANES",
-    "Delayed",
-    "Machine",
-    "Op",
-    "Ref",
-    "Span",
-    "StepProgram",
-    "Timeline",
-    "check_schedule",
-    "flow_bound",
-    "machine_of",
-    "program_of",
-    "resident",
-    "shipped",
-    "simulate",
-]
+    "LANES", "Delayed", "Machine", "Op", "Ref", "Span", "StepProgram", "Timeline", "check_schedule", "flow_bound",
+    "machine_of", "program_of", "resident", "shipped", "simulate",
+]  # fmt: skip

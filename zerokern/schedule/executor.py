@@ -125,8 +125,7 @@ class Executor:
 
     def close(self) -> None:
         """Ends the worker after its current op; ops that have not begun never run. Raises a failure that was not
-        reported.
-        """
+        reported."""
         if self._process not in (0, os.getpid()):
             return
         self._worker.stop()
@@ -221,8 +220,7 @@ class Run:
 
     def perform(self, verb: str, what: str) -> None:
         """Performs an op of the device lane in this thread, unless it is done. Ops that it depends on have ended on the
-        CPU, or are queued before it on the device.
-        """
+        CPU, or are queued before it on the device."""
         task = self._task(verb, what)
         if task is None or task.state >= LAUNCHED:
             return

@@ -107,8 +107,7 @@ def flow_bound(program: StepProgram, machine: Machine) -> float:
 
 def _queue(op: Op) -> tuple[str, bool]:
     """Returns the queue whose ops run one by one. Publishing has its own, because it runs in the thread that waits for
-    it.
-    """
+    it."""
     return (op.lane, op.verb == "Publish")
 
 

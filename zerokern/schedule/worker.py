@@ -132,8 +132,7 @@ class Task:
 
 class Worker:
     """What the worker thread and users' threads share. Runs and the thread refer to it; it does not refer to the
-    executor.
-    """
+    executor."""
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -177,8 +176,7 @@ class Worker:
 
     def stop(self) -> None:
         """Tells the thread to end, without waiting: the garbage collector calls this in any thread, with any locks
-        held.
-        """
+        held."""
         self.closing = True
         self.notify()
 
@@ -312,8 +310,7 @@ class Worker:
 
     def fail(self, error: BaseException, task: Task) -> None:
         """Ends every run after the launched ops have ended: they would write to memory that others believe to be
-        free.
-        """
+        free."""
         if task.run_state.failed is not None:  # two threads waited for one ticket
             return
         self._drain()
