@@ -33,17 +33,8 @@ from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
 
 __all__ = [
-    "BLOCK",
-    "SLOTS",
-    "FileReader",
-    "FileWriter",
-    "PartsWriter",
-    "SlotWriter",
-    "Slots",
-    "Span",
-    "copy_bytes",
-    "copy_into",
-    "crc32c",
+    "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_bytes",
+    "copy_into", "crc32c",
 ]  # fmt: skip
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request

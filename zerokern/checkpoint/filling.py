@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -130,12 +131,8 @@ class Restore:
             rest = rest_of(into)
             direct.setdefault(0 if rest is None else id(rest), Batch()).items.append((key, into))
 
-        for tensor_plan in plan.tensors:
-            if not tensor_plan.converts:
-                read(
-                    tensor_plan.source,
-                    tensor_plan.tensor.detach() if rest_of(tensor_plan.tensor) is None else tensor_plan.tensor,
-                )
+        for source, tensor in ((part.source, part.tensor) for part in plan.tensors if not part.converts):
+            read(source, tensor.detach() if rest_of(tensor) is None else tensor)
         self._extra_tensors = {
             name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in plan.extra_tensors.items()
         }
@@ -243,11 +240,7 @@ def _convert_tensor(plan: TensorPlan) -> Iterator[Callable[[Batch], Any]]:
     for begin in range(0, here.numel, PIECE):
         yield partial(_convert_values, plan, here, flat, begin, min(PIECE, here.numel - begin))
     if copy_back is not None and here.numel:
-        yield partial(_then, copy_back)
-
-
-def _then(call: Callable[[], Any], batch: Batch) -> None:
-    batch.then(call)
+        yield methodcaller("then", copy_back)
 
 
 def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int, batch: Batch) -> None:
@@ -286,7 +279,7 @@ def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batc
         yield partial(_convert_state, plan, here, begin, numel, cells)
     for _, copy_back in made.values():
         if copy_back is not None and here.numel:
-            yield partial(_then, copy_back)
+            yield methodcaller("then", copy_back)
 
 
 def _convert_state(

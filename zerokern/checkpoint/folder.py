@@ -32,18 +32,8 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "DATA",
-    "LOCK",
-    "METADATA",
-    "Draft",
-    "OpenFiles",
-    "Published",
-    "describe_unfinished",
-    "fingerprint",
-    "latest",
-    "leftovers",
-    "list_files",
-    "saved_at",
+    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "describe_unfinished", "fingerprint", "latest",
+    "leftovers", "list_files", "saved_at",
 ]  # fmt: skip
 
 METADATA = ".metadata"  # torch's name for its own index

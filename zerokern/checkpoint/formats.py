@@ -14,16 +14,8 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import decode_int8, encode_int8, join, split
 
 __all__ = [
-    "MASTERS",
-    "convert_exact",
-    "convert_moment",
-    "exact_values",
-    "is_coded",
-    "master_kind",
-    "overflowed",
-    "refuse_infinite",
-    "rounds_master",
-    "rounds_moment",
+    "MASTERS", "convert_exact", "convert_moment", "exact_values", "is_coded", "master_kind", "overflowed",
+    "refuse_infinite", "rounds_master", "rounds_moment",
 ]  # fmt: skip
 
 Values = Mapping[str, Tensor]

@@ -90,10 +90,8 @@ class LoadPlan:
             if key.startswith("optim.state."):
                 name, _, last = key.removeprefix("optim.state.").rpartition(".")
                 self._state.setdefault(name, {})[last] = self._row(key)
-        optimizers = source.values.get("optimizers") or []
-        self._optimizers = (
-            list(optimizers) if len(optimizers) == len(target.optimizers) else [{} for _ in target.optimizers]
-        )
+        saved, count = list(source.values.get("optimizers") or ()), len(target.optimizers)
+        self._optimizers = saved if len(saved) == count else [{} for _ in target.optimizers]
         # Decoded here, for it is too late to refuse when all else is loaded.
         self.beside = self._plan_beside()
         self.extra_states = self._plan_extra_states()
@@ -203,11 +201,8 @@ class LoadPlan:
         """Reports tensors that are tied in the model and have different values in the checkpoint."""
         for other in (name, *self._other_names.get(name, ())):
             key = f"model.{other}"
-            if (
-                other != there
-                and key in self.source.tensors
-                and not self.source.whole.tensors_equal(f"model.{there}", key)
-            ):
+            separate = other != there and key in self.source.tensors
+            if separate and not self.source.whole.tensors_equal(f"model.{there}", key):
                 self._add_difference(
                     f"{other}: it is tied to {there} here, and the checkpoint has its own value for it; untie them "
                     "here, or tie them before saving"

@@ -25,18 +25,8 @@ from zerokern.io.ticket import again
 from zerokern.memory.here import Cuboid, boxes
 
 __all__ = [
-    "BoxRead",
-    "BoxTargets",
-    "Items",
-    "Report",
-    "Saved",
-    "Source",
-    "box_reads",
-    "boxes_of",
-    "dtype_name",
-    "no_report",
-    "open_checkpoint",
-    "reject_invalid",
+    "BoxRead", "BoxTargets", "Items", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
+    "open_checkpoint", "reject_invalid",
 ]  # fmt: skip
 
 ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
