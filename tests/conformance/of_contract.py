@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import module_cases as cases
@@ -85,6 +86,66 @@ class FusedNet(Net):
 @loss_program(FusedNet)
 def a_function_that_keeps_a_weight_in_its_context(run: Run, model: nn.Module, step: int) -> Tensor:
     return run.mse(model, step)
+
+
+class WritesItsGradient(torch.autograd.Function):
+    """Adds to the weight's `.grad` itself, as kernels do that accumulate within the matrix product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x, values), weight = ctx.saved_tensors, ctx.weight
+        own = grad.t() @ x
+        if weight.grad is None:
+            weight.grad = own
+        else:
+            weight.grad.add_(own)
+        return grad @ values, None
+
+
+class WrittenBeside(Net):
+    """A use of a weight beside the one of its module: of a block's, or of the last layer's."""
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.enter(x)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if number == self.number:
+                hidden = hidden + WritesItsGradient.apply(hidden, block.up.weight)[:, :WIDTH]
+        out = self.leave(hidden)
+        return out if self.number is not None else out + WritesItsGradient.apply(hidden, self.leave.weight)
+
+
+for number in (None, 0, 1):
+
+    def loop(run: Run, number: int | None = number) -> None:
+        run.train(run.shard(partial(WrittenBeside, number)), 3)
+
+    loop.__name__ = f"a_gradient_written_by_a_function_in_{'the_last_layer' if number is None else f'block_{number}'}"
+    program(exact=False)(loop)
+
+
+@program(late=False)
+def gradients_of_inputs_by_torch_func(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(2):
+        x, _ = run.data(step)
+
+        def of(x: Tensor) -> Tensor:
+            return model(x[None]).square().sum()
+
+        run.see(torch.func.vmap(torch.func.grad(of))(x).detach())
+        run.step(optimizer, run.mse(model, step))
 
 
 @loss_program(Net)

@@ -116,6 +116,17 @@ def clipped_by_zk_clip_grad_norm(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@program(exact=False)
+def clipped_gradients_that_are_kept_and_added_to(run: Run) -> None:
+    """The update clips, and what comes after it is added to what was clipped."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        zk.clip_grad_norm_(model, 0.3)
+        optimizer.step()
+
+
 @program()
 def norms_of_gradients_logged(run: Run) -> None:
     model = run.shard(Net)

@@ -85,6 +85,9 @@ class Divided:
     def fold(self, factor: float | Tensor) -> None:
         self.factor = self.factor * factor
 
+    def folded(self, factor: float | Tensor) -> None:
+        """Nothing is accumulated on here."""
+
     def take_fold(self) -> float | Tensor:
         factor, self.factor = self.factor, 1.0
         return factor

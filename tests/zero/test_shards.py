@@ -189,3 +189,25 @@ def on_real_ranks(world: World) -> None:
 
 def test_shards_on_real_ranks() -> None:
     on_ranks(2, on_real_ranks)
+
+
+@everywhere(1, stage=[0, 1, 2, 3])
+def test_a_replaced_gradient_is_added_to(world: World, stage: int) -> None:
+    model = world.shard(nn.Linear(3, 1, bias=False), stage=stage)
+    (piece,) = zk.shards(model)
+    x = torch.ones(1, 3)
+    model(x).sum().backward()
+    piece.grad = piece.grad * 10
+    model(x).sum().backward()
+    assert piece.grad.tolist() == [11.0] * 3
+
+
+@everywhere(1, stage=[0, 1, 3])
+def test_gradients_of_spans_are_clipped(world: World, stage: int) -> None:
+    model = world.shard(nn.Linear(3, 2, bias=False), stage=stage)
+    (piece,) = zk.shards(model)
+    model(torch.ones(1, 3)).sum().backward()
+    torch.testing.assert_close(zk.clip_grad_norm_(model, 0.5).item(), math.sqrt(6.0))
+    before = piece.detach().clone()
+    torch.optim.SGD([piece], lr=1.0).step()
+    torch.testing.assert_close((before - piece.detach()).norm(), torch.tensor(0.5))

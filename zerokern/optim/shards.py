@@ -226,8 +226,8 @@ class Shards:
     def leave(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so a factor taken up is there for the next step."""
         self.grads = []
-        for sharding, factor in self._folds if undone else ():
-            sharding.fold(factor)
+        for sharding, factor in self._folds:
+            sharding.fold(factor) if undone else sharding.folded(factor)
         self._folds.clear()
 
     def adopt(self, outer: WatchedState, *, refuse_plain: bool = False) -> None:

@@ -58,7 +58,7 @@ class _HalfBackwards:
         sharding = self._sharding()
         if sharding is None or not any(param.requires_grad for param in sharding.zero_order):
             return
-        if not any(map(hooks.is_accumulated, sharding.nodes())):
+        if not sharding.in_pass():
             raise StateError(
                 "a zero-bubble schedule runs backward in halves, and torch.distributed.pipelining.PipelineStage would "
                 "then set gradients of weights by hand, which zk.shard could not reduce; allowed: zk.PipelineStage, "

@@ -73,6 +73,7 @@ class GradientBucket:
         # what autograd accumulates into, by place; while a pass runs, what the user keeps in their `.grad` is put aside
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.tenants]
         self._aside: dict[int, Tensor] = {}
+        self._before: list[Tensor | None] = []  # what parameters show while a pass runs, at stage 3
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
         self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
         self._waiting = set(self._waiting_places)
@@ -113,7 +114,10 @@ class GradientBucket:
         alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
         self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
         self.running = True
-        for place, grad in enumerate(map(_grad_of, leaves)):
+        if not self.lands_in_params:
+            self._before = list(map(_grad_of, self._params))
+            return
+        for place, grad in enumerate(list(map(_grad_of, leaves))):
             if grad is None:
                 continue
             if place != landed:
@@ -121,6 +125,26 @@ class GradientBucket:
                 leaves[place].grad = None
             elif self._landed(place) is None:
                 self._aside[place] = grad
+
+    def take_written(self) -> None:
+        """Gradients that a custom Function has written into a `.grad` in this pass, of which autograd tells nobody."""
+        if not self.running:
+            return
+        if not self.lands_in_params:
+            self._take_written_to_params()
+        for place, grad in enumerate(list(map(_grad_of, self.leaves))):
+            if grad is None or grad is self._aside.get(place) or (place in self.arrived and not self.closed):
+                continue
+            if not self.lands_in_params or self._landed(place) is not None:
+                self.leaves[place].grad = None
+                self.hand_over(place, grad)
+
+    def _take_written_to_params(self) -> None:
+        grads = list(map(_grad_of, self._params))
+        for place, (grad, before) in enumerate(zip(grads, self._before, strict=True)):
+            if grad is not None and grad is not before and not self.shows(place, grad):
+                self._params[place].grad = before
+                self.hand_over(place, grad)
 
     def put_back(self) -> None:
         """Shows again what was put aside, in the place of what has landed."""
@@ -130,6 +154,7 @@ class GradientBucket:
             for place, grad in self._aside.items():
                 self.leaves[place].grad = grad
         self._aside.clear()
+        self._before = []
         self.running = False
 
     def land(self, place: int, *, at_once: bool) -> None:
@@ -253,10 +278,9 @@ class GradientBucket:
     def _lives(self) -> set[int]:
         """Places where the user kept what `.grad` held, so that it is to be added to."""
         kept = self.kept_gradients()
-        if not self.exposed:
-            for place, grad in list(kept.items()):
-                if not self.shows(place, grad):
-                    self._adopt(place, grad)
+        for place, grad in list(kept.items()):
+            if not self.shows(place, grad):
+                self._adopt(place, grad)
         return set(kept)
 
     def _adopt(self, place: int, grad: Tensor) -> None:
@@ -264,14 +288,16 @@ class GradientBucket:
         home = self.homes[place]
         self._show()
         with fetched([grad], written=()):
-            span = home.part_of(grad)
+            span = grad if self.exposed else home.part_of(grad)
             self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
         self.give([place])
         self.held.add(place)
 
     def shows(self, place: int, grad: Tensor | None) -> bool:
         """Whether this is the gradient that was put where the user looks for it."""
-        return bool(self.shown) and self._own(place) is grad
+        if not self.shown or grad is None:
+            return False
+        return shares(grad, self.reduced) if self.exposed else self._own(place) is grad  # type: ignore[arg-type]
 
     def _own(self, place: int) -> Tensor:
         """What shows a gradient; anew where it was given other memory (`.data =`), which nothing is reduced into."""
@@ -311,8 +337,10 @@ class GradientBucket:
         self.give(live)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply what is reduced; each gets a version of its own, by which whoever has fetched it sees this."""
-        if self.held and self.reduced is not None:
+        """Multiply what is reduced and shown; each gets a version of its own, by which whoever has fetched it sees
+        this."""
+        if self.held and self.reduced is not None and any(self.shows(*one) for one in self.kept_gradients().items()):
+            self._guard()
             self.reduced.mul_(factor)
             torch.autograd.graph.increment_version([self.reduced_span(at) for at in self.held])
 
@@ -323,6 +351,8 @@ class GradientBucket:
         self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
+            if self.running and not self.lands_in_params:
+                self._take_written_to_params()
             lives = self._lives()
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
@@ -347,6 +377,8 @@ class GradientBucket:
     def close(self, *, reduces: bool) -> bool:
         """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
         assert self.buffer is not None
+        with without_waiting():
+            self.take_written()
         self.closed, self.inbox.task = True, NO_PASS
         self._collect(self.buffer)
         for place, grad in self.beside:

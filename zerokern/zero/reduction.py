@@ -58,6 +58,7 @@ class Reduction:
         for bucket in buckets:
             bucket.receive = partial(_received, weakref.ref(self), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
+        self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -95,7 +96,8 @@ class Reduction:
         self._complete_if_full(bucket)
 
     def _broken(self, task: int) -> None:
-        """An error has ended the pass: `.grad` is what it was; `abandon` does the rest, where ranks are in step."""
+        """An error has ended the pass: `.grad` is what it was, but in buckets that were reduced by then; `abandon` does
+        the rest, where ranks are in step."""
         for bucket in self.buckets if self.active and self._task == task else ():
             bucket.put_back()
 
@@ -127,7 +129,8 @@ class Reduction:
             part.group.wait_for_publications()
         self.factor = _of_a_step(self.factor)
         if first is not None:
-            first.refuse_mixed(place, scaled=isinstance(self.factor, Tensor) or self.factor != 1.0)
+            factor = self.factor * self.applied
+            first.refuse_mixed(place, scaled=isinstance(factor, Tensor) or factor != 1.0)
         self.settle()
         self.active, self._task = True, hooks.current_pass()
         self._next = 0
@@ -137,9 +140,13 @@ class Reduction:
                 bucket.begin(self._task, place if bucket is first else None)
         hooks.at_end_of_backward(self._finish, partial(self._broken, self._task))
 
+    def is_applied(self, factor: float | Tensor) -> None:
+        """An update has applied a factor, and not to the gradients themselves."""
+        self.applied = self.applied * _of_a_step(factor)
+
     def settle(self) -> None:
-        """Apply the pending factor to the gradients themselves."""
-        factor, self.factor = self.factor, 1.0
+        """Apply the pending factor, and the one that updates applied, to the gradients themselves."""
+        factor, self.factor, self.applied = self.factor * self.applied, 1.0, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             for bucket in self.buckets:
                 bucket.scale(factor)
@@ -248,6 +255,9 @@ class Reduction:
         """The end of the pass: what is left is reduced, and gradients are shown where any rank had one."""
         for number in self._order:
             self._complete(self.buckets[number])
+        with without_waiting():
+            for bucket in self.buckets:
+                bucket.take_written()
         marks = bytearray().join(map(_marks, self.buckets))
         if self.synchronizes:
             marks = self._heard(marks)

@@ -316,9 +316,12 @@ class Sharded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is ADD_ and isinstance(args[0], Sharded) and args[0].receive is not None and hooks.accumulates_here():
-            args[0].receive(args[1])
-            return args[0]
+        if func is ADD_ and isinstance(args[0], Sharded) and args[0].receive is not None and hooks.in_backward():
+            # what autograd adds, or a custom Function: this rank's own, of the whole parameter
+            own = type(args[1]) is torch.Tensor and args[1].shape == args[0].shape and not kwargs
+            if own or hooks.accumulates_here():
+                args[0].receive(args[1])
+                return args[0]
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
         given = dict(kwargs or {})

@@ -225,10 +225,11 @@ class Sharding:
             before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
             hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
 
-    def nodes(self) -> Iterator[Any]:
-        """The nodes that accumulate the gradients of the parameters that are trained."""
-        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves)
-        return (hooks.accumulator(leaf) for leaf in leaves if leaf.requires_grad)
+    def in_pass(self) -> bool:
+        """Whether the backward pass that runs accumulates a gradient of any parameter."""
+        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves if leaf.requires_grad)
+        with hooks.outside_of_transforms():  # within one, leaves have no graph
+            return any(map(hooks.is_accumulated, map(hooks.accumulator, leaves)))
 
     def has_substitute(self, param: nn.Parameter) -> bool:
         """Whether something that is no parameter stands in one of its places."""
@@ -358,6 +359,10 @@ class Sharding:
         factor, self.reduction.factor = self.reduction.factor, 1.0
         return factor
 
+    def folded(self, factor: float | Tensor) -> None:
+        """An update has applied the factor that it took."""
+        self.reduction.is_applied(factor)
+
     def settle(self) -> None:
         """Apply the pending factor to the gradients themselves."""
         self.reduction.settle()
@@ -402,7 +407,7 @@ def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
     there = sharding()
     if there is None:
         _refuse_gradients()
-    elif any(map(hooks.is_accumulated, there.nodes())):
+    elif there.in_pass():
         there.reduction.joins_backward()
 
 
