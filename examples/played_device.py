@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.optim.device import OTHERS
+from zerokern.optim.device import EMULATED_DRIVERS
 
 __all__ = ["PlayedDevice", "PlayedMark", "PlayedStream"]
 
@@ -227,7 +227,7 @@ class PlayedDevice:
 
     def own(self, tensor: Tensor) -> Tensor:
         """Marks a CPU tensor as lying on this device; returns it."""
-        OTHERS[tensor] = self
+        EMULATED_DRIVERS[tensor] = self
         return tensor
 
     def launch(

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.activations.recompute import Repeated
 from zerokern.activations.tiles import cut
 from zerokern.building.construction import Construction
-from zerokern.comm import Group, dividing_on, during
+from zerokern.comm import Group, during, sharding_group
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import Reduce, Stage, Tier
 from zerokern.memory import TierConfig
-from zerokern.memory.heap import give_back, map_large
+from zerokern.memory.heap import mmap_large_blocks, trim_heap
 from zerokern.memory.tier import config_of
 from zerokern.parallel.experts import groups_of
 from zerokern.parallel.halves import refuse_half_backwards
@@ -41,7 +41,7 @@ Meshes = DeviceMesh | Group | Mapping[nn.Module, DeviceMesh | Group] | None
 def group_of(mesh: DeviceMesh | Group | None, module: nn.Module) -> Group:
     """The ranks that share a module."""
     param = next(iter(module.parameters()), None)
-    return dividing_on(mesh, "cpu" if param is None or param.is_meta else param.device)
+    return sharding_group(mesh, "cpu" if param is None or param.is_meta else param.device)
 
 
 def shard(
@@ -213,9 +213,9 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
         raise TypeError(got("mesh", "a dict", "a mesh or None", do))
     repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
-        group = dividing_on(mesh, torch.get_default_device() if device is None else device)
+        group = sharding_group(mesh, torch.get_default_device() if device is None else device)
     if config_of(settings["tier"]) is not None and group.device.type == "cpu":
-        map_large()
+        mmap_large_blocks()
     construction = Construction(group.device)
     module = construction.run(fn)
     if shards_parameters(stage):
@@ -224,7 +224,7 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
         build = construction.materialize
         sharding = Sharding(module, stage=stage, group=group, wrapper=repeated, materialize=build, **settings)
         refuse_half_backwards(sharding)
-    give_back()
+    trim_heap()
     return module
 
 

@@ -40,8 +40,8 @@ class Info(dict[str, object]):
 def _text(value: object) -> str:
     if isinstance(value, dict):
         by_value: dict[str, list[str]] = {}  # names that share a value are told together
-        for name, one in value.items():
-            by_value.setdefault(_text(one), []).append(name)
+        for name, setting in value.items():
+            by_value.setdefault(_text(setting), []).append(name)
         return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value)) or "none"
@@ -77,8 +77,8 @@ def _versions() -> dict[str, object]:
 
 def _installed(package: str) -> str:
     """Returns the version of a package, whatever its distribution is called, without importing it."""
-    found = importlib.metadata.packages_distributions().get(package)
-    return importlib.metadata.version(found[0]) if found else ""
+    names = importlib.metadata.packages_distributions().get(package)
+    return importlib.metadata.version(names[0]) if names else ""
 
 
 def _native() -> dict[str, object]:
@@ -116,7 +116,7 @@ def _disks() -> dict[str, object]:
         refusal = why_no_uring()
     except BackendError:
         return {"disk engine": "none"}
-    known = {folder: found.line() for folder, found in probes().items()}
+    known = {folder: probed.line() for folder, probed in probes().items()}
     return {
         "disk engine": f"threads; io_uring was refused: {refusal}" if refusal else "uring",
         "disks": known or "none measured; zerokern info --path DIR does it",

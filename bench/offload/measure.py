@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from zerokern.memory.room import room
+from zerokern.memory.room import memory_left
 
 from ..zero.job import Job
 from ..zero.launch import run_ranks
@@ -84,7 +84,7 @@ def contested(
                 continue
             weights[name] = Weight(**alone)
             say(f"{name}: {per_parameter(weights[name].held, job):.1f} B of host memory per parameter")
-        sets = split(list(job.wirings), weights, job, min(room().values()), mine)
+        sets = split(list(job.wirings), weights, job, min(memory_left().values()), mine)
     done = raced(
         sets, lambda names: run_ranks("contest", dataclasses.replace(job, names=names), effort, say, rounds, program)
     )

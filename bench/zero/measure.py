@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerokern.memory.room import room
+from zerokern.memory.room import memory_left
 
 from ..contest import WrongResult
 from ..timers import Estimate, median_estimate, paired_ratio
@@ -117,7 +117,7 @@ def measure(job: Job, effort: Effort, say: Say, advance: Advance) -> Outcome:
         share, missing = tuned["share"], tuned["missing"]
         here = tuple(peer for peer in job.peers if peer not in missing)
         job = dataclasses.replace(job, batch=tuned["batch"], wirings=tuned["wirings"], peers=here)
-        sets = split(list(job.wirings), job, min(room().values()))
+        sets = split(list(job.wirings), job, min(memory_left().values()))
     done = raced(sets, lambda names: run_ranks("contest", dataclasses.replace(job, names=names), effort, say, rounds))
     return Outcome(job, done.rows(job, ours.NAMES), missing | done.missing, share, done.sets, done.steps)
 

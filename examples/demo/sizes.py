@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from zerokern.memory.room import room
+from zerokern.memory.room import memory_left
 
 from ..model import Shape
 from . import larger, memory, race, together
@@ -48,7 +48,7 @@ def small(width: int) -> Acts:
 def fitting(deadline: float | None = None) -> Acts:
     """The largest acts that this machine has the time and the memory for; measures a step to know."""
     least = small(WIDTHS[-1])
-    cost, left = measure(least.memory[0], "exact", deadline), min(room().values(), default=0)
+    cost, left = measure(least.memory[0], "exact", deadline), min(memory_left().values(), default=0)
     for width in WIDTHS:
         acts = small(width)
         numel = acts.larger.shape.numel

@@ -84,7 +84,7 @@ class Source(Foreign):
             load(room, storage_reader=FileSystemReader(self.path), no_dist=True)
         return room[key]
 
-    def likeness(self) -> str:
+    def fingerprint(self) -> str:
         return str(self.path)
 
 

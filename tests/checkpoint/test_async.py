@@ -124,7 +124,7 @@ def test_a_copy_that_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: 
     saving = save(tmp_path / "x", model, wait=False, staging_budget=5_000_000)
     assert saving is not None
     saving.wait()
-    monkeypatch.setattr(background, "room", lambda: {"control group": 3 << 20})
+    monkeypatch.setattr(background, "memory_left", lambda: {"control group": 3 << 20})
     with pytest.raises(BudgetError, match=r"control group: 3\.0 MiB, less 10%"):
         save(tmp_path / "x", model, wait=False)
     load(tmp_path / "x", model)

@@ -226,7 +226,7 @@ def test_what_is_outside_is_refused_and_an_error_of_the_taker_passes(tmp_path: P
                 reader.read([(begin, nbytes, lambda piece, at: None)])
         with pytest.raises(KeyboardInterrupt):
             reader.read([(0, row.table, lambda piece, at: exec("raise KeyboardInterrupt"))])
-        assert not list(reader.damage(range(row.blocks)))
+        assert not list(reader.find_damage(range(row.blocks)))
     with pytest.raises(ValueError, match="is closed"):
         reader.read([(0, 1, lambda piece, at: None)])
 
@@ -244,13 +244,13 @@ def test_damage_is_found_where_it_is(damaged: tuple[Path, FileRow]) -> None:
     folder, row = damaged
     told: list[int] = []
     with reading(folder, row) as reader:
-        found = list(reader.damage(range(row.blocks), told.append))
+        found = list(reader.find_damage(range(row.blocks), told.append))
         told_of = [(one.offset, one.nbytes, one.errno) for one in found]
         assert told_of == [(2 * BLOCK, BLOCK, errno.EBADMSG), (12 * BLOCK, 500, errno.EBADMSG)]
         assert sum(told) == row.table
         assert all(one.path == str(folder / "a") and "CRC32C" in str(one) for one in found)
-        assert [one.offset for one in reader.damage(range(3, 12))] == []
-        assert [f"offset {12 * BLOCK}" in str(one) for one in reader.damage(range(3, row.blocks))] == [True]
+        assert [one.offset for one in reader.find_damage(range(3, 12))] == []
+        assert [f"offset {12 * BLOCK}" in str(one) for one in reader.find_damage(range(3, row.blocks))] == [True]
 
 
 def test_no_damaged_byte_is_handed_out(damaged: tuple[Path, FileRow]) -> None:
@@ -298,8 +298,8 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
         with pytest.raises(IoError, match=r"Reading .*EIO") as caught:
             reader.read([(0, row.table, lambda piece, at: None)])
         assert caught.value.offset == begin
-        assert [one.errno for one in reader.damage(range(row.blocks))] == [errno.EIO]
-        assert not list(reader.damage(range(4)))
+        assert [one.errno for one in reader.find_damage(range(row.blocks))] == [errno.EIO]
+        assert not list(reader.find_damage(range(4)))
 
 
 @ranked
@@ -342,9 +342,9 @@ def test_parts_go_past_the_page_cache_whatever_size_the_file_system_prefers(
     with Slots(tmp_path) as slots, PartsWriter(slots, tmp_path / "a", *fds) as writer:
         at = 0
         while at < len(data):
-            room = writer.room(begin + at)[: len(data) - at]
+            room = writer.buffer(begin + at)[: len(data) - at]
             room.copy_(data[at : at + len(room)])
-            writer.took(len(room))
+            writer.advance(len(room))
             at += len(room)
         writer.finish()
     for fd in fds:

@@ -182,7 +182,7 @@ def test_an_error_after_the_rename_loses_nothing(tmp_path: Path, monkeypatch: py
             draft.publish(index, b"the second")
     index = Published.open(folder).index
     assert (folder / f".metadata.{index.save_id}.new").exists() and len(leftovers(folder, index)) == 3
-    draft._let_go() if killed else draft.abandon()
+    draft._release() if killed else draft.abandon()
     Draft.begin(folder, 0).abandon()
     # torch's own index speaks of the files that are left
     assert (folder / ".metadata").read_bytes() == b"the second"
@@ -238,7 +238,7 @@ def test_what_is_no_checkpoint_is_told_with_what_is(tmp_path: Path) -> None:
     """Never published, not there, something else: and which is the newest beside it or within it."""
     draft = Draft.begin(tmp_path / "a" / "b" / "only", 0)
     fill(draft, 1)
-    draft._let_go()
+    draft._release()
     with pytest.raises(IoError, match=r"never published, and is ignored. No other checkpoint was ever published"):
         open_checkpoint(tmp_path / "a" / "b" / "only")
     save(tmp_path / "step1", 1)
@@ -249,7 +249,7 @@ def test_what_is_no_checkpoint_is_told_with_what_is(tmp_path: Path) -> None:
     draft = Draft.begin(tmp_path / "step3", 0)
     index = fill(draft, 3)
     (draft.folder / "zerokern.json.new").write_bytes(index.dump()[:100])
-    draft._let_go()
+    draft._release()
     for path, says in {
         "step3": rf"was begun and never published, and is ignored.*beside it is {tmp_path / 'step2'}: load that",
         "": rf"newest checkpoint within it is {tmp_path / 'step2'}",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint.folder import OpenFiles, Published, likeness
-from zerokern.checkpoint.ranks import Ranks, open_alike
+from zerokern.checkpoint.folder import OpenFiles, Published, fingerprint
+from zerokern.checkpoint.ranks import Ranks, open_same
 from zerokern.checkpoint.source import Saved
 from zerokern.core.errors import StateError
 from zerokern.interop import pretrained
@@ -40,11 +40,11 @@ def test_what_was_verified_is_checked_again(tmp_path: Path) -> None:
     with open(source.published.path(0), "r+b") as file:
         file.seek(500)
         file.write(b"spoilt")
-    assert [error.errno for error in source.damage()] == [errno.EBADMSG]
+    assert [error.errno for error in source.find_damage()] == [errno.EBADMSG]
     source.close()
 
 
-@pytest.mark.parametrize("when", ["check", "beside"])
+@pytest.mark.parametrize("when", ["check", "read_values"])
 @pytest.mark.parametrize("verify", ["first", "reading"])
 def test_a_save_into_the_folder_does_not_change_what_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, verify: str
@@ -99,16 +99,16 @@ class Told(Ranks):
         super().__init__(None)
         self.theirs = iter(theirs)
 
-    def each(self, what: str, work: Any) -> list[Any]:
+    def all_gather(self, what: str, work: Any) -> list[Any]:
         return [work(), next(self.theirs)]
 
 
 def test_a_save_between_two_looks_is_looked_at_again(tmp_path: Path) -> None:
     mine = iter(["a", "b", "b"])
-    open_alike(Told(["b", "b"]), tmp_path, lambda: next(mine))
+    open_same(Told(["b", "b"]), tmp_path, lambda: next(mine))
     assert next(mine) == "b"
     with pytest.raises(StateError, match=r"rank 0 sees a, rank 1 sees b; nothing was changed"):
-        open_alike(Told(["b", "b"]), tmp_path, lambda: "a")
+        open_same(Told(["b", "b"]), tmp_path, lambda: "a")
 
 
 def test_likeness_tells_steps_apart_and_not_places(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_likeness_tells_steps_apart_and_not_places(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         torch.save({"w": torch.zeros(1 << 20)}, tmp_path / name / "a.pt")
     paths = [tmp_path / name / "a.pt" for name in ("x", "y")]
-    assert likeness(paths[:1]) == likeness(paths[1:])
+    assert fingerprint(paths[:1]) == fingerprint(paths[1:])
     torch.save({"w": torch.full((1 << 20,), 1e-3)}, paths[1])
-    assert likeness(paths[:1]) != likeness(paths[1:])
+    assert fingerprint(paths[:1]) != fingerprint(paths[1:])
     held = OpenFiles()
     held.fd(paths[0])
-    assert held.likeness() == likeness(paths[:1])
+    assert held.fingerprint() == fingerprint(paths[:1])
     held.close()

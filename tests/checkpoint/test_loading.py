@@ -227,7 +227,7 @@ def test_room_on_disk_is_given_back_where_a_load_is_refused(
         zk.AdamW(layer.parameters(), tier=zk.Nvme(tmp_path / budget, budget=budget, ring_nbytes="1M"))
         for layer, budget in zip(other, budgets, strict=True)
     ]
-    each, error = Ranks.each, BudgetError if failure == "another optimizer" else StateError
+    each, error = Ranks.all_gather, BudgetError if failure == "another optimizer" else StateError
     if failure == "damage":
         error = IoError
         with next((tmp_path / "kept").glob("*.distcp")).open("r+b") as file:
@@ -241,7 +241,7 @@ def test_room_on_disk_is_given_back_where_a_load_is_refused(
         return found
 
     if failure == "another rank":
-        monkeypatch.setattr(Ranks, "each", refused_elsewhere)
+        monkeypatch.setattr(Ranks, "all_gather", refused_elsewhere)
     with pytest.raises(error):
         zk.load(tmp_path / "kept", other, opts)
     assert [opt.holdings.disk.tier.swap.stats()["taken_nbytes"] for opt in opts] == [0, 0]

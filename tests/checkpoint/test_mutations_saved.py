@@ -13,7 +13,7 @@ import torch
 
 import zerokern as zk
 from zerokern.checkpoint import rng
-from zerokern.checkpoint.rng import taken
+from zerokern.checkpoint.rng import get_state
 from zerokern.core import native
 from zerokern.core.errors import StateError, ZerokernError
 
@@ -54,11 +54,11 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 def tried(folder: Path, wanted: dict[str, Any] | None) -> bool:
     """Loads; whether it was refused, and then without a change. `wanted`: what may have been loaded otherwise."""
     model, opt = trained(2.0)
-    before, generators = everything(model, opt), taken()
+    before, generators = everything(model, opt), get_state()
     try:
         zk.load(folder, model, opt)
     except (ZerokernError, ValueError, TypeError):
-        assert alike(everything(model, opt), before) and taken() == generators
+        assert alike(everything(model, opt), before) and get_state() == generators
         opt.step()
         return True
     assert wanted is None or alike(everything(model, opt), wanted)
@@ -173,11 +173,11 @@ DRAWN: dict[str, Callable[[Any], object]] = {
 
 
 def test_random_states_that_nobody_can_go_on_from_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = json.dumps(json.loads(taken()))
+    before = json.dumps(json.loads(get_state()))
     for name, change in DRAWN.items():
         change(states := json.loads(before))
         with monkeypatch.context() as patched:
-            patched.setattr(rng, "taken", lambda states=states: json.dumps(states).encode())
+            patched.setattr(rng, "get_state", lambda states=states: json.dumps(states).encode())
             zk.save(tmp_path / name, *trained())
             assert tried(tmp_path / name, None), name
             into = trained(2.0)

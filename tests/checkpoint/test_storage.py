@@ -254,7 +254,7 @@ def test_damage_names_file_and_keys(tmp_path: Path) -> None:
     published = save(tmp_path / "c", items)
     block = spoil(published, "model.4")
     reader = Saved(published)
-    (error,) = reader.damage()
+    (error,) = reader.find_damage()
     assert error.path == str(published.path(0)) and error.offset == block * BLOCK
     assert "model.4" in str(error) and error.key in ("model.3", "model.4")
     with pytest.raises(IoError, match=r"model\.4"):

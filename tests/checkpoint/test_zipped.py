@@ -11,7 +11,7 @@ import pytest
 import torch
 from raw_cases import raw, some
 
-from zerokern.checkpoint.envelope import ALIGN, LARGE, envelope
+from zerokern.checkpoint.torch_zip import ALIGN, LARGE, zip_around
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -24,7 +24,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0, 2), (2, 3, 4, 5)]
 def test_torch_reads_every_dtype_and_shape() -> None:
     for dtype, shape in itertools.product(DTYPES, SHAPES):
         tensor = some(dtype, shape)
-        before, after = envelope(dtype, shape)
+        before, after = zip_around(dtype, shape)
         found = torch.load(io.BytesIO(before + raw(tensor) + after), weights_only=True)
         assert (found.dtype, found.shape, found.stride()) == (dtype, tensor.shape, tensor.stride())
         assert raw(found) == raw(tensor)
@@ -32,13 +32,13 @@ def test_torch_reads_every_dtype_and_shape() -> None:
 
 def test_bytes_begin_at_whole_cache_lines() -> None:
     for shape in (*SHAPES, (123456789, 987654321)):
-        assert len(envelope(torch.int8, shape)[0]) % ALIGN == 0, shape
-    assert envelope(torch.float32, torch.Size([2, 3])) == envelope(torch.float32, [2, 3])
+        assert len(zip_around(torch.int8, shape)[0]) % ALIGN == 0, shape
+    assert zip_around(torch.float32, torch.Size([2, 3])) == zip_around(torch.float32, [2, 3])
 
 
 def test_it_is_a_zip_of_stored_files() -> None:
     tensor = some(torch.int16, (5,))
-    before, after = envelope(tensor.dtype, tensor.shape)
+    before, after = zip_around(tensor.dtype, tensor.shape)
     with zipfile.ZipFile(io.BytesIO(before + raw(tensor) + after)) as found:
         assert [one.filename for one in found.infolist()] == [
             f"archive/{name}" for name in ("data.pkl", "byteorder", "version", "data/0")
@@ -51,7 +51,7 @@ def test_it_is_a_zip_of_stored_files() -> None:
 @pytest.mark.parametrize("nbytes", [LARGE - 500, LARGE, 5 << 30])
 def test_beyond_four_gigabytes(tmp_path: Path, nbytes: int) -> None:
     """The entry, its directory, or both lie beyond what 32 bits can say. The file has a hole, and takes no room."""
-    before, after = envelope(torch.uint8, (nbytes,))
+    before, after = zip_around(torch.uint8, (nbytes,))
     path = tmp_path / "large.pt"
     with path.open("wb") as file:
         file.write(before + b"\3")

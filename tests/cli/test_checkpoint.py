@@ -56,7 +56,7 @@ def test_a_parent_lists_its_checkpoints(folder: Path, capsys: pytest.CaptureFixt
     os.utime(folder.parent / "step1" / "zerokern.json", (1, 1))
     draft = Draft.begin(folder.parent / "step3", 0)
     draft.file(0).write_bytes(b"half of it")
-    draft._let_go()
+    draft._release()
     save(folder.parent / "step4", torch.nn.Linear(2, 2))
     published = Published.open(folder.parent / "step4")
     os.truncate(published.path(0), 10)

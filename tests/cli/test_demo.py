@@ -117,7 +117,7 @@ def test_a_cap_lies_between_the_optimizers() -> None:
 def test_sizes_come_from_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def widest(seconds: float, room: int) -> int:
         monkeypatch.setattr(sizes, "measure", lambda *_: Cost(0, seconds, False))
-        monkeypatch.setattr(sizes, "room", lambda: {"memory": room})
+        monkeypatch.setattr(sizes, "memory_left", lambda: {"memory": room})
         return sizes.fitting().larger.shape.width
 
     assert [widest(*one) for one in ((0.05, 1 << 40), (5.0, 1 << 40), (0.05, 1 << 28))] == [512, 256, 256]

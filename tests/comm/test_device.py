@@ -188,7 +188,7 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_each_waiter_is_gated_and_the_sum_is_taken_once(run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that waits second must not read what another stream's kernel has yet to write."""
     marks: list[str] = []
-    monkeypatch.setattr(device, "passed", lambda place: marks.append("made") or (lambda: marks.append("followed")))
+    monkeypatch.setattr(device, "stream_gate", lambda place: marks.append("made") or (lambda: marks.append("followed")))
 
     def act(group: Group) -> list[float]:
         out = torch.zeros(2)

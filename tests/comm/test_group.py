@@ -16,7 +16,7 @@ from comm_cases import values
 from ranks import run_ranks
 from tables import each
 
-from zerokern.comm import CommError, Group, Handle, group_on, lonely
+from zerokern.comm import CommError, Group, Handle, group_on, offline_group
 from zerokern.debug.fake import FakeWorld
 
 
@@ -175,7 +175,7 @@ def test_a_value_that_json_cannot_carry_is_refused() -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> None:
-    group = lonely(1, 2)
+    group = offline_group(1, 2)
     x = torch.zeros(8)
     with pytest.raises((ValueError, TypeError)) as caught:
         eval(call, {"g": group, "z": torch.zeros, "x": x, "torch": torch})
@@ -192,11 +192,11 @@ def test_what_is_no_mesh_is_refused(mesh: object) -> None:
 @each("rank, size", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
 def test_a_lonely_rank_must_be_possible(rank: object, size: object) -> None:
     with pytest.raises(ValueError, match="must be"):
-        lonely(rank, size)
+        offline_group(rank, size)
 
 
 def test_a_lonely_rank_refuses_to_communicate() -> None:
-    group = lonely(1000, 1024)
+    group = offline_group(1000, 1024)
     assert (group.rank, group.size) == (1000, 1024)
     x = torch.zeros(1024)
     for call in (

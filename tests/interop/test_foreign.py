@@ -28,7 +28,7 @@ from worlds import on_ranks
 
 import zerokern as zk
 from zerokern.checkpoint import load
-from zerokern.checkpoint.extra import decoded
+from zerokern.checkpoint.extra import decode_extra
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import IoError, StateError
@@ -40,7 +40,7 @@ NAMES = ["first.weight", "first.bias", "second.weight"]
 
 def extra_of(source) -> dict:
     tensors = everything(source, [key for key in source.tensors if key.startswith("extra.")])
-    return decoded(source.values["extra"], tensors, Ranks.of(None))
+    return decode_extra(source.values["extra"], tensors, Ranks.of(None))
 
 
 def test_fsdp2_of_two_ranks_is_read_by_one_and_by_three(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_a_changed_byte_is_found_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(IoError, match=says) as refused:
         open_checkpoint(tmp_path).verify()
     assert refused.value.key == "model.first.weight" and refused.value.offset == box.item[0]
-    assert len(list(open_checkpoint(tmp_path).damage())) == 1
-    shares = [list(open_checkpoint(tmp_path).damage(rank, 3)) for rank in range(3)]
+    assert len(list(open_checkpoint(tmp_path).find_damage())) == 1
+    shares = [list(open_checkpoint(tmp_path).find_damage(rank, 3)) for rank in range(3)]
     assert sorted(map(len, shares)) == [0, 0, 1]
 
 

@@ -67,7 +67,7 @@ def test_what_was_packed_again_is_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "c.pt")
     repacked(tmp_path / "c.pt")
-    monkeypatch.setattr(torchfile, "room", lambda: {"free memory": 1 << 20})
+    monkeypatch.setattr(torchfile, "memory_left", lambda: {"free memory": 1 << 20})
     with pytest.raises(BudgetError, match=r"c\.pt has .*, is compressed and takes .* unpacked"):
         open_checkpoint(tmp_path / "c.pt")
 
@@ -80,7 +80,7 @@ def test_damage_is_found_by_its_checksum(tmp_path: Path, capsys: Any) -> None:
     for name, file in damaged.items():
         spoiled(file, model.second.weight.detach())
         path = tmp_path / name
-        assert [error.key for error in open_checkpoint(path).damage()] == ["model.second.weight"]
+        assert [error.key for error in open_checkpoint(path).find_damage()] == ["model.second.weight"]
         assert main(["checkpoint", "verify", str(path)]) == 1
         assert "model.second.weight" in capsys.readouterr().err
         for verify in ("first", "reading"):
@@ -175,7 +175,7 @@ def zip_of(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 def tensor(numel: int, size: int, stride: int = 1) -> bytes:
     """A pickle of {"w": a tensor} whose header says what it is told to."""
-    from zerokern.checkpoint.envelope import PROTOCOL, _Pickler, _Storage
+    from zerokern.checkpoint.torch_zip import PROTOCOL, _Pickler, _Storage
 
     class Lying:
         def __reduce__(self) -> Any:

@@ -11,7 +11,7 @@ from tables import each
 
 import zerokern as zk
 from zerokern.memory import addresses
-from zerokern.memory.addresses import Cells, GradientReader, reader_of
+from zerokern.memory.addresses import GradientReader, TensorBodies, gradient_reader
 
 Params = list[torch.nn.Parameter]
 
@@ -24,7 +24,7 @@ def make(dtype: torch.dtype = torch.float32) -> Params:
 
 
 def reader(params: Params) -> GradientReader:
-    made = reader_of(
+    made = gradient_reader(
         params,
         [p.data_ptr() for p in params],
         [p.numel() for p in params],
@@ -105,7 +105,7 @@ def test_any_change_gives_none(change: Callable[[torch.nn.Parameter], None]) -> 
 
 def test_parameters_that_never_had_a_gradient_give_none() -> None:
     params = [torch.ones(3), torch.nn.Parameter(torch.ones(3))]
-    made = reader_of(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2, [torch.float32] * 2)
+    made = gradient_reader(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2, [torch.float32] * 2)
     assert made is not None and made.read() is None
 
 
@@ -115,7 +115,7 @@ def test_a_torch_that_lacks_a_function_is_told_once(
     addresses.torch_calls.cache_clear()
     monkeypatch.setitem(addresses._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
     with caplog.at_level(logging.WARNING, "zerokern"):
-        assert [reader_of(make(), [], [], [], []), reader_of(make(), [], [], [], [])] == [None, None]
+        assert [gradient_reader(make(), [], [], [], []), gradient_reader(make(), [], [], [], [])] == [None, None]
     addresses.torch_calls.cache_clear()
     assert len(caplog.records) == 1
     assert "no_such_symbol" in caplog.text
@@ -134,19 +134,19 @@ def test_the_python_path_finds_the_same() -> None:
 
 def test_writes_are_counted_where_the_objects_have_their_bodies_now() -> None:
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(40)]
-    cells = Cells(weights)
+    cells = TensorBodies(weights)
     other = torch.nn.Parameter(torch.zeros(2))
     torch.utils.swap_tensors(weights[30], other)
     assert not cells.unchanged()
-    cells.raise_versions()
+    cells.bump_versions()
     assert [one._version for one in weights] == [1] * 40 and other._version == 0
 
 
 def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_cell", lambda: None)
+    monkeypatch.setattr(addresses, "_body_offset", lambda: None)
     weight = torch.nn.Parameter(torch.ones(2))
-    cells = Cells([weight])
-    cells.raise_versions()
+    cells = TensorBodies([weight])
+    cells.bump_versions()
     assert weight._version == 1 and cells.unchanged()
     torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.zeros(2)))
     assert not cells.unchanged()

@@ -11,18 +11,18 @@ from copy_cases import ThreadDriver
 from tables import each
 
 from zerokern.memory import Copies, Wanted
-from zerokern.memory.blocks import Block, Blocks, BlockTier
-from zerokern.memory.staging import given
+from zerokern.memory.blocks import BlockPool, BlockTier, HostBlock
+from zerokern.memory.staging import stream_ticket
 
 KIB = 1024
 
 
-def sizes(blocks: Blocks) -> list[int]:
+def sizes(blocks: BlockPool) -> list[int]:
     return sorted(one.memory.numel() // KIB for one in blocks._free)
 
 
 def test_the_smallest_that_fits_is_taken() -> None:
-    blocks = Blocks("a test")
+    blocks = BlockPool("a test")
     taken = [blocks.take(size * KIB) for size in (64, 16, 32)]
     for one in taken:
         blocks.give(one)
@@ -31,7 +31,7 @@ def test_the_smallest_that_fits_is_taken() -> None:
 
 
 def test_the_smallest_make_way_for_a_larger_one() -> None:
-    blocks = Blocks("a test")
+    blocks = BlockPool("a test")
     for one in [blocks.take(size * KIB) for size in (16, 32, 64)]:
         blocks.give(one)
     large = blocks.take(80 * KIB)
@@ -45,14 +45,14 @@ def test_the_smallest_make_way_for_a_larger_one() -> None:
 
 @each("seed", range(20))
 def test_never_more_than_was_in_use_at_once(seed: int) -> None:
-    draw, blocks, taken, most = random.Random(seed), Blocks("a test"), [], 0
+    draw, blocks, taken, most = random.Random(seed), BlockPool("a test"), [], 0
     for _ in range(200):
         if taken and draw.random() < 0.5:
             blocks.give(taken.pop(draw.randrange(len(taken))))
             continue
         nbytes = draw.choice((8, 9, 24, 64)) * KIB
         one = blocks.take(nbytes)
-        assert isinstance(one, Block) and one.memory.numel() >= nbytes and all(one is not other for other in taken)
+        assert isinstance(one, HostBlock) and one.memory.numel() >= nbytes and all(one is not other for other in taken)
         taken.append(one)
         most = max(most, sum(other.memory.numel() for other in taken))
         assert blocks.nbytes <= most
@@ -70,12 +70,12 @@ class Behind:
 
     def store(self, part: int, value: torch.Tensor, after: Any = None) -> Any:
         self.bytes[part] = value.clone()
-        return given(value.device)
+        return stream_ticket(value.device)
 
     def fetch(self, part: int, out: torch.Tensor, after: Any = None) -> Any:
         assert self.may_write(out), "a copy to the device still reads this block"
         out.copy_(self.bytes[part])
-        return given(out.device)
+        return stream_ticket(out.device)
 
     def evict(self, parts: Iterable[int]) -> None:
         for part in parts:
@@ -87,7 +87,7 @@ class Behind:
 
 def test_a_block_is_not_read_into_while_it_is_copied_from() -> None:
     driver, behind = ThreadDriver("in", delay=0.05), Behind()
-    blocks = Blocks("a test")
+    blocks = BlockPool("a test")
     tier = BlockTier(blocks, Copies(driver), behind)
     values = [torch.full((8 * KIB,), number, dtype=torch.uint8) for number in (1, 2)]
     parts = tier.lay_out([Wanted("inputs", values[0].shape, torch.uint8)] * 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked import run_forked
 
-from zerokern.memory.heap import keep_freed, map_large
+from zerokern.memory.heap import keep_freed, mmap_large_blocks
 
 FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 BLOCK = 2 << 20
@@ -33,7 +33,7 @@ def is_mapped() -> bool:
 
 def told_in_turn() -> None:
     assert keep_freed(64 << 20) and not is_mapped()
-    assert map_large() and is_mapped(), "a small model kept what it freed: the next, that is short, does not"
+    assert mmap_large_blocks() and is_mapped(), "a small model kept what it freed: the next, that is short, does not"
     assert keep_freed(1 << 20) and not is_mapped(), "and another that is not short"
     assert keep_freed(0) and not is_mapped()
 

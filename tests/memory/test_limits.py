@@ -43,13 +43,13 @@ def test_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path) -> No
     }.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(room, "_GROUP_FILES", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),))
-    assert room.room()["control group"] == 400000
+    assert room.memory_left()["control group"] == 400000
     (tmp_path / "memory.stat").write_text("inactive_file 300000\nactive_file 200000\n")  # a cache is given back too
-    assert room.room()["control group"] == 600000
+    assert room.memory_left()["control group"] == 600000
     (tmp_path / "memory.max").write_text("max\n")
-    assert "control group" not in room.room()
+    assert "control group" not in room.memory_left()
     (tmp_path / "memory.max").write_text("9223372036854771712\n")
-    assert "control group" not in room.room()
+    assert "control group" not in room.memory_left()
 
 
 MLOCK_REFUSED = """

@@ -65,7 +65,7 @@ def test_a_refusal_is_logged_once_and_costs_speed_alone(
     """The runtime keeps the error until it is asked: torch would blame its next launch for it."""
     runtime.result = 801
     forgotten: list[int] = []
-    monkeypatch.setattr(arena_module, "forget_error", lambda: forgotten.append(1))
+    monkeypatch.setattr(arena_module, "clear_cuda_error", lambda: forgotten.append(1))
     say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         arenas = [Arena(MIB), Arena(MIB)]

@@ -19,7 +19,16 @@ from tables import each
 from zerokern.core import env, native
 from zerokern.core.errors import say_once
 from zerokern.memory import Arena, HostTier, Wanted, placement
-from zerokern.memory.placement import Node, cores, cpus_near, cpus_to_leave, keep_to, nodes, nodes_for, settle_beside
+from zerokern.memory.placement import (
+    Node,
+    cores,
+    cpus_near,
+    nodes,
+    nodes_for,
+    reserve_device_cores,
+    reserved_cpus,
+    restrict_to_cpus,
+)
 
 MIB = 1 << 20
 
@@ -181,7 +190,7 @@ def test_the_library_refuses_what_is_no_node() -> None:
 )
 def test_cpus_that_are_left_to_a_framework(usable, siblings: int, ranks: int, left: set[int]) -> None:
     pairs = [frozenset({core, core + siblings}) for core in range(siblings)]
-    assert cpus_to_leave(usable, pairs, ranks) == left
+    assert reserved_cpus(usable, pairs, ranks) == left
 
 
 def test_cores_of_a_described_machine(tmp_path: Path) -> None:
@@ -208,12 +217,12 @@ def pool() -> Iterator[None]:
 def test_a_pool_keeps_off_the_cpus_of_others() -> None:
     cpus = env.process_cpus()
     assert len(cpus) > 1, "nothing is proven with one CPU"
-    assert keep_to(cpus) is None and keep_to([]) is None, "none to leave, or none left"
-    assert keep_to([*cpus[1:], 5000]) == cpus[1:] == native.cpus()
+    assert restrict_to_cpus(cpus) is None and restrict_to_cpus([]) is None, "none to leave, or none left"
+    assert restrict_to_cpus([*cpus[1:], 5000]) == cpus[1:] == native.cpus()
     assert native.threads() == len(cpus) - 1
-    assert keep_to(cpus[:-1]) == cpus[1:], "what was given stays"
+    assert restrict_to_cpus(cpus[:-1]) == cpus[1:], "what was given stays"
     native.set_cpus(None)
-    keep_to(cpus[1:], ranks=4 * len(cpus))
+    restrict_to_cpus(cpus[1:], ranks=4 * len(cpus))
     assert native.threads() == 1
 
 
@@ -245,10 +254,10 @@ def test_ranks_keep_to_the_side_of_their_gpu(
     monkeypatch.setattr(env, "process_cpus", lambda: tuple(range(16)))
     monkeypatch.setattr(env, "local_ranks", lambda: ranks)
     monkeypatch.setattr(placement, "cores", list)
-    monkeypatch.setattr(placement, "cpus_to_leave", lambda *_: frozenset())
+    monkeypatch.setattr(placement, "reserved_cpus", lambda *_: frozenset())
     monkeypatch.setattr(placement, "cpus_near", lambda device: frozenset(range(8, 16)))
-    monkeypatch.setattr(placement, "keep_to", lambda cpus, ranks: asked.append((sorted(cpus), ranks)))
-    settle_beside(torch.device("cuda", 0))
+    monkeypatch.setattr(placement, "restrict_to_cpus", lambda cpus, ranks: asked.append((sorted(cpus), ranks)))
+    reserve_device_cores(torch.device("cuda", 0))
     ((cpus, shared),) = asked
     assert cpus == list(kept) and len(cpus) // shared == threads
 
@@ -258,7 +267,7 @@ def test_what_the_environment_gave_stays() -> None:
     said = in_child(f"""
 os.environ["ZEROKERN_CPUS"] = "{first}"
 native.library.cache_clear()
-from zerokern.memory.placement import keep_to
-print(keep_to([5000]), native.threads())
+from zerokern.memory.placement import restrict_to_cpus
+print(restrict_to_cpus([5000]), native.threads())
 """)
     assert said == f"({first},) 1\n"

@@ -13,7 +13,7 @@ from tries import best
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.memory import Arena, Ring, flow
-from zerokern.memory.ring import HeldSignals
+from zerokern.memory.ring import DeferredSignals
 
 NBYTES = 64
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 7), (3, 3), (3, 17), (4, 5), (8, 3), (3, 0)]
@@ -185,7 +185,7 @@ def test_held_signals_come_back_even_when_one_raises() -> None:
 
     before = signal.signal(signal.SIGUSR1, stop)
     try:
-        with pytest.raises(TimeoutError), HeldSignals():
+        with pytest.raises(TimeoutError), DeferredSignals():
             signal.raise_signal(signal.SIGUSR1)
         assert signal.getsignal(signal.SIGUSR1) is stop
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -229,7 +229,7 @@ def test_state_rests_on_it(seed: int, schedule: str) -> None:
 def test_everything_rests_on_it(seed: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, gradients between backward and step, inputs of units, and state."""
     expected = trained({"stage": 3, "keep": "device"}, schedule=SCHEDULES[schedule])
-    monkeypatch.setattr("zerokern.zero.spilling.takes_half", lambda nbytes: True)
+    monkeypatch.setattr("zerokern.zero.spilling.exceeds_half_of_memory", lambda nbytes: True)
     toy = Toy(seed)
     assert same(trained({"stage": 3, "tier": toy, "keep": toy}, tier=toy, schedule=SCHEDULES[schedule]), expected)
     moved = sum((one.moved for one in toy.opened), Counter())

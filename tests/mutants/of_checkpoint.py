@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "interrupted_publishing_not_finished",
         "zerokern/checkpoint/folder.py",
-        "before = _before(folder)\n            _finish_renames(folder, before)",
-        "before = _before(folder)",
+        "before = _previous_index(folder)\n            _finish_renames(folder, before)",
+        "before = _previous_index(folder)",
         "After a kill between the renames the next save removes files that torch's index speaks of.",
         ("tests/checkpoint/test_folder.py",),
     ),
@@ -69,15 +69,15 @@ MUTANTS = (
     Mutant(
         "tensors_of_ranks_taken_for_the_same",
         "zerokern/checkpoint/extra.py",
-        "said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))",
-        "said.append(plain.numel())",
+        "said.append(crc32c(dense.data_ptr(), dense.numel() * dense.element_size()))",
+        "said.append(dense.numel())",
         "Tensors in extra that differ between ranks are saved once, as rank 0 has them.",
         ("tests/checkpoint/test_resume.py", "tests/checkpoint/test_ranks_agree.py"),
     ),
     Mutant(
         "buffers_of_all_ranks_mixed",
         "zerokern/checkpoint/storage.py",
-        "return super().create_global_plan(_undivided(all_plans))",
+        "return super().create_global_plan(_assign_unstepped(all_plans))",
         "return super().create_global_plan(all_plans)",
         "Buffers that ranks count by themselves are saved as a mixture of several ranks'.",
         ("tests/checkpoint/test_loading.py",),
@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "failed_save_not_heard_by_the_next",
         "zerokern/checkpoint/background.py",
-        "self._ended()\n        if not self._told:\n            self._tell()",
-        "self._ended()",
+        "self._join()\n        if not self._reported:\n            self._report()",
+        "self._join()",
         "The error of a save in the background that nobody asked for is forgotten.",
         (
             "tests/mutants/test_found.py::test_what_a_save_failed_with_is_raised_by_the_next_and_once",

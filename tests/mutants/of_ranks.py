@@ -10,7 +10,7 @@ MUTANTS = (
     Mutant(
         "sum_in_an_order_of_each_rank",
         "zerokern/comm/peers.py",
-        "sources = [arrived[r] if r != self.rank else own(bucket, r, self.size) for r in range(self.size)]",
+        "sources = [arrived[r] if r != self.rank else own_span(bucket, r, self.size) for r in range(self.size)]",
         "sources = [own(bucket, self.rank, self.size), *arrived.values()]",
         "A reduction adds up in another order on each rank.",
         ("tests/comm/test_exact.py",),

@@ -18,14 +18,14 @@ MUTANTS = (
     Mutant(
         "delayed_step_overwrites_what_is_being_stored",
         "zerokern/schedule/policies.py",
-        "last = sketch.step(span, [*norm, *read] if shadow else [*norm, free])",
-        "last = sketch.step(span, norm if shadow else [*norm, free])",
+        "last = builder.step(span, [*norm, *read] if shadow else [*norm, free])",
+        "last = builder.step(span, norm if shadow else [*norm, free])",
         "A delayed update writes host values that the last one's copy to the device may still read.",
         ("tests/schedule/test_program.py", "tests/schedule/test_races.py"),
     ),
     Mutant(
         "gradient_fetched_over_the_one_being_read",
-        "zerokern/schedule/sketch.py",
+        "zerokern/schedule/builder.py",
         'self.fetch(span, [*computed, OpKey("Step", span.name, 1)])',
         "self.fetch(span, computed)",
         "A gradient arrives in host memory that the last update may still read.",
@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "device_not_gated_by_a_copy",
         "zerokern/schedule/executor.py",
-        "            self._wait_for_end(one)\n        else:\n            ticket.gate()",
-        "            self._wait_for_end(one)",
+        "            self._wait_for_end(task)\n        else:\n            ticket.gate()",
+        "            self._wait_for_end(task)",
         "What the program gives to the device does not wait for the copies that it needs.",
         ("tests/optim/test_offload_played.py", "tests/schedule/test_executor.py"),
     ),
@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         "needed_unit_released",
         "zerokern/schedule/passes.py",
-        'moves = [("Release", one) for one in done if one not in following]',
-        'moves = [("Release", one) for one in done]',
+        'moves = [("Release", number) for number in done if number not in following]',
+        'moves = [("Release", number) for number in done]',
         "A unit that is about to compute again is released, and gathered once more.",
         (
             "tests/mutants/test_found.py::test_a_unit_that_computes_next_is_not_released",

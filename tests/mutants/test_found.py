@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import zerokern as zk
 from zerokern.activations.keeping import Keeper
-from zerokern.checkpoint.background import Saves, Saving
+from zerokern.checkpoint.background import PendingSaves, Saving
 from zerokern.checkpoint.files import FileWriter
-from zerokern.checkpoint.filling import Around
+from zerokern.checkpoint.filling import SurroundingBlocks
 from zerokern.comm import Group, group_on
 from zerokern.core.errors import IoError
 from zerokern.debug.fake import FakeWorld
@@ -31,7 +31,7 @@ from zerokern.memory.here import Here
 from zerokern.optim.exchange import Inflow
 from zerokern.optim.formats import Slot
 from zerokern.optim.state import begin
-from zerokern.schedule.passes import Ahead, turn
+from zerokern.schedule.passes import Prefetch, moves_before
 from zerokern.zero.shard import shard_of
 
 
@@ -143,7 +143,11 @@ def test_state_that_begins_anew_in_memory_that_was_used_is_zero() -> None:
 
 
 def test_a_unit_that_computes_next_is_not_released() -> None:
-    assert turn(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Ahead()) == [("Release", 7), ("Gather", 5), ("Gather", 6)]
+    assert moves_before(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Prefetch()) == [
+        ("Release", 7),
+        ("Gather", 5),
+        ("Gather", 6),
+    ]
 
 
 class Chain(nn.Module):
@@ -302,7 +306,7 @@ def test_a_load_fills_no_slot_that_is_still_written_out() -> None:
 
 @pytest.mark.parametrize("begin, numel", [(0, 1), (0, 128), (0, 129), (100, 29), (100, 157), (511, 1)])
 def test_around_elements_lie_all_blocks_that_these_are_in(begin: int, numel: int) -> None:
-    around = Around(Here.span(torch.Size([512]), 0, 512), begin, numel)
+    around = SurroundingBlocks(Here.span(torch.Size([512]), 0, 512), begin, numel)
     assert around.begin % 128 == around.end % 128 == 0
     assert around.cut(torch.arange(around.begin, around.end)).tolist() == list(range(begin, begin + numel))
 
@@ -311,7 +315,7 @@ def test_what_a_save_failed_with_is_raised_by_the_next_and_once(tmp_path: Path) 
     def fail() -> None:
         raise IoError("the disk has gone", path="x", errno=5)
 
-    saves = Saves()
+    saves = PendingSaves()
     saves.start(Saving(tmp_path / "x", fail), shared=False)
     with pytest.raises(IoError, match="the disk has gone"):
         saves.finish()

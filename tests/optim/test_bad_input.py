@@ -298,7 +298,7 @@ def test_state_that_a_control_group_would_not_hold_is_refused_before_it_is_taken
     param = torch.nn.Parameter(torch.ones(1 << 20))
     param.grad = torch.ones_like(param)
     optimizer = zk.AdamW([param])
-    monkeypatch.setattr(room, "room", lambda: {"control group": 4 << 20})
+    monkeypatch.setattr(room, "memory_left", lambda: {"control group": 4 << 20})
     with pytest.raises(zk.BudgetError, match=r"(?s)optimizer state of 8\.0 MiB does not fit.*exp_avg_sq.*in all"):
         optimizer.step()
     assert param.eq(1.0).all() and not optimizer.state

@@ -89,7 +89,7 @@ def test_state_that_memory_cannot_hold_is_refused_with_what_takes_less(
     twins = Twins("adamw", tier())
     twins.train(1)
     monkeypatch.setattr(tiers, "HUGE_PAGE", 4096)
-    monkeypatch.setattr(tiers, "refuse_beyond", refused)
+    monkeypatch.setattr(tiers, "check_fits", refused)
     with pytest.raises(BudgetError, match=r"in all +[\d,]+\nstate_format=.*tier=zk.Nvme"):
         twins.ours.state_dict()
     monkeypatch.undo()

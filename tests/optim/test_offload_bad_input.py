@@ -124,7 +124,7 @@ def test_more_than_the_machine_has_is_refused_before_anything_is_taken(
     model, optimizer = begun(ROW, schedule)
     backward(WORLD, ROW, model, 0)
     before = values(model)
-    monkeypatch.setattr(room, "room", lambda: {"free memory and swap": 4096})
+    monkeypatch.setattr(room, "memory_left", lambda: {"free memory and swap": 4096})
     with pytest.raises(BudgetError) as caught:
         optimizer.step()
     for word in ("exp_avg", "exp_avg_sq", "remainder", "4,096 B"):

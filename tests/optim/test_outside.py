@@ -91,7 +91,7 @@ def test_a_lazily_negated_gradient_means_what_torch_says_it_does(
     schedule: Any, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(survey, "reader_of", lambda *columns: None)
+        monkeypatch.setattr(survey, "gradient_reader", lambda *columns: None)
     param, straight = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     opt, reference = zk.SGD([param], lr=0.5, schedule=schedule), torch.optim.SGD([straight], lr=0.5)
     for step in range(4):

@@ -16,7 +16,7 @@ from worlds import World, alone, built, full, on_threads, ranked, step_and_zero
 import zerokern as zk
 from zerokern.comm.group import Group
 from zerokern.schedule import StepProgram
-from zerokern.schedule.passes import Ahead, step_of
+from zerokern.schedule.passes import Prefetch, step_of
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
@@ -166,11 +166,13 @@ def test_a_step_does_what_its_plan_says(stage: int, size: int, micros: int) -> N
         assert did == says
 
 
-AHEAD = [Ahead(0), Ahead(1), Ahead(9), Ahead(9, nbytes=24_000), Ahead(2, nbytes=1)]
+AHEAD = [Prefetch(0), Prefetch(1), Prefetch(9), Prefetch(9, nbytes=24_000), Prefetch(2, nbytes=1)]
 
 
 @ranked
-def gathered_ahead(world: World, ahead: Ahead) -> tuple[list[Said], list[tuple[str, str]], int, int, dict[str, Tensor]]:
+def gathered_ahead(
+    world: World, ahead: Prefetch
+) -> tuple[list[Said], list[tuple[str, str]], int, int, dict[str, Tensor]]:
     noted = Noted()
     model = watched(world, noted, 3)
     runner = sharding_of(model).runner

@@ -25,7 +25,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is never room for gradients."""
-    monkeypatch.setattr("zerokern.zero.spilling.takes_half", lambda nbytes: True)
+    monkeypatch.setattr("zerokern.zero.spilling.exceeds_half_of_memory", lambda nbytes: True)
 
 
 def spilled(folder: Path, model: nn.Module | None = None) -> Any:
@@ -222,7 +222,7 @@ def test_each_pass_writes_a_gradient_once_and_the_step_reads_it_once(step: str, 
     moved = []
     for spills in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zerokern.zero.spilling.takes_half", lambda nbytes, spills=spills: spills)
+            patch.setattr("zerokern.zero.spilling.exceeds_half_of_memory", lambda nbytes, spills=spills: spills)
             model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path / f"{spills}"))
         sharding = sharding_of(model)
         sharding.rests.leaving_nbytes = 0

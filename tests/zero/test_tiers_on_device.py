@@ -21,7 +21,7 @@ from worlds import World, alone, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
-from zerokern.examples.played_device import OTHERS, PlayedDevice, PlayedMark, PlayedStream
+from zerokern.examples.played_device import EMULATED_DRIVERS, PlayedDevice, PlayedMark, PlayedStream
 from zerokern.zero.params import BucketMemory
 
 SLOW = {"down_gb_s": 1.0, "up_gb_s": 1.0, "stretch": 5e-4, "poison": True}
@@ -229,7 +229,7 @@ def test_on_the_device_are_the_units_at_work() -> None:
         largest = max(memory.nbytes for memory in memories)
         assert 2 * largest <= most <= 3 * largest, "two blocks and the root"
         assert not any(memory.full.untyped_storage().nbytes() for memory in memories), "between steps nothing"
-        assert all(param.device.type == "cpu" and param not in OTHERS for param in model.parameters())
+        assert all(param.device.type == "cpu" and param not in EMULATED_DRIVERS for param in model.parameters())
         del model
 
 

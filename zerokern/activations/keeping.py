@@ -22,7 +22,7 @@ from zerokern.activations.stretch import has_gaps, span_of, stretch
 from zerokern.activations.version import CHANGED, Version
 from zerokern.core.errors import ZerokernError
 from zerokern.memory import Copies, Tier, Wanted
-from zerokern.memory.blocks import Blocks, BlockTier
+from zerokern.memory.blocks import BlockPool, BlockTier
 from zerokern.memory.staging import Ticket, driver_of
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero import hooks
@@ -60,7 +60,7 @@ class Keeper:
         config = config_of(keep)
         # other keepers of this process, and other ranks, are given the same one
         self.opened = None if config is None else config.open(own_name(f"inputs-{next(_NUMBERS)}"), ROLE)
-        self.blocks = Blocks(ROLE)
+        self.blocks = BlockPool(ROLE)
         self._behind: dict[Any, BlockTier] = {}  # by device
         self._turns: list[weakref.ref[Turn]] = []
         self._leaving: deque[weakref.ref[Kept]] = deque()

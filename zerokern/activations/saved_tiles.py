@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from zerokern.activations.tiles import Cut
 from zerokern.checkpoint.index import Box, TensorRow
-from zerokern.checkpoint.layout import SavedLayout, Within
-from zerokern.checkpoint.source import Items, Parts, Report, Source, boxes_of, no_report
+from zerokern.checkpoint.layout import PartOf, SavedLayout
+from zerokern.checkpoint.source import BoxTargets, Items, Report, Source, boxes_of, no_report
 from zerokern.core.errors import IoError, StateError
 from zerokern.kernels.formats import BLOCK, blocks
 
@@ -117,10 +117,10 @@ class TiledLayout(SavedLayout):
                 made[at : at + 2] = weight, bias
         return made
 
-    def joined(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Within]]:
+    def items_to_save(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, PartOf]]:
         parts = self._parts
         made: dict[str, Any] = {}
-        places: dict[str, Within] = {}
+        places: dict[str, PartOf] = {}
         found: dict[str, list[str]] = {}
         for key, item in items.items():
             kind, name, last = split(key)
@@ -132,7 +132,7 @@ class TiledLayout(SavedLayout):
             found.setdefault(whole, []).append(name)
             there = part.of(last, shape, key)
             if there is not None:
-                made[key], places[key] = item, Within(whole, *there)
+                made[key], places[key] = item, PartOf(whole, *there)
             elif whole not in made:
                 made[whole] = item
             elif not torch.equal(made[whole], item):
@@ -156,24 +156,29 @@ class Untiled(Source):
     """A source as a tiled model sees it: each part has a row of its own, over the boxes of the whole."""
 
     def __init__(self, source: Source, parts: Mapping[str, TilePart]) -> None:
-        self.kind, self.path, self.summed, self.numbered = source.kind, source.path, source.summed, source.numbered
+        self.kind, self.path, self.has_checksums, self.numbered = (
+            source.kind,
+            source.path,
+            source.has_checksums,
+            source.numbered,
+        )
         self._whole = source
         by_whole: dict[str, dict[str, TilePart]] = {}
         for name, part in parts.items():
             by_whole.setdefault(part.whole, {})[name] = part
         self.tensors = {}
-        self._places: dict[str, Within] = {}
+        self._places: dict[str, PartOf] = {}
         for key, row in source.tensors.items():
             kind, name, last = split(key)
             if name not in by_whole:
                 self.tensors[key] = row
             for mine, part in by_whole.get(name, {}).items():
                 own = f"{kind}{mine}{last}"
-                self.tensors[own] = self._row(own, Within(key, 0, torch.Size(row.shape)), row, part, last)
+                self.tensors[own] = self._row(own, PartOf(key, 0, torch.Size(row.shape)), row, part, last)
         self.values = dict(source.values)
         self._rename({whole: list(some) for whole, some in by_whole.items()})
 
-    def _row(self, own: str, place: Within, row: TensorRow, part: TilePart, last: str) -> TensorRow:
+    def _row(self, own: str, place: PartOf, row: TensorRow, part: TilePart, last: str) -> TensorRow:
         there = part.of(last, row.shape, f"{place.key} of {self.path}")
         if there is None:
             self._places[own] = place
@@ -181,7 +186,7 @@ class Untiled(Source):
         first, shape = there
         if shape != torch.Size(row.shape):  # it has the shape of one tile
             raise StateError(f"{place.key}: shape {row.shape}; the model has {tuple(shape)}, in tiles")
-        self._places[own] = place = Within(place.key, first, shape)
+        self._places[own] = place = PartOf(place.key, first, shape)
         sizes = part.sizes if shape == part.shape else torch.Size([blocks(part.sizes.numel())])
         return TensorRow(row.dtype, tuple(sizes), list(_shifted(row.boxes, first, sizes[0])))
 
@@ -217,16 +222,16 @@ class Untiled(Source):
             if place is None:
                 made.append((key, item))
                 continue
-            part = Parts(place.shape)
+            part = BoxTargets(place.shape)
             part.boxes += [(place.moved(offsets), target) for offsets, target in boxes_of(key, item)]
             made.append((place.key, part))
         self._whole.read(made, report)
 
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
-        yield from self._whole.damage(rank, world, report)
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        yield from self._whole.find_damage(rank, world, report)
 
-    def likeness(self) -> str:
-        return self._whole.likeness()
+    def fingerprint(self) -> str:
+        return self._whole.fingerprint()
 
     @property
     def nbytes(self) -> int:

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zerokern.building.recipes import DRAWING, Constant, Cook, Origin, Step, Viewed, mapped
+from zerokern.building.recipes import DRAWING, Constant, Evaluator, Origin, Step, Viewed, mapped
 from zerokern.core.errors import ShardError, got
-from zerokern.memory.heap import give_back
+from zerokern.memory.heap import trim_heap
 from zerokern.zero.units import UnitSpec
 
 __all__ = ["Construction"]
@@ -38,7 +38,7 @@ class Construction:
         self._recorder = Recording()
 
     def run(self, make: Callable[[], Module]) -> Module:
-        """The module, with parameters whose memory is empty wherever their values can be computed again."""
+        """Builds the module; the memory of its parameters stays empty where their values can be computed again."""
         with self._recorder, self.device, Overhearing(self._recorder):
             module = make()
         if not isinstance(module, nn.Module):
@@ -48,8 +48,8 @@ class Construction:
         return module
 
     def materialize(self, unit: UnitSpec) -> None:
-        """Memory and values for the parameters of a unit, in the objects that the module has."""
-        give_back()  # what the unit before has left
+        """Allocates and computes the parameters of a unit, in place."""
+        trim_heap()  # what the unit before has left
         blank = []
         for name, param in unit.params:
             recipe = self._recorder.recipes.get(key_of(param))
@@ -65,7 +65,7 @@ class Construction:
                 torch.utils.swap_tensors(param, nn.Parameter(param.detach().to(self.device), param.requires_grad))
 
     def _reset(self, unit: UnitSpec, blank: list[str]) -> None:
-        """What the constructor left without values is for the module's own `reset_parameters`."""
+        """Calls `reset_parameters` of the module for parameters that the constructor left without values."""
         done: set[int] = set()
         params = dict(unit.params)
         for name in blank:
@@ -80,14 +80,18 @@ class Construction:
                 )
             if id(homes[0]) not in done:
                 done.add(id(homes[0]))
-                empty = {id(params[one]) for one in blank}
-                own = [one for one in homes[0]._parameters.values() if one is not None and id(one) not in empty]
-                for one in own:
-                    self._recorder.fill(one)
-                before = [one.detach().clone() for one in own]
+                empty = {id(params[name]) for name in blank}
+                own = [
+                    parameter
+                    for parameter in homes[0]._parameters.values()
+                    if parameter is not None and id(parameter) not in empty
+                ]
+                for param in own:
+                    self._recorder.fill(param)
+                before = [param.detach().clone() for param in own]
                 reset()
-                for one, value in zip(own, before, strict=True):
-                    one.data.copy_(value)
+                for param, value in zip(own, before, strict=True):
+                    param.data.copy_(value)
 
 
 aten = torch.ops.aten
@@ -123,8 +127,8 @@ class Recording(TorchDispatchMode):
     def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func in LOOK_AWAY:
             return func(*args, **kwargs)
-        given = {id(one): one for one in tree_leaves((args, kwargs)) if is_plain(one)}
-        keys = {key_of(one) for one in given.values()}
+        given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)}
+        keys = {key_of(tensor) for tensor in given.values()}
         self._have(given.values(), whole_of(args[0]) if func in OVERWRITES and len(keys) == 1 + moves(func) else None)
         if func.overloadpacket in MOVES:
             for key in keys & self.recipes.keys():
@@ -147,7 +151,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def _have(self, tensors: Iterable[Tensor], overwritten: int | None) -> None:
-        """Values for what an operator is given; memory alone for what it writes all over."""
+        """Computes the tensors that an operator reads, and allocates those that it overwrites entirely."""
         for tensor in tensors:
             key = key_of(tensor)
             recipe = self.recipes.get(key)
@@ -161,32 +165,32 @@ class Recording(TorchDispatchMode):
                 self.recipes[key] = recipe = Origin(recipe.weak, recipe.nbytes)
                 recipe.add(Step(aten.empty.memory_format, ([recipe.nbytes],), BYTES | {"device": tensor.device}, None))
             elif not recipe.filled:
-                Cook(trusts=True).fill(recipe, storage)
+                Evaluator(trusts=True).fill(recipe, storage)
             if recipe.nbytes > SMALL_NBYTES:
                 self._filled[key] = recipe.nbytes
                 self._filled.move_to_end(key)
 
     def _frozen(self, func: Any, args: tuple, kwargs: dict[str, Any], given: dict[int, Tensor]) -> tuple | None:
-        """The arguments as a Step has them; None if the operator cannot be done again."""
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if func.namespace != "aten" or len(tensors) > WIDEST or any(id(one) not in given for one in tensors):
+        """Returns the arguments as a Step stores them; None if the operator cannot be run again."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.namespace != "aten" or len(tensors) > WIDEST or any(id(tensor) not in given for tensor in tensors):
             return None
         stand_ins: dict[int, Viewed | Constant] = {}
-        for number, one in given.items():
-            recipe = self.recipes.get(key_of(one))
-            if one.is_neg() or one.is_conj():
+        for number, tensor in given.items():
+            recipe = self.recipes.get(key_of(tensor))
+            if tensor.is_neg() or tensor.is_conj():
                 return None
             if recipe is not None:
-                geometry = one.dtype, one.shape, one.stride(), int(one.storage_offset())
+                geometry = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
                 stand_ins[number] = Viewed(recipe, len(recipe.steps), *geometry)
-            elif one.nbytes <= HELD_NBYTES:
-                stand_ins[number] = Constant(one.detach().clone())
+            elif tensor.nbytes <= HELD_NBYTES:
+                stand_ins[number] = Constant(tensor.detach().clone())
             else:
                 return None
-        return mapped(lambda one: stand_ins[id(one)] if isinstance(one, Tensor) else one, (args, kwargs))
+        return mapped(lambda tensor: stand_ins[id(tensor)] if isinstance(tensor, Tensor) else tensor, (args, kwargs))
 
     def _note_written(self, step: Step | None, written: list[Tensor]) -> None:
-        keys = {key_of(one) for one in written if is_plain(one)}
+        keys = {key_of(tensor) for tensor in written if is_plain(tensor)}
         for key in keys:
             recipe = self.recipes.get(key)
             if recipe is None:
@@ -199,18 +203,18 @@ class Recording(TorchDispatchMode):
     def _note_made(self, step: Step | None, result: Any, given: set[int]) -> None:
         if step is None:
             return
-        tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        for place, one in enumerate(tensors):
-            if not is_plain(one) or key_of(one) in given or key_of(one) in self.recipes:
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for place, tensor in enumerate(tensors):
+            if not is_plain(tensor) or key_of(tensor) in given or key_of(tensor) in self.recipes:
                 continue
-            storage = one.untyped_storage()
+            storage = tensor.untyped_storage()
             if not storage.resizable():
                 continue
             recipe = Origin(StorageWeakRef(storage), storage.nbytes())
             if recipe.add(replace(step, place=place)):
-                self.recipes[key_of(one)] = recipe
+                self.recipes[key_of(tensor)] = recipe
                 if recipe.nbytes > SMALL_NBYTES:
-                    self._filled[key_of(one)] = recipe.nbytes
+                    self._filled[key_of(tensor)] = recipe.nbytes
         if len(self.recipes) > self._limit:
             self._forget_the_dead()
 
@@ -239,22 +243,22 @@ class Recording(TorchDispatchMode):
             self._emptied += recipe.nbytes
             if self._emptied >= HEAP_NBYTES:
                 self._emptied = 0
-                give_back()
+                trim_heap()
 
     @contextmanager
-    def lent(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
-        """Their values are there while a function has them; for good, where it tells somebody where they lie."""
-        found = {key_of(one): one for one in tensors if is_plain(one) and key_of(one) in self.recipes}
+    def with_values(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:
+        """Context manager in which tensors have their values; for good if a function tells others their addresses."""
+        mine = {key_of(tensor): tensor for tensor in tensors if is_plain(tensor) and key_of(tensor) in self.recipes}
         with _disable_current_modes():
-            self._have(found.values(), None)
+            self._have(mine.values(), None)
         if forever:
-            for key in found:
+            for key in mine:
                 self._keep(key)
-        self._lent.update(found.keys())
+        self._lent.update(mine.keys())
         try:
             yield
         finally:
-            self._lent.subtract(found.keys())
+            self._lent.subtract(mine.keys())
 
     def _keep(self, key: int) -> None:
         self.recipes.pop(key).filled = False  # nobody notes any more what is written there
@@ -266,16 +270,16 @@ class Recording(TorchDispatchMode):
         for key, recipe in self.recipes.items():
             storage = recipe.storage()
             if key not in reserved and not recipe.filled and storage is not None:
-                Cook(trusts=True).fill(recipe, storage)
+                Evaluator(trusts=True).fill(recipe, storage)
         for key in reserved & self.recipes.keys():
             if self.recipes[key].nbytes > SMALL_NBYTES:
                 self.empty(key)
 
     def fill(self, tensor: Tensor) -> None:
-        """After the end: the values that a tensor had then."""
+        """Computes the final values of a tensor, after the recording has ended."""
         recipe = self.recipes.get(key_of(tensor))
         if recipe is not None and not recipe.filled:
-            Cook(trusts=False).fill(recipe, tensor.untyped_storage())
+            Evaluator(trusts=False).fill(recipe, tensor.untyped_storage())
 
 
 class Overhearing(TorchFunctionMode):
@@ -291,7 +295,7 @@ class Overhearing(TorchFunctionMode):
         if name in ("__get__", "__set__") or (name.endswith("_") and not name.endswith("__") and not forever):
             return func(*args, **kwargs)  # attributes; and operators that write, which may need no old values
         with torch._C.DisableTorchFunction():
-            lent = self._recorder.lent(tree_leaves((args, kwargs)), forever)
+            lent = self._recorder.with_values(tree_leaves((args, kwargs)), forever)
             lent.__enter__()
         try:
             return func(*args, **kwargs)
@@ -300,44 +304,44 @@ class Overhearing(TorchFunctionMode):
 
 
 def key_of(tensor: Tensor) -> int:
-    """One number for all views of the same memory."""
+    """Returns a number that is the same for all views of the same memory."""
     return tensor.untyped_storage()._cdata
 
 
-def is_plain(one: Any) -> bool:
-    """A tensor with memory of its own, on a real device."""
-    if not isinstance(one, Tensor) or type(one) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a plain tensor with its own memory on a real device."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
-    return one.layout is torch.strided and one.device.type != "meta" and not one.is_quantized
+    return value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized
 
 
 def whole_of(tensor: Any) -> int | None:
-    """The key of a tensor that covers its memory, all of it, once."""
+    """Returns the key of a tensor that covers its whole memory once; None for others."""
     there = is_plain(tensor) and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return key_of(tensor) if there else None
 
 
 def moves(func: Any) -> int:
-    """How many tensors an operator reads beside the one that it overwrites."""
+    """Returns how many tensors an operator reads besides the one that it overwrites."""
     return int(func is aten.copy_.default)
 
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """What the schema says that an operator writes."""
-    found = []
-    for number, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(one.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+    """Returns the tensors that an operator writes, according to its schema."""
+    tensors = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def generator_of(args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> torch.Generator:
-    """Whose numbers an operator draws."""
-    for one in tree_leaves((args, kwargs)):
-        if isinstance(one, torch.Generator):
-            return one
-    device = torch.device(kwargs.get("device") or next((one.device for one in tensors), "cpu"))
+    """Returns the generator that an operator draws from."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Generator):
+            return leaf
+    device = torch.device(kwargs.get("device") or next((tensor.device for tensor in tensors), "cpu"))
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

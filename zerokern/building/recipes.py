@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DRAWING", "Constant", "Cook", "Origin", "Step", "Viewed", "mapped"]
+__all__ = ["DRAWING", "Constant", "Evaluator", "Origin", "Step", "Viewed", "mapped"]
 
 LONGEST, DEEPEST = 500, 40  # operators, and generations of them, that a recipe is worth
 
@@ -78,16 +78,16 @@ class Origin:
         return torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
 
     def add(self, step: Step) -> bool:
-        """False if doing all of it again is worth less than the memory."""
-        others = [one.recipe for one in leaves((step.args, step.kwargs)) if isinstance(one, Viewed)]
-        others = [one for one in others if one is not self]
-        self.weight += 1 + sum(one.weight for one in others)
-        self.depth = max([self.depth, *(1 + one.depth for one in others)])
+        """Adds a step; returns False if running all of them again is worth less than the memory."""
+        others = [leaf.recipe for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, Viewed)]
+        others = [other for other in others if other is not self]
+        self.weight += 1 + sum(other.weight for other in others)
+        self.depth = max([self.depth, *(1 + other.depth for other in others)])
         self.steps.append(step)
         return self.weight <= LONGEST and self.depth <= DEEPEST
 
 
-class Cook:
+class Evaluator:
     """Does recipes again. `trusts`: what is filled holds what its recipe says."""
 
     def __init__(self, trusts: bool) -> None:
@@ -95,7 +95,7 @@ class Cook:
         self._made: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def fill(self, recipe: Origin, storage: torch.UntypedStorage) -> None:
-        """The values of a recipe in the storage that it is of, which was emptied."""
+        """Computes the values of a recipe into its emptied storage."""
         if recipe.steps[0].func in EMPTY:
             storage.resize_(recipe.nbytes)
             self._follow(recipe, storage, len(recipe.steps))
@@ -107,7 +107,7 @@ class Cook:
 
     def _make(self, recipe: Origin, steps: int) -> torch.UntypedStorage:
         first = recipe.steps[0]
-        tensors = [one for one in tree_leaves(self._run(first, None, None)) if isinstance(one, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(self._run(first, None, None)) if isinstance(leaf, Tensor)]
         storage = tensors[first.place].untyped_storage()
         assert storage.nbytes() == recipe.nbytes, (first.func, storage.nbytes(), recipe.nbytes)
         self._follow(recipe, storage, steps)
@@ -118,12 +118,12 @@ class Cook:
             self._run(step, recipe, storage)
 
     def _run(self, step: Step, own: Origin | None, storage: torch.UntypedStorage | None) -> Any:
-        def real(one: Any) -> Any:
-            if isinstance(one, Constant):
-                return one.value.clone()
-            if not isinstance(one, Viewed):
-                return one
-            return one.over(storage if one.recipe is own and storage is not None else self._value(one))
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Constant):
+                return leaf.value.clone()
+            if not isinstance(leaf, Viewed):
+                return leaf
+            return leaf.over(storage if leaf.recipe is own and storage is not None else self._value(leaf))
 
         args, kwargs = mapped(real, (step.args, step.kwargs))
         with default_dtype(step.dtype):
@@ -168,8 +168,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def leaves(value: Any) -> list[Any]:
-    return tree_leaves(value, is_leaf=lambda one: isinstance(one, Viewed | Constant))
+    return tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, Viewed | Constant))
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    return tree_map(change, value, is_leaf=lambda one: isinstance(one, Viewed | Constant))
+    return tree_map(change, value, is_leaf=lambda leaf: isinstance(leaf, Viewed | Constant))

@@ -1,4 +1,4 @@
-"""A save that goes on beside training: one copy of what this rank writes, then a thread with a group of its own."""
+"""Saves in the background: copies what this rank writes, then writes it in a thread with a process group of its own."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from zerokern.checkpoint.storage import OnDiskPart, SavePlanner
 from zerokern.core.errors import BudgetError
 from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
-from zerokern.memory.room import amount, room
+from zerokern.memory.room import amount, memory_left
 
-__all__ = ["Saves", "Saving", "StagedPlanner", "wait_for_devices"]
+__all__ = ["PendingSaves", "Saving", "StagedPlanner", "wait_for_devices"]
 
-PATIENCE = timedelta(hours=4)  # ranks write at different speeds; one that is gone shows at once, by its connection
-MARGIN = 0.1  # of the free memory, which is left to who trains meanwhile
+PATIENCE = timedelta(hours=4)  # ranks write at different speeds; a lost connection shows at once
+MARGIN = 0.1  # of the free memory, left for training
 
 log = logging.getLogger("zerokern.checkpoint")
 
 
 class Saving:
-    """A save under way. Training may go on: what is saved has been copied, or written already.
+    """A save in the background. Training may continue: what is saved has been copied, or written already.
 
-    `path`: the folder. An error is raised by `wait()`, else by the next save, and is logged in any case. Python does
-    not exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end first.
+    `path`: the folder. An error is raised by `wait()`, else by the next save, and is always logged. Python does not
+    exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end.
 
     >>> import tempfile, torch, zerokern as zk
     >>> from zerokern.checkpoint import load, save
@@ -52,15 +52,15 @@ class Saving:
         self.path = path
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self._thread = threading.Thread(target=self._run, name=f"zk.save {path.name}", daemon=False)
 
     def _start(self) -> None:
         if threading.main_thread().is_alive():
             self._thread.start()
             return
-        self._run()  # Python exits, and has waited for its threads already: another would be lost
-        self._tell()
+        self._run()  # Python is exiting and has joined its threads: a new one would be lost
+        self._report()
 
     def _run(self) -> None:
         try:
@@ -70,40 +70,40 @@ class Saving:
             self._error = error
             log.error("zk.save(%r, wait=False) failed: %s: %s", str(self.path), type(error).__name__, error)
         finally:
-            self._work = None  # lets go of the model and of the copy
-            _unguard(self)
+            self._work = None  # drops references to the model and to the copy
+            _allow_shutdown(self)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
-        self._ended(timeout)
+        """Waits until the checkpoint is published; raises the save's error, or TimeoutError after `timeout` seconds."""
+        self._join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the save to {self.path} still runs after {timeout:g} s; it goes on")
-        self._tell()
+        self._report()
 
     def done(self) -> bool:
-        """Returns whether it has ended, well or not."""
+        """Returns whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def exception(self) -> BaseException | None:
-        """Returns what went wrong; None while it runs, and where nothing did."""
+        """Returns the save's error; None while it runs and if it succeeded."""
         if not self.done():
             return None
-        self._told = True
+        self._reported = True
         return self._error
 
-    def _tell(self) -> None:
-        self._told = True
+    def _report(self) -> None:
+        self._reported = True
         if self._error is not None:
             raise self._error
 
     def _finish(self) -> None:
-        """Waits for the end, and raises its error if nobody has heard of it."""
-        self._ended()
-        if not self._told:
-            self._tell()
+        """Waits for the end and raises its error, unless that was reported before."""
+        self._join()
+        if not self._reported:
+            self._report()
 
-    def _ended(self, timeout: float | None = None) -> None:
-        """Waits for the end, whatever it is; not in its own thread, nor where it was done at once."""
+    def _join(self, timeout: float | None = None) -> None:
+        """Waits for the thread; returns at once in that thread itself, and if the save ran without one."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -112,20 +112,20 @@ class Saving:
         return f"Saving({str(self.path)!r}, {state})"
 
 
-class Saves:
-    """The saves of the same ranks: the last one, and a group for threads, whose order is not the program's."""
+class PendingSaves:
+    """The saves of a group of ranks: the last one, and a process group for their threads."""
 
     def __init__(self) -> None:
         self.last: Saving | None = None
         self._own: Any = None
 
     @classmethod
-    def of(cls, ranks: Ranks, model: torch.nn.Module) -> Saves:
-        """Returns those of a process group; a process without one has some for each model."""
+    def of(cls, ranks: Ranks, model: torch.nn.Module) -> PendingSaves:
+        """Returns those of a process group, or of a model in a process without one."""
         return _SAVES.setdefault(model if ranks.pg is None else ranks.pg, cls())
 
     def finish(self) -> None:
-        """Waits until no save runs; raises what the last one failed with, if nobody has heard of it."""
+        """Waits until no save runs; raises the error of the last one, unless that was reported before."""
         last = self.last
         if last is not None:
             try:
@@ -135,25 +135,25 @@ class Saves:
                     self.last = None
 
     def wait(self) -> None:
-        """Waits until no save runs. What the last one failed with is left to the next save to raise."""
+        """Waits until no save runs. An error of the last one is left for the next save to raise."""
         if self.last is not None:
-            self.last._ended()
+            self.last._join()
 
     def start(self, saving: Saving, *, shared: bool) -> None:
-        """Starts a save, which is the last one from here on; `shared`: with other ranks, through a process group."""
+        """Starts a save, which becomes the last one. `shared`: other ranks take part, through a process group."""
         self.last = saving
         try:
             if shared:
-                _guard(saving)
+                _delay_shutdown(saving)
             saving._start()
         except BaseException:
             if saving._thread.ident is None:
                 self.last = None
-                _unguard(saving)
+                _allow_shutdown(saving)
             raise
 
-    def apart(self, ranks: Ranks) -> Ranks:
-        """Returns the same ranks, over connections of their own."""
+    def separate_ranks(self, ranks: Ranks) -> Ranks:
+        """Returns the same ranks with a process group of their own."""
         if ranks.pg is None:
             return ranks
         if self._own is None:
@@ -169,8 +169,8 @@ class Saves:
         return Ranks(self._own, f"{ranks.call} beside training")
 
 
-# Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.
-_SAVES: weakref.WeakKeyDictionary[Any, Saves] = weakref.WeakKeyDictionary()
+# Keyed weakly by process group or model: two saves of the same ranks must know of each other.
+_SAVES: weakref.WeakKeyDictionary[Any, PendingSaves] = weakref.WeakKeyDictionary()
 
 
 # Saves that run over a process group. While there are any, ProcessGroup.shutdown is ours: through it all
@@ -180,15 +180,15 @@ _CHANGING = threading.Lock()
 _CLOSING, _BEFORE = "shutdown", "_zerokern_before"
 
 
-def _guard(saving: Saving) -> None:
-    """Lets no process group be closed before this save ends."""
+def _delay_shutdown(saving: Saving) -> None:
+    """Keeps process groups from being destroyed before this save ends."""
     with _CHANGING:
         if not _RUNNING:
-            setattr(dist.ProcessGroup, _CLOSING, _after_saves(vars(dist.ProcessGroup)[_CLOSING]))
+            setattr(dist.ProcessGroup, _CLOSING, _wait_then_shutdown(vars(dist.ProcessGroup)[_CLOSING]))
         _RUNNING.add(saving)
 
 
-def _unguard(saving: Saving) -> None:
+def _allow_shutdown(saving: Saving) -> None:
     with _CHANGING:
         if saving not in _RUNNING:
             return
@@ -198,14 +198,14 @@ def _unguard(saving: Saving) -> None:
             setattr(dist.ProcessGroup, _CLOSING, before)
 
 
-def _after_saves(before: Any) -> Callable[..., None]:
-    """Wraps the method `before` so that it waits for running saves: they use the groups that are about to go."""
+def _wait_then_shutdown(before: Any) -> Callable[..., None]:
+    """Wraps the method `before` so that it first waits for running saves, which use process groups."""
 
     def shutdown(self: Any, *given: Any, **settings: Any) -> None:
         with _CHANGING:
             running = list(_RUNNING)
         for saving in running:
-            saving._ended()
+            saving._join()
         before.__get__(self, type(self))(*given, **settings)
 
     setattr(shutdown, _BEFORE, before)  # as the class has it: what getattr gives would not bind
@@ -213,10 +213,10 @@ def _after_saves(before: Any) -> Callable[..., None]:
 
 
 class StagedPlanner(SavePlanner):
-    """Copies what this rank is to write as soon as that is known, all at once.
+    """A planner that copies everything this rank will write as soon as the plan is known.
 
-    Ranks write different parts, so nothing is copied that another rank writes. What streams from a disk is not copied:
-    it is written first, and the program may go on after that.
+    Nothing is copied that another rank writes. State on disk is not copied: it is written first, and the program
+    continues after that.
     """
 
     def __init__(self, ranks: Ranks, budget: int | None) -> None:
@@ -230,16 +230,16 @@ class StagedPlanner(SavePlanner):
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Returns the plan, once a copy of what it names has been taken on every rank."""
+        """Returns the plan after every rank has copied what it names."""
         plan = super().finish_plan(new_plan)
-        self._ranks.each("the copy", lambda: self._copy(plan.items))
+        self._ranks.all_gather("the copy", lambda: self._copy(plan.items))
         self._staged = True
         if not self._streams:
             self._free.set()
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Returns the copy; what has none is read now."""
+        """Returns the copy of an item; an item on disk is read now."""
         copy = self._copies.get(write_item.index)
         if copy is None:
             self._streams.discard(write_item.index)
@@ -249,7 +249,7 @@ class StagedPlanner(SavePlanner):
         return copy
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs `work` in this thread; the program may go on at its end, if not before."""
+        """Runs `work` in this thread; at its end at the latest, the program may change parameters again."""
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
@@ -261,12 +261,12 @@ class StagedPlanner(SavePlanner):
             self._free.set()
 
     def wait_until_free(self, saving: Saving) -> None:
-        """Waits until nothing reads what the program may change; raises what went wrong before that, on every rank."""
+        """Waits until the program may change parameters again; raises errors that came before that, on every rank."""
         interrupt: BaseException | None = None
         while not self._free.is_set():
             try:
                 self._free.wait()
-            except BaseException as error:  # Ctrl-C: what is being read must not be changed by who catches it
+            except BaseException as error:  # Ctrl-C: whoever catches it must not change tensors that are being read
                 interrupt = error
         if not self._staged:
             saving.wait()
@@ -274,21 +274,23 @@ class StagedPlanner(SavePlanner):
             raise interrupt
 
     def _copy(self, items: Sequence[WriteItem]) -> None:
-        self._streams = {one.index for one in items if isinstance(self.state_dict[one.index.fqn], OnDiskPart)}
-        near = [one for one in items if one.index not in self._streams]
-        live = [self.lookup_object(one.index).detach() for one in near]
-        copies = self._room([(tuple(one.shape), one.dtype) for one in live], pinned=any(one.is_cuda for one in live))
+        self._streams = {item.index for item in items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)}
+        near = [item for item in items if item.index not in self._streams]
+        live = [self.lookup_object(item.index).detach() for item in near]
+        copies = self._room(
+            [(tuple(tensor.shape), tensor.dtype) for tensor in live], pinned=any(tensor.is_cuda for tensor in live)
+        )
         with torch.no_grad():
-            for copy, one in zip(copies, live, strict=True):
-                copy.copy_(one, non_blocking=True)
+            for copy, tensor in zip(copies, live, strict=True):
+                copy.copy_(tensor, non_blocking=True)
         wait_for_devices(live)
-        self._copies = {one.index: copy for one, copy in zip(near, copies, strict=True)}
+        self._copies = {item.index: copy for item, copy in zip(near, copies, strict=True)}
 
     def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pinned: bool) -> list[Tensor]:
-        """Makes memory for these, side by side where it is pinned; refused before any is taken if it does not fit.
+        """Allocates tensors of these shapes and dtypes in one block. Raises first if they do not fit.
 
-        Where nothing comes from a device it is small pages, which nobody has to make room for: an arena's huge ones
-        took ten times as long as the copy itself. A mapping, and not the heap, which would keep what is freed.
+        Without copies from a device it maps small pages: an arena's huge pages took ten times as long as the copy
+        itself. A mapping, and not the heap, which would keep freed memory.
         """
         nbytes = nbytes_of(wanted)
         self._refuse(nbytes)
@@ -306,12 +308,12 @@ class StagedPlanner(SavePlanner):
         ]
 
     def _refuse(self, nbytes: int) -> None:
-        """Raises BudgetError where the copy does not fit."""
+        """Raises BudgetError if the copy does not fit."""
         most, limit = nbytes, ""
         if self._budget is not None:
             most, limit = self._budget, f"staging_budget={self._budget:,}"
-        elif left := room():
-            name, least = min(left.items(), key=lambda one: one[1])
+        elif left := memory_left():
+            name, least = min(left.items(), key=lambda limit_and_left: limit_and_left[1])
             most = int(least * (1 - MARGIN))
             limit = f"{name}: {amount(least)}, less {MARGIN:.0%} for what trains meanwhile"
         if nbytes > most:
@@ -323,6 +325,6 @@ class StagedPlanner(SavePlanner):
 
 
 def wait_for_devices(tensors: Iterable[Any]) -> None:
-    """Waits until all that the current streams of these tensors' devices had been given is done."""
-    for device in {one.device for one in tensors if isinstance(one, Tensor) and one.is_cuda}:
+    """Waits for all work queued on the current streams of these tensors' devices."""
+    for device in {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}:
         torch.zeros(1, device=device).item()

@@ -1,6 +1,6 @@
-"""What a user keeps beside model and optimizer, as JSON and tensors, exactly: one value for all ranks, or each its own.
+"""Encodes what a user saves beside model and optimizer as JSON and tensors: one value for all ranks, or one per rank.
 
-Nobody's code is stored or run.
+No code is stored or run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from zerokern.checkpoint.files import crc32c
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.core.errors import StateError, got
-from zerokern.memory.room import refuse_beyond
+from zerokern.memory.room import check_fits
 from zerokern.zero.kinds import is_divided
 
-__all__ = ["EachRank", "decode", "decoded", "described", "encode", "targets_of", "wanted"]
+__all__ = ["EachRank", "check_targets", "decode", "decode_extra", "empty_tensors", "encode", "encode_extra"]
 
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, torch.dtype, "
@@ -41,7 +41,7 @@ EACH = "each rank"
 def encode(value: Any, where: str = "extra") -> tuple[Any, dict[str, Tensor]]:
     """Returns `value` as JSON, and the tensors in it by the names that the JSON gives them.
 
-    `where` is how errors call it.
+    `where`: the name of the value in error messages.
 
     >>> tree, tensors = encode({"step": 3, "best": float("inf"), "mean": torch.ones(2)})
     >>> tree, list(tensors)
@@ -74,19 +74,19 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor], above: tuple[in
     if id(value) in above:
         raise TypeError(f"{where} contains itself; what is saved must be a tree")
 
-    def inside(one: Any, place: str) -> Any:
-        return _encoded(one, where + place, tensors, (*above, id(value)))
+    def inside(child: Any, place: str) -> Any:
+        return _encoded(child, where + place, tensors, (*above, id(value)))
 
     if kind in (list, tuple):
-        made = [inside(one, f"[{at}]") for at, one in enumerate(value)]
+        made = [inside(item, f"[{at}]") for at, item in enumerate(value)]
         return made if kind is list else {"tuple": made}
     if kind is dict and all(type(key) is str for key in value):
-        return {"map": {key: inside(one, f"[{key!r}]") for key, one in value.items()}}
+        return {"map": {key: inside(item, f"[{key!r}]") for key, item in value.items()}}
     if kind in DICTS:
         for key in value:
             if type(key) not in KEYS:
                 raise _refused(key, f"a key of {where}, {key!r},")
-        return {DICTS[kind]: [[inside(key, ""), inside(one, f"[{key!r}]")] for key, one in value.items()]}
+        return {DICTS[kind]: [[inside(key, ""), inside(item, f"[{key!r}]")] for key, item in value.items()]}
     if isinstance(value, Tensor):
         return {"tensor": _named(value, where, tensors)}
     numpy = sys.modules.get("numpy")
@@ -138,7 +138,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     [1, (2.5, b'x'), {3: torch.float32}]
     """
     if isinstance(tree, list):
-        return [decode(one, tensors) for one in tree]
+        return [decode(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     form, content = next(iter(tree.items()), ("", None))
@@ -151,14 +151,14 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _pairs(content: list[Any], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
-    return [(decode(key, tensors), decode(one, tensors)) for key, one in content]
+    return [(decode(key, tensors), decode(item, tensors)) for key, item in content]
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise StateError(f"a value names the dtype {name!r}, which this torch ({torch.__version__}) does not have")
-    return found
+    return dtype
 
 
 SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
@@ -176,8 +176,8 @@ FORMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "size": lambda content, _: torch.Size(content),
     "dtype": lambda content, _: _dtype(content),
     "device": lambda content, _: torch.device(content),
-    "tuple": lambda content, tensors: tuple(decode(one, tensors) for one in content),
-    "map": lambda content, tensors: {key: decode(one, tensors) for key, one in content.items()},
+    "tuple": lambda content, tensors: tuple(decode(item, tensors) for item in content),
+    "map": lambda content, tensors: {key: decode(item, tensors) for key, item in content.items()},
     "dict": lambda content, tensors: dict(_pairs(content, tensors)),
     "ordered": lambda content, tensors: OrderedDict(_pairs(content, tensors)),
     "counter": lambda content, tensors: Counter(dict(_pairs(content, tensors))),
@@ -189,16 +189,17 @@ FORMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 
 
 class EachRank(list):
-    """A value of ``extra`` that was not the same on all ranks, where it is loaded by another number of them.
+    """A value of ``extra`` that differed between ranks, loaded by another number of ranks: a list with one value per
+    saving rank.
 
-    The values by rank of those that saved. Where the number is the same, each rank gets its own value instead.
+    If the number of ranks is the same, each rank gets its own value instead.
     """
 
 
-def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Encodes `extra` of all ranks: what they agree on once, what they do not by rank. Every rank calls this.
+def encode_extra(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Encodes `extra` of all ranks: values that are the same on all ranks once, others by rank. Every rank calls this.
 
-    As JSON, and the tensors that it names by their keys.
+    Returns JSON, and the tensors that it refers to, by key.
     """
     mine: dict[str, tuple[Any, dict[str, Tensor]]] = {}
 
@@ -209,9 +210,9 @@ def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tenso
             if not isinstance(name, str):
                 raise TypeError(got("extra", {name: value}, "a dict whose keys are strings", f"{name!r} is none"))
             mine[name] = encode(value, f"extra[{name!r}]")
-        return [(name, "" if ranks.size == 1 else _digest(*found)) for name, found in mine.items()]
+        return [(name, "" if ranks.size == 1 else _digest(*encoded_value)) for name, encoded_value in mine.items()]
 
-    digests = [dict(each) for each in ranks.each("extra", encoded)]
+    digests = [dict(each) for each in ranks.all_gather("extra", encoded)]
     for rank, each in enumerate(digests):
         if each.keys() != digests[0].keys():
             names = f"rank 0 has {sorted(digests[0])}, rank {rank} has {sorted(each)}"
@@ -219,7 +220,7 @@ def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tenso
                 f"extra has other keys on other ranks: {names}; allowed: the same keys, whatever the values"
             )
     apart = {name for name in digests[0] if len({each[name] for each in digests}) > 1}
-    trees = ranks.each("extra by rank", lambda: {name: mine[name][0] for name in apart}) if apart else []
+    trees = ranks.all_gather("extra by rank", lambda: {name: mine[name][0] for name in apart}) if apart else []
     kept: dict[str, Any] = {}
     held: dict[str, Tensor] = {}
     for number, name in enumerate(digests[0]):  # rank 0's order: the number must mean the same on all ranks
@@ -231,21 +232,23 @@ def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
-    """Returns what tells one rank's value from another's; what is divided among ranks counts as the same on all."""
+    """Returns text that differs where values of two ranks differ; tensors that are divided among ranks count as the
+    same."""
     said: list[Any] = [tree]
     for key, tensor in tensors.items():
         said.append([key, str(tensor.dtype), list(tensor.shape)])
         if not is_divided(tensor):
-            plain = tensor.detach().cpu().contiguous()
-            said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))
+            dense = tensor.detach().cpu().contiguous()
+            said.append(crc32c(dense.data_ptr(), dense.numel() * dense.element_size()))
     return json.dumps(said)
 
 
 Part = tuple[Any, str]  # a value as JSON, and what the keys of its tensors in the checkpoint begin with
 
 
-def _parts(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
-    """Yields by name what this rank needs: its value, or those of all ranks where another number of them saved."""
+def _values_for_rank(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
+    """Yields by name what this rank needs: its own value, or those of all ranks if another number of ranks saved
+    them."""
     for number, (name, entry) in enumerate(tree.items()):
         each = entry.get(EACH)
         if each is None:
@@ -256,8 +259,8 @@ def _parts(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, l
         yield name, apart, [(each[rank], f"extra.{number}.rank{rank}.") for rank in some]
 
 
-def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Returns what is to be restored in place, by name; refuses what the checkpoint has nothing for."""
+def check_targets(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Returns the objects that are restored in place, by name; raises if the checkpoint has no value for one."""
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):
@@ -282,22 +285,22 @@ def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, A
     return dict(extra)
 
 
-def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
-    """Makes room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
-    prefixes = tuple(prefix for _, _, parts in _parts(tree, ranks) for _, prefix in parts)
+def empty_tensors(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+    """Allocates the tensors of extra that this rank needs, by their keys in the checkpoint."""
+    prefixes = tuple(prefix for _, _, parts in _values_for_rank(tree, ranks) for _, prefix in parts)
     keys = [key for key in rows if key.startswith(prefixes)]
-    refuse_beyond(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
+    check_fits(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
     dtypes = {key: getattr(torch, rows[key].dtype) for key in keys}
     return {key: torch.empty(tuple(rows[key].shape), dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
 
 
-def decoded(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
-    """Returns the values of extra, from what `wanted` asked for."""
-    found = {}
-    for name, apart, parts in _parts(tree, ranks):
+def decode_extra(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
+    """Returns the values of extra, once the tensors of `empty_tensors` have been read."""
+    extra = {}
+    for name, apart, parts in _values_for_rank(tree, ranks):
         values = []
-        for one, prefix in parts:
+        for value, prefix in parts:
             mine = [key for key in tensors if key.startswith(prefix)]
-            values.append(decode(one, {f"extra.{key.removeprefix(prefix)}": tensors[key] for key in mine}))
-        found[name] = EachRank(values) if apart else values[0]
-    return found
+            values.append(decode(value, {f"extra.{key.removeprefix(prefix)}": tensors[key] for key in mine}))
+        extra[name] = EachRank(values) if apart else values[0]
+    return extra

@@ -1,7 +1,7 @@
 """Data files of a checkpoint, written and read through slots of memory, with a checksum for each block.
 
-A file is written once from its beginning to its end. Behind the data stands a table: the CRC32C of each block of 1 MiB,
-a 32-bit little-endian number each. The index holds the table's own checksum, so that no byte is believed unchecked.
+A file is written once, from beginning to end. After the data comes a table with the CRC32C of each block of 1 MiB, as
+32-bit little-endian numbers. The index holds the table's own checksum, so every byte is checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, unfit
+from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
 from zerokern.core import native
 from zerokern.core.errors import IoError, say_once
 from zerokern.io.advice import failed
@@ -34,7 +34,7 @@ from zerokern.memory import Arena, Lease
 
 __all__ = [
     "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_bytes",
-    "crc32c", "put",
+    "copy_into", "crc32c",
 ]  # fmt: skip
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
@@ -51,7 +51,7 @@ Span = tuple[int, int, Take]  # offset and nbytes in a file
 
 
 class Slots(AbstractContextManager["Slots"]):
-    """An engine for requests and the memory that they move. Depth and block are what a probe of this disk found."""
+    """Memory slots and the I/O engine that moves them. Depth and block size come from a probe of this disk."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Slots(AbstractContextManager["Slots"]):
         faults: Faults | None = None,
     ) -> None:
         self.offset_align = 1  # what the files ask for
-        found = cached(folder) if depth is None or block is None else None
-        usual_depth, usual_block = (found.depth, found.block) if found is not None else START
+        probe = cached(folder) if depth is None or block is None else None
+        usual_depth, usual_block = (probe.depth, probe.block) if probe is not None else START
         self.engine = Engine(engine, depth=depth or usual_depth, block=block or usual_block, faults=faults)
         try:
             self.arena = Arena(slots * BLOCK)
@@ -77,8 +77,9 @@ class Slots(AbstractContextManager["Slots"]):
             self.engine.close()
             raise
 
-    def enter(self, fd: int, path: Path) -> int:
-        """Returns the engine's number of an open file, which bypasses the page cache where the file system lets it."""
+    def register(self, fd: int, path: Path) -> int:
+        """Returns the engine's number for an open file, which bypasses the page cache if the file
+        system allows that."""
         memory_align, offset_align = go_direct(fd, path.parent)
         if offset_align == 1:
             says = f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
@@ -88,14 +89,15 @@ class Slots(AbstractContextManager["Slots"]):
         self.transfers.paths[number] = str(path)
         return number
 
-    def leave(self, number: int) -> None:
-        """Lets go of a file; waits for what is pending in the slots."""
+    def forget(self, number: int) -> None:
+        """Unregisters a file, after waiting for what is pending in the slots."""
         self.drain()
         self.engine.forget_file(number)
         self.transfers.paths.pop(number, None)
 
     def start(self, op: int, slot: int, number: int, offset: int, nbytes: int, inside: int = 0) -> Ticket:
-        """Moves bytes of a slot, from `inside` on, to or from the file. An odd end is padded within the slot."""
+        """Starts moving bytes of a slot, from `inside` on, to or from the file. An odd length is padded within the
+        slot."""
         transfers = self.transfers
         request = transfers.requests.take()
         ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
@@ -104,13 +106,13 @@ class Slots(AbstractContextManager["Slots"]):
         return ticket
 
     def drain(self) -> None:
-        """Waits until nothing moves in the slots, however it ended."""
+        """Waits until nothing moves in the slots; ignores errors."""
         with self.transfers.lock:
             self.transfers.drain()
             self.transfers.untold.clear()
 
     def close(self) -> None:
-        """Ends the engine, then gives the memory back; the second time it does nothing."""
+        """Closes the engine, then frees the memory; a second call does nothing."""
         if self.engine.closed:
             return
         self.drain()
@@ -125,11 +127,11 @@ class Slots(AbstractContextManager["Slots"]):
 
 
 class SlotWriter(AbstractContextManager[Any]):
-    """Writes into an open file: one slot is filled while those before it are being written."""
+    """Writes into an open file. One slot is filled while earlier ones are written."""
 
     def __init__(self, slots: Slots, fd: int, path: Path) -> None:
         self.slots, self.path = slots, path
-        self._number = slots.enter(fd, path)
+        self._number = slots.register(fd, path)
         self._tickets: list[Ticket | None] = [None] * len(slots.slots)
         self._slot = 0
 
@@ -144,14 +146,14 @@ class SlotWriter(AbstractContextManager[Any]):
         return self.slots.bytes[self._slot]
 
     def send(self, offset: int, nbytes: int, inside: int = 0) -> None:
-        """Sends bytes of the slot, from `inside` on, to their place in the file; waits until the next slot is free."""
+        """Starts to write bytes of the slot, from `inside` on, at `offset`; waits until the next slot is free."""
         ticket = self.slots.start(native.IO_WRITE, self._slot, self._number, offset, nbytes, inside)
         self._tickets[self._slot] = ticket
         self._slot = (self._slot + 1) % len(self._tickets)
         self._wait(self._slot)
 
     def wait(self) -> None:
-        """Waits until all of it is written; raises what could not be."""
+        """Waits until everything is written; raises the first error."""
         for slot in range(len(self._tickets)):
             self._wait(slot)
 
@@ -165,9 +167,9 @@ class SlotWriter(AbstractContextManager[Any]):
 
 
 class FileWriter(SlotWriter):
-    """Writes a new data file, append by append. `engine`: settings of `Slots`.
+    """Writes a new data file by appending. `engine`: settings of `Slots`.
 
-    `expected`: its length is asked of the file system at once. Beyond it the file grows write by write, one at a time.
+    `expected`: the length to reserve on the file system. Beyond it the file grows write by write, one at a time.
     """
 
     def __init__(self, path: Path, *, expected: int = 0, **engine: object) -> None:
@@ -193,9 +195,9 @@ class FileWriter(SlotWriter):
             raise
 
     def append(self, data: bytes | Tensor, report: Callable[[int], object] = int) -> int:
-        """Takes over the bytes of a tensor of any device and strides, in row-major order; returns where they begin.
+        """Appends the bytes of a tensor of any device and strides, in row-major order; returns their offset.
 
-        The tensor may change as soon as this returns. `report` is called with how many bytes were taken, now and then.
+        The tensor may change as soon as this returns. `report` is called with the number of bytes taken, several times.
         """
         if self._fd < 0:
             raise ValueError(f"{self.path} is finished or abandoned: nothing can be added to it")
@@ -214,11 +216,11 @@ class FileWriter(SlotWriter):
         return begin
 
     def align(self, nbytes: int) -> None:
-        """Goes on at a multiple of so many bytes, with zeros up to there."""
+        """Pads the file with zeros to a multiple of nbytes."""
         self.append(bytes(-self.nbytes % nbytes))
 
     def finish(self) -> FileRow:
-        """Writes what is left, and the table; returns when all of it lasts."""
+        """Writes the remaining bytes and the table of checksums, and syncs the file."""
         table = self.nbytes
         if self._filled:
             self._end_block()
@@ -256,7 +258,7 @@ class FileWriter(SlotWriter):
             nbytes -= part
 
     def _copy_from_device(self, piece: Tensor) -> None:
-        """Copies a slot at a time: each copy waits for the device."""
+        """Copies one slot at a time, because each copy waits for the device."""
         while piece.numel():
             part = min(piece.numel(), BLOCK - self._filled)
             self.bytes[self._filled : self._filled + part].copy_(piece[:part])
@@ -264,7 +266,7 @@ class FileWriter(SlotWriter):
             piece = piece[part:]
 
     def _advance(self, nbytes: int, checked: bool) -> None:
-        """Sums so many bytes more of the slot, which is a block of the file, and sends it when it is full."""
+        """Adds nbytes of the slot to the block's checksum, and writes the slot when it is full."""
         if checked:
             self._sum = crc32c(self.address + self._filled, nbytes, self._sum)
         self._filled += nbytes
@@ -278,7 +280,7 @@ class FileWriter(SlotWriter):
         self._sum = 0
 
     def _flush(self) -> None:
-        """Sends the slot on its way, and waits until the next one is free."""
+        """Starts to write the slot, and waits until the next one is free."""
         if not self._filled:
             return
         begin, self._written = self._written, self._written + self._filled
@@ -294,10 +296,10 @@ class FileWriter(SlotWriter):
 
 
 class PartsWriter(SlotWriter):
-    """Writes parts of a file that is there, and that others write into as well: in the order of their places.
+    """Writes parts of an existing file, in the order of their offsets, while other ranks write other parts.
 
-    Whole pages go past the page cache, through slots. What is beside them in a page may be another's: it goes through
-    the page cache, which joins the two.
+    Whole pages bypass the page cache. The rest of a page may belong to another rank, so partial pages go through the
+    page cache, which merges them.
     """
 
     def __init__(self, slots: Slots, path: Path, direct: int, cached: int) -> None:
@@ -308,27 +310,27 @@ class PartsWriter(SlotWriter):
         self._page = max(mmap.PAGESIZE, slots.offset_align, preferred)
         self._begin = self._end = 0  # what the slot holds of the file
 
-    def room(self, at: int) -> Tensor:
-        """Returns memory for the bytes from `at` on, as many as the slot has; then tell `took` how many there are."""
+    def buffer(self, at: int) -> Tensor:
+        """Returns memory for bytes from `at` on, up to the end of the slot; `advance` counts what was written."""
         if at != self._end:
             self._flush()
             self._begin = self._end = at
         return self.bytes[at % BLOCK : BLOCK]
 
-    def took(self, nbytes: int) -> None:
-        """Counts so many bytes as there."""
+    def advance(self, nbytes: int) -> None:
+        """Counts nbytes of the buffer as filled."""
         self._end += nbytes
         if not self._end % BLOCK:
             self._flush()
 
     def finish(self) -> None:
-        """Returns when all of it lasts."""
+        """Writes the remaining bytes and syncs the file."""
         self._flush()
         self.wait()
         os.fsync(self._fd)
 
     def __exit__(self, *_: object) -> None:
-        self.slots.leave(self._number)
+        self.slots.forget(self._number)
 
     def _flush(self) -> None:
         begin, end, page = self._begin, self._end, self._page
@@ -353,25 +355,25 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.path, self.row = folder / row.name, row
         self._slots, self._number = slots, -1
         try:
-            lent = None if files is None else files.fd(self.path)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if lent is None else lent
+            shared = None if files is None else files.fd(self.path)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if shared is None else shared
         except OSError as error:
             raise failed("Opening", self.path, error, 0, row.nbytes) from error
-        self._lent = lent is not None
+        self._shared = shared is not None
         try:
             sums = files.tables.get(self.path) if files is not None else None
             self._sums = self._table() if sums is None else sums
-            if files is not None and self._lent:  # past the page cache a file cannot be read at any offset later
+            if files is not None and self._shared:  # past the page cache a file cannot be read at any offset later
                 files.tables[self.path] = self._sums
-            self._number = slots.enter(self._fd, self.path)
+            self._number = slots.register(self._fd, self.path)
         except BaseException:
             self.close()
             raise
 
     def read(self, spans: Iterable[Span]) -> None:
-        """Hands the bytes of each span to its `take`, piece by piece in the order of the file, once they are checked.
+        """Passes the bytes of each span to its `take`, piece by piece in the order of the file, after checking them.
 
-        A block that several spans touch is read once. The bytes are lent for the time of the call.
+        A block that several spans touch is read once. The bytes are valid only during the call of `take`.
         """
         ordered = sorted((span for span in spans if span[1]), key=lambda span: span[0])
         for offset, nbytes, _ in ordered:
@@ -381,31 +383,31 @@ class FileReader(AbstractContextManager["FileReader"]):
                 )
         waiting = deque(ordered)
         under_way: list[Span] = []
-        for begin, found, error in self._arrivals(_blocks(ordered)):
+        for begin, block, error in self._read_blocks(_blocks(ordered)):
             if error is not None:
                 raise error
-            end = begin + len(found)
+            end = begin + len(block)
             while waiting and waiting[0][0] < end:
                 under_way.append(waiting.popleft())
             for offset, nbytes, take in under_way:
                 low, high = max(offset, begin), min(offset + nbytes, end)
-                take(found[low - begin : high - begin], low - offset)
+                take(block[low - begin : high - begin], low - offset)
             under_way = [span for span in under_way if span[0] + span[1] > end]
 
-    def damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
-        """Yields an error for each block that is not as written, or cannot be read; reports the bytes of each."""
-        for _, found, error in self._arrivals(blocks):
+    def find_damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
+        """Yields an error for each block that is damaged or cannot be read; reports the bytes of each."""
+        for _, block, error in self._read_blocks(blocks):
             if error is not None:
                 yield error
-            report(len(found))
+            report(len(block))
 
     def close(self) -> None:
         """Lets go of the file."""
         number, self._number = self._number, -1
         if number >= 0:
-            self._slots.leave(number)
+            self._slots.forget(number)
         fd, self._fd = self._fd, -1
-        if fd >= 0 and not self._lent:
+        if fd >= 0 and not self._shared:
             os.close(fd)
 
     def __exit__(self, *_: object) -> None:
@@ -429,8 +431,8 @@ class FileReader(AbstractContextManager["FileReader"]):
             sums.byteswap()
         return sums
 
-    def _arrivals(self, blocks: Iterable[int]) -> Iterator[tuple[int, Tensor, IoError | None]]:
-        """Yields blocks in their order while later ones are under way: offset, bytes, and why they are not good."""
+    def _read_blocks(self, blocks: Iterable[int]) -> Iterator[tuple[int, Tensor, IoError | None]]:
+        """Yields blocks in order, as (offset, bytes, error), while later ones are being read."""
         if self._number < 0:
             raise ValueError(f"{self.path} is closed: nothing can be read from it")
         slots = self._slots
@@ -446,27 +448,27 @@ class FileReader(AbstractContextManager["FileReader"]):
                     pending.append((begin, slots.bytes[slot][:nbytes], slot, ticket))
                 if not pending:
                     return
-                begin, found, slot, ticket = pending.popleft()
-                yield begin, found, self._error(begin, found, ticket)
+                begin, data, slot, ticket = pending.popleft()
+                yield begin, data, self._error(begin, data, ticket)
                 free.append(slot)
         finally:
             slots.drain()  # nothing is written into a slot that somebody else may use next
 
-    def _error(self, begin: int, found: Tensor, ticket: Ticket) -> IoError | None:
-        """Waits for a request; returns why the bytes are not those that were written."""
+    def _error(self, begin: int, block: Tensor, ticket: Ticket) -> IoError | None:
+        """Waits for a read; returns an error if the bytes are not those that were written."""
         try:
             ticket.wait()
         except IoError as error:
             return failed("Reading", self.path, error)
-        nbytes, expected = len(found), self._sums[begin // BLOCK]
-        crc = crc32c(found.data_ptr(), nbytes)
+        nbytes, expected = len(block), self._sums[begin // BLOCK]
+        crc = crc32c(block.data_ptr(), nbytes)
         if crc == expected:
             return None
         says = f"is damaged in its {nbytes} bytes from offset {begin} on: their CRC32C is {crc:08x}"
         return self._broken(f"{says}, what was written had {expected:08x}", begin, nbytes)
 
     def _broken(self, says: str, offset: int, nbytes: int, number: int = errno.EBADMSG) -> IoError:
-        return unfit(self.path, f"{says}. {RESTORE}", number, offset=offset, nbytes=nbytes)
+        return file_error(self.path, f"{says}. {RESTORE}", number, offset=offset, nbytes=nbytes)
 
 
 def _blocks(spans: list[Span]) -> Iterator[int]:
@@ -479,7 +481,7 @@ def _blocks(spans: list[Span]) -> Iterator[int]:
 
 
 def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    """Reads all of it, or what there is."""
+    """Reads nbytes, or fewer at the end of the file."""
     parts = []
     while nbytes and (part := os.pread(fd, nbytes, offset)):
         parts.append(part)
@@ -489,7 +491,8 @@ def _pread(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yields the bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most`."""
+    """Yields the bytes of a tensor in row-major order: a view if it is contiguous, else copies of at most `most`
+    bytes."""
     tensor = tensor.detach()
     nbytes = tensor.numel() * tensor.itemsize
     if not nbytes:
@@ -505,25 +508,26 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _address_of(data: bytes) -> int:
-    """Returns where the bytes lie, for as long as the object lives."""
+    """Returns the address of the bytes, valid as long as the object lives."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def crc32c(address: int, nbytes: int, before: int = 0) -> int:
-    """Sums bytes in memory by the processor's own instruction, where it has one; goes on from those before."""
+    """Returns the CRC32C of bytes in memory, continuing from `before`."""
     return int(native.library().zk_crc32c(before, address, nbytes))
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copies bytes between addresses, in this thread alone and without the interpreter's lock: training goes on."""
+    """Copies bytes between addresses in this thread, without the GIL, so that training continues."""
     ctypes.memmove(target, source, nbytes)
 
 
-def put(target: Tensor, source: Tensor) -> None:
-    """Copies elements into as many in host memory, 1-D; by torch, whose threads would disturb training, if it must."""
-    plain = source.is_contiguous() and not (source.is_conj() or source.is_neg())
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copies elements into as many in host memory, 1-D; through torch only if it must, whose threads would slow
+    training."""
+    dense = source.is_contiguous() and not (source.is_conj() or source.is_neg())
     alike = target.dtype is source.dtype and target.numel() == source.numel()
-    if plain and alike and source.device.type == "cpu":
+    if dense and alike and source.device.type == "cpu":
         copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)

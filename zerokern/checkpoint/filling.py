@@ -1,19 +1,29 @@
-"""Carries out a load: what is copied straight into place, and what is converted on its way, a part at a time."""
+"""Carries out a load plan: copies what needs no conversion straight into place, and converts the
+rest piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.formats import MASTERS, exact_values, is_coded, master_kind, moment, published, refuse_infinite
+from zerokern.checkpoint.formats import (
+    MASTERS,
+    convert_exact,
+    convert_moment,
+    exact_values,
+    is_coded,
+    master_kind,
+    refuse_infinite,
+)
 from zerokern.checkpoint.load_plan import LoadPlan, StatePlan, TensorPlan
 from zerokern.checkpoint.optimizers import AnyOptimizer
-from zerokern.checkpoint.source import Parts, Report, Source, no_report
+from zerokern.checkpoint.source import BoxTargets, Report, Source, no_report
 from zerokern.checkpoint.training_state import (
     TrainingState,
     announce_writes,
@@ -38,41 +48,41 @@ Entry = Mapping[str, Any]  # the state of a parameter, which has room already
 
 
 class Batch:
-    """Items to be read at once, and what to do then."""
+    """Items that are read together, and the calls that follow once they have been read."""
 
     def __init__(self) -> None:
         self.items: list[tuple[str, Any]] = []
         self.nbytes = 0
         self.calls: list[Callable[[], Any]] = []
 
-    def part(self, source: str, here: Here, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
-        """Reads this rank's elements from `begin` on of a tensor into `flat`."""
+    def read_into(self, source: str, here: Here, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
+        """Reads this rank's elements of a tensor, from `begin` on, into `flat`."""
         there = here.within(begin, flat.numel() if numel < 0 else numel).of(key)
-        parts = Parts(there.shape)
+        parts = BoxTargets(there.shape)
         parts.add(there.boxes(), flat)
         self.items.append((source, parts))
 
-    def room(self, source: str, here: Here, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
-        """Reads the same into memory that lasts as long as the batch."""
+    def buffer(self, source: str, here: Here, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
+        """Reads the same elements into a new tensor that lasts as long as the batch."""
         count = -(-numel // BLOCK) if key.endswith("_scale") else numel
         flat = torch.empty(count, dtype=dtype, device="cpu")
         self.nbytes += flat.nbytes
-        self.part(source, here, begin, flat, key, numel)
+        self.read_into(source, here, begin, flat, key, numel)
         return flat
 
     def scalar(self, source: str, saved: tuple[torch.dtype, torch.Size], target: Tensor) -> None:
-        """Reads a counter of another dtype or shape."""
+        """Reads a counter whose dtype or shape differs from that of `target`."""
         kept = torch.empty(saved[1], dtype=saved[0], device="cpu")
         self.items.append((source, kept))
         self.then(lambda: target.copy_(kept.reshape(target.shape)))
 
     def then(self, call: Callable[[], Any]) -> None:
-        """Calls it once all items have been read."""
+        """Schedules a call for when all items have been read."""
         self.calls.append(call)
 
     @torch.no_grad()
     def after(self) -> None:
-        """Does what is to be done when all items have been read."""
+        """Makes the scheduled calls; call it once all items have been read."""
         for call in self.calls:
             call()
         self.calls.clear()
@@ -80,7 +90,7 @@ class Batch:
 
 
 def _bounded(fills: Iterable[Callable[[Batch], Any]]) -> Iterator[Batch]:
-    """Yields batches of about `MOST` bytes, made by these in their order."""
+    """Yields batches of about `MOST` bytes, filled by these functions in order."""
     batch = Batch()
     for fill in fills:
         fill(batch)
@@ -92,7 +102,7 @@ def _bounded(fills: Iterable[Callable[[Batch], Any]]) -> Iterator[Batch]:
 
 
 class Restore:
-    """Loads a source into a model and its optimizers; refuses one that does not fit before anything is changed."""
+    """Loads a source into a model and its optimizers. Raises before anything is changed if the two do not fit."""
 
     def __init__(self, target: TrainingState, source: Source, lossy: bool = False) -> None:
         self._target, self._source = target, source
@@ -101,27 +111,28 @@ class Restore:
         self._plan = LoadPlan(target, source, lossy)
         self._plan.refuse_differences()
         for optimizer, plans in zip(target.optimizers, self._plan.states, strict=True):
-            _take_room_on_disk(optimizer, plans)
+            _reserve_disk(optimizer, plans)
 
     def fill(self, report: Report = no_report) -> None:
-        """Reads it all into place. Optimizers are torn from here to `finish`."""
+        """Reads everything into place. From here to `finish`, the optimizers refuse to step."""
         for batch in self.batches():
             self._source.read(batch.items, report)
             batch.after()
 
     def batches(self) -> Iterator[Batch]:
-        """Yields what is to be read together, and then done, before the next."""
+        """Yields batches in order; the caller reads each one, and makes its calls, before it asks for the next."""
         plan, target = self._plan, self._target
         finish_updates(target.model, replaced=True)
-        direct: dict[int, Batch] = {0: Batch()}  # what rests together is read together: no more of it need be in memory
+        direct: dict[int, Batch] = {
+            0: Batch()
+        }  # grouped by resting memory, so that only one group has to be fetched at a time
 
         def read(key: str, into: Tensor) -> None:
             rest = rest_of(into)
             direct.setdefault(0 if rest is None else id(rest), Batch()).items.append((key, into))
 
-        for one in plan.tensors:
-            if not one.converts:
-                read(one.source, one.tensor.detach() if rest_of(one.tensor) is None else one.tensor)
+        for source, tensor in ((part.source, part.tensor) for part in plan.tensors if not part.converts):
+            read(source, tensor.detach() if rest_of(tensor) is None else tensor)
         self._extra_tensors = {
             name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in plan.extra_tensors.items()
         }
@@ -137,22 +148,22 @@ class Restore:
             initials.append((home, tensor, lost))
         planned = list(zip(target.optimizers, plan.states, plan.groups, strict=True))
         entries: dict[int, list[dict[str, Any] | None]] = {}
-        # Room on disk may be refused: first, while the others still have what they had.
-        for optimizer, plans, groups in sorted(planned, key=lambda one: one[0].disk is None):
+        # Optimizers on disk first: allocation may fail, while the others still have their state.
+        for optimizer, plans, groups in sorted(planned, key=lambda plan: plan[0].disk is None):
             numbers = range(len(optimizer.params))
             optimizer.lay_out(groups, [plans[i].wanted if i in plans else None for i in numbers])
             entries[id(optimizer)] = optimizer.entries()
             for number, state in plans.items():
-                for key, one in (entries[id(optimizer)][number] or {}).items():
+                for key, value in (entries[id(optimizer)][number] or {}).items():
                     if key in state.scalars:
-                        direct[0].scalar(f"{state.prefix}{key}", state.saved[key], one)
-                    elif isinstance(one, Tensor) and state.copies(key) and key != PENDING:
-                        read(f"{state.prefix}{key}", one)
+                        direct[0].scalar(f"{state.prefix}{key}", state.saved[key], value)
+                    elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
+                        read(f"{state.prefix}{key}", value)
         yield from direct.values()
         on_disk = {id(optimizer) for optimizer, _, _ in planned if optimizer.inflow() is not None}
         states = [state for _, plans, _ in planned for state in plans.values() if state.converts]
         in_memory = [state for state in states if id(state.optimizer) not in on_disk]
-        yield from _bounded(fill for one in plan.tensors if one.converts for fill in _convert_tensor(one))
+        yield from _bounded(fill for tensor in plan.tensors if tensor.converts for fill in _convert_tensor(tensor))
         yield from _bounded(
             fill
             for state in in_memory
@@ -171,7 +182,7 @@ class Restore:
                 yield from _fill_pending(optimizer, late)
 
     def finish(self) -> None:
-        """Lets optimizers go on, once all batches have been read."""
+        """Lets the optimizers step again, once all batches have been read."""
         plan, target = self._plan, self._target
         for optimizer, names, beside in zip(target.optimizers, target.params, plan.beside, strict=True):
             for name, param in zip(names, optimizer.params, strict=True):
@@ -183,8 +194,8 @@ class Restore:
             modules[name].set_extra_state(kept)
 
 
-class Around:
-    """Elements of a box, whose int8 blocks reach beyond it: the whole blocks that they lie in."""
+class SurroundingBlocks:
+    """The whole int8 blocks that the elements of a box lie in; they reach beyond the box."""
 
     def __init__(self, here: Here, begin: int, numel: int) -> None:
         total = here.shape.numel()
@@ -196,24 +207,25 @@ class Around:
         self.end = min(-(-(max(map(self._flat, last)) + 1) // BLOCK) * BLOCK, total)
 
     def _flat(self, at: Sequence[int]) -> int:
-        return sum(one * stride for one, stride in zip(at, self.strides, strict=True))
+        return sum(index * stride for index, stride in zip(at, self.strides, strict=True))
 
-    def cut(self, found: Tensor) -> Tensor:
-        """Returns the elements themselves, 1-D, from all that lies around them."""
-        made = torch.empty(self.numel, dtype=found.dtype, device=found.device)
+    def cut(self, surrounding: Tensor) -> Tensor:
+        """Returns the elements of the box, 1-D, from the values of the surrounding blocks."""
+        made = torch.empty(self.numel, dtype=surrounding.dtype, device=surrounding.device)
         for at, sizes, first in self.cuboids:
-            part = found.as_strided(tuple(sizes), self.strides, self._flat(at) - self.begin)
+            part = surrounding.as_strided(tuple(sizes), self.strides, self._flat(at) - self.begin)
             made[first : first + prod(sizes)].view(sizes).copy_(part)
         return made
 
 
 def _in_blocks(here: Here) -> bool:
-    """Returns whether what is here begins with a block of the whole, and goes on as the whole does."""
+    """Returns whether this rank's elements begin with a block of the whole tensor and continue in its order."""
     return here.sizes == here.shape and here.start % BLOCK == 0
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
-    """Returns memory for what is here of a tensor, 1-D, and what brings it into place where it does not lie so."""
+    """Returns 1-D memory for this rank's elements, and a function that copies it back if the tensor is not
+    contiguous."""
     local = local_of(tensor).detach()
     if local.is_contiguous():
         return local.view(-1), None
@@ -222,79 +234,76 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
 
 
 def _convert_tensor(plan: TensorPlan) -> Iterator[Callable[[Batch], Any]]:
-    """Yields what fills a batch with each piece of a parameter or buffer that is in another format in the source."""
+    """Yields functions that fill a batch with one piece each of a parameter or buffer that changes its format."""
     here = here_of(plan.tensor)
-    flat, bring = _flat(plan.tensor) if rest_of(plan.tensor) is None else (None, None)
+    flat, copy_back = _flat(plan.tensor) if rest_of(plan.tensor) is None else (None, None)
     for begin in range(0, here.numel, PIECE):
         yield partial(_convert_values, plan, here, flat, begin, min(PIECE, here.numel - begin))
-    if bring is not None and here.numel:
-        yield partial(_then, bring)
-
-
-def _then(call: Callable[[], Any], batch: Batch) -> None:
-    batch.then(call)
+    if copy_back is not None and here.numel:
+        yield methodcaller("then", copy_back)
 
 
 def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int, batch: Batch) -> None:
-    """`flat`: where it goes; None: where it is while it is fetched."""
-    values = {"param": batch.room(plan.source, here, begin, numel, plan.dtype)}
+    """Reads values of a parameter or buffer and converts them into `flat`, or, where that is None, into the tensor
+    while it is fetched."""
+    values = {"param": batch.buffer(plan.source, here, begin, numel, plan.dtype)}
     for key, (source, dtype) in plan.beside.items():
-        values[key] = batch.room(source, here, begin, numel, dtype)
+        values[key] = batch.buffer(source, here, begin, numel, dtype)
 
     def put() -> None:
         half = (torch.bfloat16, torch.float16, torch.float32)
-        found = values["param"]
-        made = found.to(plan.tensor.dtype)
+        exact = values["param"]
+        converted = exact.to(plan.tensor.dtype)
         if plan.dtype in half and plan.tensor.dtype in (*half, torch.float64):
-            found = exact_values(values)
-            made = published(found, plan.tensor.dtype, plan.kind, values["param"])["param"]
-        refuse_infinite(plan.source, found, made)
+            exact = exact_values(values)
+            converted = convert_exact(exact, plan.tensor.dtype, plan.kind, values["param"])["param"]
+        refuse_infinite(plan.source, exact, converted)
         with present(plan.tensor, written=True):
             into = _flat(plan.tensor)[0] if flat is None else flat
-            into[begin : begin + numel].copy_(made)
+            into[begin : begin + numel].copy_(converted)
 
     batch.then(put)
 
 
 def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batch], Any]]:
-    """Yields what fills a batch with each piece of state that is in another format in the source."""
+    """Yields functions that fill a batch with one piece each of optimizer state that changes its format."""
     here = here_of_state(plan.param)
-    made = {key: _flat(one) for key, one in entry.items() if plan.makes(key) and isinstance(one, Tensor)}
+    made = {key: _flat(value) for key, value in entry.items() if plan.makes(key) and isinstance(value, Tensor)}
     more = 1 if _in_blocks(here) else -(-here.shape.numel() // max(here.numel, 1))
-    piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # around it may lie as much as other ranks have
+    piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # surrounding blocks may be as large as the other ranks' parts
     for begin in range(0, here.numel, piece):
         numel, cells = min(piece, here.numel - begin), {}
         for key, (flat, _) in made.items():
             per = BLOCK if key.endswith("_scale") else 1
             cells[key] = flat[begin // per : -(-(begin + numel) // per)]
         yield partial(_convert_state, plan, here, begin, numel, cells)
-    for _, bring in made.values():
-        if bring is not None and here.numel:
-            yield partial(_then, bring)
+    for _, copy_back in made.values():
+        if copy_back is not None and here.numel:
+            yield methodcaller("then", copy_back)
 
 
 def _convert_state(
     plan: StatePlan, here: Here, begin: int, numel: int, cells: Mapping[str, Tensor], batch: Batch
 ) -> None:
-    """Reads what a span's state is to be made of, and puts it into `cells`, which begin with the span."""
+    """Reads what the state of a span is made of, and converts it into `cells`, which begin with the span."""
     values: dict[str, Tensor] = {}
 
     def read(key: str) -> None:
         if key not in values and key in plan.saved:
-            values[key] = batch.room(f"{plan.prefix}{key}", here, begin, numel, plan.saved[key][0], key)
+            values[key] = batch.buffer(f"{plan.prefix}{key}", here, begin, numel, plan.saved[key][0], key)
 
-    around = None if _in_blocks(here) else Around(here, begin, numel)
+    around = None if _in_blocks(here) else SurroundingBlocks(here, begin, numel)
     coded: dict[str, list[Tensor]] = {}
     for key in plan.moments:
         if around is not None and is_coded(key, plan.saved[key][0]):
             place = around.whole, around.begin, around.end - around.begin
             some = (key, f"{key}_scale")
-            coded[key] = [batch.room(f"{plan.prefix}{one}", *place, plan.saved[one][0], one) for one in some]
+            coded[key] = [batch.buffer(f"{plan.prefix}{name}", *place, plan.saved[name][0], name) for name in some]
             continue
         read(key)
         read(f"{key}_scale")
     if plan.masters:
-        values["param"] = batch.room(plan.value[0], here, begin, numel, plan.value[1])
+        values["param"] = batch.buffer(plan.value[0], here, begin, numel, plan.value[1])
         for key in MASTERS:
             read(key)
 
@@ -303,22 +312,22 @@ def _convert_state(
             assert around is not None
             values[key] = around.cut(decode_int8(codes, scale, key))
         for key in plan.moments:
-            for name, made in moment(key, values, plan.wanted[key][0]).items():
+            for name, made in convert_moment(key, values, plan.wanted[key][0]).items():
                 if name == key:
                     refuse_infinite(f"{plan.prefix}{key}", values[key], made)
                 cells[name].copy_(made)
         if plan.masters:
             kind = master_kind(plan.param.dtype, {key: dtype for key, (dtype, _) in plan.wanted.items()})
-            found = published(exact_values(values), plan.param.dtype, kind, values["param"])
+            converted = convert_exact(exact_values(values), plan.param.dtype, kind, values["param"])
             for key in MASTERS:
                 if key in plan.wanted:
-                    cells[key].copy_(found[key])
+                    cells[key].copy_(converted[key])
 
     batch.then(put)
 
 
-def _take_room_on_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
-    """Takes room on disk for what an optimizer will keep there, until it is laid out: before anything is replaced."""
+def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
+    """Reserves space on disk for the state that an optimizer will keep there, before anything is replaced."""
     disk = optimizer.disk
     if disk is None or optimizer.inflow() is not None:
         return
@@ -332,7 +341,7 @@ def _take_room_on_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) 
 
 
 def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
-    """Yields state that lies on disk here: records put together in the ring, a few at a time."""
+    """Yields batches for state on disk: a few records at a time, assembled in the ring buffer."""
     inflow = optimizer.inflow()
     if inflow is None:
         return
@@ -346,21 +355,21 @@ def _fill_record(plan: StatePlan, place: Any, cells: Mapping[str, Tensor], batch
     here = here_of_state(plan.param)
     for key, cell in cells.items():
         if plan.copies(key):
-            batch.part(f"{plan.prefix}{key}", here, place.start, cell, key, place.numel)
+            batch.read_into(f"{plan.prefix}{key}", here, place.start, cell, key, place.numel)
     if plan.converts:
         _convert_state(plan, here, place.start, place.numel, cells, batch)
 
 
 def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
-    """Yields values of parameters that an update has made and nobody has published: into what stands for these here."""
+    """Yields batches for parameter values that a delayed update has computed and not published yet."""
 
     def fill(plan: StatePlan, piece: Tensor, begin: int, batch: Batch) -> None:
         source, here = f"{plan.prefix}{PENDING}", here_of_state(plan.param)
         if rest_of(piece) is None:
-            batch.part(source, here, 0, piece.detach().view(-1))
+            batch.read_into(source, here, 0, piece.detach().view(-1))
             return
-        read = batch.room(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
-        batch.then(partial(_bring, read, piece, begin))
+        read = batch.buffer(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
+        batch.then(partial(_copy_to_piece, read, piece, begin))
 
     pieces, fills = optimizer.pieces(), []
     for number, plan in plans.items():
@@ -372,6 +381,6 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
         optimizer.pend(list(plans))
 
 
-def _bring(read: Tensor, piece: Tensor, begin: int) -> None:
+def _copy_to_piece(read: Tensor, piece: Tensor, begin: int) -> None:
     with present(piece, written=True):
         piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)

@@ -1,8 +1,8 @@
-"""A checkpoint's folder: what it holds, what can be loaded instead, and how a new checkpoint takes the old one's place.
+"""A checkpoint's folder: what it holds, what could be loaded instead, and how a new checkpoint replaces the old one.
 
-A new one is published whole by one rename, or not at all. The order is what a kill at any point is safe by. Data files
-and both indices are synced under names that nobody reads, the folder too; then ``zerokern.json`` is renamed into place,
-``.metadata`` after it, the folder is synced, and only then do the data files of the save before go.
+A new checkpoint is published by one rename, or not at all. The order makes a kill at any point safe: data files, both
+indices (under temporary names) and the folder are synced; then ``zerokern.json`` is renamed into place, then
+``.metadata``, the folder is synced, and only then the old data files are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokern.checkpoint.index import NAME, FileRow, Index, unfit
+from zerokern.checkpoint.index import NAME, FileRow, Index, file_error
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.io.advice import refused
 from zerokern.io.files import make_folder, sync_folder
@@ -32,8 +32,8 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "latest", "leftovers", "likeness", "listed",
-    "saved_at", "started",
+    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "describe_unfinished", "fingerprint", "latest",
+    "leftovers", "list_files", "saved_at",
 ]  # fmt: skip
 
 METADATA = ".metadata"  # torch's name for its own index
@@ -56,9 +56,9 @@ _log = logging.getLogger("zerokern.checkpoint")
 
 
 class OpenFiles:
-    """Files that stay open, so that one which takes the name of another meanwhile changes nothing.
+    """Files that stay open, so that a later save which reuses their names changes nothing for the reader.
 
-    `tables`: checksums that were read from them.
+    `tables`: the checksum tables that were read from them.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class OpenFiles:
         self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the other half is the program's
 
     def fd(self, path: Path) -> int | None:
-        """Returns a descriptor that lasts as long as this; None if there are too many, so that it is opened anew."""
+        """Returns a file descriptor that stays open as long as this object; None if too many are open already."""
         if path not in self._fds:
             if len(self._fds) >= self._most:
                 return None
@@ -76,7 +76,7 @@ class OpenFiles:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Yields a descriptor for the time of the block."""
+        """Context manager that yields a file descriptor."""
         kept = self.fd(path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
         try:
@@ -85,12 +85,12 @@ class OpenFiles:
             if kept is None:
                 os.close(fd)
 
-    def likeness(self) -> str:
-        """Returns `likeness` of the files that are open."""
-        return likeness(self._fds, self._fds.values())
+    def fingerprint(self) -> str:
+        """Returns the `fingerprint` of the files that are open."""
+        return fingerprint(self._fds, self._fds.values())
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all files."""
         fds, self._fds = self._fds, {}
         for fd in fds.values():
             os.close(fd)
@@ -99,22 +99,22 @@ class OpenFiles:
         self.close()
 
 
-def likeness(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
-    """Returns a digest that two ranks have in common if their files of these names are the same.
+def fingerprint(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
+    """Returns a digest that is the same on two ranks if their files of these names are the same.
 
-    It is one of lengths, and of samples: checkpoints of two steps have the same headers, and differ nearly everywhere
-    else. `fds`: where they are open.
+    The digest covers lengths and samples: checkpoints of two steps have the same headers, and differ nearly everywhere
+    else. `fds`: open descriptors of the files.
     """
     paths = list(files)
     opened: list[Path | int] = list(paths if fds is None else fds)
-    sizes = [os.stat(one).st_size for one in opened]
+    sizes = [os.stat(source).st_size for source in opened]
     made, begin = hashlib.sha256(), 0
     step = max(SAMPLE, sum(sizes) // SAMPLES)
-    for path, one, size in zip(paths, opened, sizes, strict=True):
+    for path, source, size in zip(paths, opened, sizes, strict=True):
         made.update(f"{path.name} {size}\n".encode())
         mine = range(-begin % step, size, step)
         if mine:
-            with open(one, "rb", buffering=0, closefd=isinstance(one, Path)) as file:
+            with open(source, "rb", buffering=0, closefd=isinstance(source, Path)) as file:
                 for at in mine:
                     made.update(os.pread(file.fileno(), SAMPLE, at))
         begin += size
@@ -130,8 +130,8 @@ def saved_at(save_id: str) -> float:
     return float(calendar.timegm(time.strptime(save_id.partition("-")[0], "%Y%m%dT%H%M%S")))
 
 
-def listed(folder: Path) -> list[Path]:
-    """Lists what a folder holds, by name; nothing if there is no folder."""
+def list_files(folder: Path) -> list[Path]:
+    """Lists the content of a folder by name; an empty list if there is no folder."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -140,7 +140,8 @@ def listed(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint that was published: its folder and its index; each data file is there, as long as it must be."""
+    """A published checkpoint: its folder and its index. Its data files are there, with the lengths that the index
+    says."""
 
     folder: Path
     index: Index
@@ -148,36 +149,36 @@ class Published:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
-        """Reads the index and looks at the data files; the error says what is there, and what can be loaded instead.
+        """Reads the index and checks the data files. The error says what is there, and what could be loaded instead.
 
-        `hold`: the files stay open, whatever is saved into the folder meanwhile, until `close`.
+        `hold`: keeps the files open until `close`, whatever is saved into the folder meanwhile.
         """
         folder = Path(path)
         index = _read(folder)
         while True:
             files = OpenFiles() if hold else None
-            broken = _broken(folder, index, files)
+            broken = _length_errors(folder, index, files)
             if not broken:
                 return cls(folder, index, files)
             if files is not None:
                 files.close()
-            # A save may have replaced the checkpoint between the two looks: then there is another index now.
+            # A save may have replaced the checkpoint meanwhile: then there is another index now.
             newer = _read(folder)
             if newer.save_id == index.save_id:
                 raise IoError(
-                    f"{folder} is not whole: {broken}. {_instead(folder)}",
+                    f"{folder} is not whole: {broken}. {_suggest_other(folder)}",
                     path=str(folder / index.files[0].name),
                     errno=errno.ENODATA,
                 )
             index = newer
 
     def close(self) -> None:
-        """Closes files that were held open."""
+        """Closes the files that were held open."""
         if self.files is not None:
             self.files.close()
 
     def path(self, file: FileRow | int) -> Path:
-        """Returns where one of its data files is."""
+        """Returns the path of one of its data files."""
         return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
 
 
@@ -187,27 +188,27 @@ def latest(parent: Path) -> Path | None:
     >>> latest(Path("no such folder")) is None
     True
     """
-    found = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
-    return next((folder for _, folder in sorted(found, reverse=True) if _is_whole(folder)), None)
+    by_age = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
+    return next((folder for _, folder in sorted(by_age, reverse=True) if _is_whole(folder)), None)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        return not _broken(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
+        return not _length_errors(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
     except (OSError, IoError):
         return False
 
 
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
-    """Lists files of saves that were not published, or are no longer: all of ours that the index does not name."""
+    """Lists data files and indices that the index does not name: from saves that never finished, or were replaced."""
     kept = {file.name for file in keep.files} if keep else set()
-    names = (path for path in listed(folder) if path.name not in kept)
+    names = (path for path in list_files(folder) if path.name not in kept)
     return [path for path in names if DATA.fullmatch(path.name) or NEW.fullmatch(path.name)]
 
 
-def started(folder: Path) -> str:
-    """Says what there is of a save into the folder that has not been published; "" if there is none."""
-    ids = sorted(found[1] for found in map(DATA.fullmatch, (path.name for path in listed(folder))) if found)
+def describe_unfinished(folder: Path) -> str:
+    """Describes an unfinished save into the folder in words; returns "" if there is none."""
+    ids = sorted(match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match)
     if not ids and not (folder / LOCK).exists():
         return ""
     since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(ids[-1]))) if ids else ""
@@ -227,21 +228,21 @@ def _holder(folder: Path) -> Holder | None:
     return holder if holder.pid.isdigit() and holder.lives() else None
 
 
-def _broken(folder: Path, index: Index, files: OpenFiles | None = None) -> str:
-    """Says what is wrong with data files as far as their lengths tell; `files` has them open from here on."""
-    return "; ".join(filter(None, (_why_broken(folder / file.name, file, files) for file in index.files)))
+def _length_errors(folder: Path, index: Index, files: OpenFiles | None = None) -> str:
+    """Describes data files that are missing or have another length; `files` keeps them open from here on."""
+    return "; ".join(filter(None, (_length_error(folder / file.name, file, files) for file in index.files)))
 
 
-def _why_broken(path: Path, file: FileRow, files: OpenFiles | None) -> str:
+def _length_error(path: Path, file: FileRow, files: OpenFiles | None) -> str:
     try:
         fd = None if files is None else files.fd(path)
-        found = os.stat(path if fd is None else fd).st_size
+        nbytes = os.stat(path if fd is None else fd).st_size
     except FileNotFoundError:
         return f"{file.name}, {amount(file.nbytes)}, is missing"
-    if found == file.nbytes:
+    if nbytes == file.nbytes:
         return ""
-    how = "truncated" if found < file.nbytes else "longer than it was"
-    return f"{file.name} is {how}: it has {found:,} bytes, {file.nbytes:,} were written"
+    how = "truncated" if nbytes < file.nbytes else "longer than it was"
+    return f"{file.name} is {how}: it has {nbytes:,} bytes, {file.nbytes:,} were written"
 
 
 def _read(folder: Path) -> Index:
@@ -255,22 +256,22 @@ def _read(folder: Path) -> Index:
 
 
 def _no_checkpoint(folder: Path) -> IoError:
-    """The error that says what is there instead, and what can be loaded."""
+    """Returns the error that says what the folder holds, and what could be loaded instead."""
     number = errno.ENOENT
     if not folder.exists():
         says = "does not exist"
     elif not folder.is_dir():
         says, number = "is a file, no folder of a checkpoint", errno.ENOTDIR
-    elif what := started(folder):
+    elif what := describe_unfinished(folder):
         says = f"holds no published checkpoint: {what}, and is ignored"
     else:
-        names = [path.name for path in listed(folder)]
+        names = [path.name for path in list_files(folder)]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         says = f"is no checkpoint: there is no {NAME} in it, but {shown or 'nothing at all'}"
-    return unfit(folder, f"{says}. {_instead(folder)}", number)
+    return file_error(folder, f"{says}. {_suggest_other(folder)}", number)
 
 
-def _instead(folder: Path) -> str:
+def _suggest_other(folder: Path) -> str:
     below = latest(folder) if folder.is_dir() else None
     if below is not None:
         return f"The newest checkpoint within it is {below}: load that"
@@ -281,7 +282,7 @@ def _instead(folder: Path) -> str:
 
 
 class Draft:
-    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes it or abandons it."""
+    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes or abandons it."""
 
     def __init__(self, folder: Path, save_id: str, rank: int, lock: FolderLock | None, made: bool = False) -> None:
         self.folder, self.save_id, self.rank = folder, save_id, rank
@@ -290,19 +291,19 @@ class Draft:
 
     @classmethod
     def begin(cls, path: str | os.PathLike[str], nbytes: int) -> Draft:
-        """Takes the folder for a save of nbytes, all ranks together; refuses before anything in it changes."""
+        """Locks the folder for a save of nbytes by all ranks. Raises before anything in it changes."""
         folder = Path(path)
         save_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         lock, made = None, False
         try:
             made = make_folder(folder)
             lock = FolderLock(folder, USE)
-            before = _before(folder)
+            before = _previous_index(folder)
             _finish_renames(folder, before)
             if left := leftovers(folder, before):
                 sync_folder(folder)  # the rename that made them leftovers may be in memory only
-                for one in left:
-                    os.unlink(one)
+                for path in left:
+                    os.unlink(path)
             for thread in threading.enumerate():  # what this process has removed counts as free
                 if thread.name == FREEING:
                     thread.join()
@@ -319,10 +320,10 @@ class Draft:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str], save_id: str, rank: int) -> Draft:
-        """Returns the same draft on another rank, which must see the folder that rank 0 took."""
+        """Returns the same draft on another rank, which waits until it sees the folder that rank 0 locked."""
         folder = Path(path)
         until = time.monotonic() + APPEARS_S
-        while not _appeared(folder):
+        while not _is_visible(folder):
             if time.monotonic() > until:
                 raise IoError(
                     f"rank {rank} does not see {folder} as rank 0 made it: there is no {LOCK} in it. All ranks save "
@@ -334,15 +335,15 @@ class Draft:
         return cls(folder, save_id, rank, None)
 
     def file(self, rank: int) -> Path:
-        """Returns where a rank's data go."""
+        """Returns the path of a rank's data file."""
         return self.folder / f"{self.save_id}_{rank}.distcp"
 
     def publish(self, index: Index, metadata: bytes) -> None:
-        """Makes this the checkpoint of the folder. Everything that `index` names must be written and synced already."""
+        """Makes this the folder's checkpoint. All files that `index` names must be written and synced already."""
         if self._lock is None:
             raise ValueError(f"rank {self.rank} joined this draft, or it has ended; only rank 0 publishes, and once")
-        if broken := _broken(self.folder, index):
-            raise unfit(self.folder, f"is not published: {broken}. The one before it is untouched: save again")
+        if broken := _length_errors(self.folder, index):
+            raise file_error(self.folder, f"is not published: {broken}. The one before it is untouched: save again")
         new_index, new_metadata = f"{NAME}.new", f"{METADATA}.{self.save_id}.new"
         try:
             with Folder(self.folder) as folder:
@@ -352,24 +353,24 @@ class Draft:
         except OSError as error:
             raise refused(error, self.folder, "Publishing the checkpoint") from error
         self._remove(leftovers(self.folder, index))
-        self._let_go()
+        self._release()
 
     def abandon(self) -> None:
-        """Removes what was written of the draft. After ``publish``, and on other ranks than 0, it does nothing."""
+        """Removes what was written of the draft. Does nothing after ``publish``, and on ranks other than 0."""
         if self._lock is None:
             return
-        # What is published is asked of the disk: an error may have come after the rename.
+        # Read the state from disk: an error may have come after the rename.
         try:
-            published = _before(self.folder)
+            published = _previous_index(self.folder)
             _finish_renames(self.folder, published)
             self._remove(leftovers(self.folder, published))
         except OSError as error:
             _log.warning("%s: what an abandoned save wrote stays for the next one to remove: %s", self.folder, error)
         finally:
-            self._let_go()
+            self._release()
 
     def _remove(self, paths: list[Path]) -> None:
-        """Removes files. What stays is removed by the next save: no reason to fail this one."""
+        """Removes files. Failing to is no reason to fail this save: the next one tries again."""
         for path in paths:
             try:
                 self._unnamed.append(_unlink(path))
@@ -378,19 +379,19 @@ class Draft:
             except OSError as error:
                 _log.warning("%s stays behind: %s; the next save into its folder removes it", path, error)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         lock, self._lock = self._lock, None
         try:
             if lock is not None:
                 lock.release()
             if self._made:
                 _remove_empty(self.folder)
-        finally:  # not before: meanwhile even closing the lock would wait for the file system's journal
+        finally:  # last: while blocks are freed, even closing the lock waits for the file system's journal
             while self._unnamed:
                 threading.Thread(target=os.close, args=(self._unnamed.pop(),), name=FREEING).start()
 
 
-def _appeared(folder: Path) -> bool:
+def _is_visible(folder: Path) -> bool:
     try:
         return (folder / LOCK).exists()
     except OSError as error:
@@ -398,10 +399,10 @@ def _appeared(folder: Path) -> bool:
 
 
 def _unlink(path: Path) -> int:
-    """Removes the name of a file, and returns a descriptor of it.
+    """Removes a file's name and returns a descriptor of the file.
 
-    Its blocks are given back when that is closed, which belongs into the background: a quarter of a second per GB, as
-    much as writing it again may take.
+    The file's blocks are freed when the descriptor is closed, which takes a quarter of a second per GB and so belongs
+    in the background.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -417,8 +418,8 @@ def _remove_empty(folder: Path) -> None:
         os.rmdir(folder)
 
 
-def _before(folder: Path) -> Index | None:
-    """Reads the checkpoint that a save will replace; refuses what this library did not write, or cannot read."""
+def _previous_index(folder: Path) -> Index | None:
+    """Reads the index of the checkpoint that a save will replace; refuses a folder that this library did not write."""
     try:
         data = (folder / NAME).read_bytes()
     except FileNotFoundError:
@@ -438,7 +439,8 @@ def _before(folder: Path) -> Index | None:
 
 
 def _finish_renames(folder: Path, index: Index | None) -> None:
-    """A kill between the two renames leaves torch's index of the older checkpoint, whose files are about to go."""
+    """Finishes the second rename of a publication that was killed, before the files that the old index names are
+    removed."""
     if index is not None:
         new = f"{METADATA}.{index.save_id}.new"
         if (folder / new).exists():
@@ -447,8 +449,8 @@ def _finish_renames(folder: Path, index: Index | None) -> None:
 
 
 def _refuse_beyond_free(folder: Path, nbytes: int, before: Index | None) -> None:
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
     if nbytes + MARGIN_NBYTES <= free:
         return
     held = sum(file.nbytes for file in before.files) if before else 0

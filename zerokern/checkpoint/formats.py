@@ -1,6 +1,6 @@
-"""State and parameters in one format from those in another, span by span; what is exact, and what rounds.
+"""Converts parameters and optimizer state between formats, span by span, and says which conversions round.
 
-A span begins with a block of its parameter. `Values` are its tensors by key, 1-D, "param" among them.
+A span begins with an int8 block of its parameter. `Values` are its tensors by key, 1-D, "param" among them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import decode_int8, encode_int8, join, split
 
 __all__ = [
-    "MASTERS", "exact_values", "is_coded", "master_kind", "moment", "overflowed", "published", "refuse_infinite",
-    "rounds_master", "rounds_moment",
+    "MASTERS", "convert_exact", "convert_moment", "exact_values", "is_coded", "master_kind", "overflowed",
+    "refuse_infinite", "rounds_master", "rounds_moment",
 ]  # fmt: skip
 
 Values = Mapping[str, Tensor]
@@ -26,7 +26,7 @@ _FP16_FITS = 24  # bits of a master that holds every fp16 value
 
 
 def is_coded(key: str, dtype: torch.dtype) -> bool:
-    """Whether a moment of this dtype is codes that need their scales.
+    """Returns whether a moment of this dtype is int8 codes, which need their scales.
 
     >>> is_coded("exp_avg", torch.int8), is_coded("exp_avg", torch.float32)
     (True, False)
@@ -35,7 +35,7 @@ def is_coded(key: str, dtype: torch.dtype) -> bool:
 
 
 def rounds_moment(key: str, source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a moment loses something from one dtype to another. Raises where there is no such way.
+    """Returns whether converting a moment from one dtype to another rounds it. Raises if it cannot be converted.
 
     >>> rounds_moment("exp_avg", torch.float32, torch.int8), rounds_moment("exp_avg", torch.int8, torch.float32)
     (True, False)
@@ -50,11 +50,11 @@ def rounds_moment(key: str, source: torch.dtype, target: torch.dtype) -> bool:
     return target.itemsize < 4 if is_coded(key, source) else torch.promote_types(source, target) is not target
 
 
-def moment(key: str, values: Values, target: torch.dtype) -> dict[str, Tensor]:
-    """A moment in another dtype, with its scales where that is codes.
+def convert_moment(key: str, values: Values, target: torch.dtype) -> dict[str, Tensor]:
+    """Returns a moment in another dtype, together with its scales if it becomes int8 codes.
 
-    >>> made = moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
-    >>> made["exp_avg"].tolist(), moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
+    >>> made = convert_moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
+    >>> made["exp_avg"].tolist(), convert_moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
     ([127, 127, 127], [1.0, 1.0, 1.0])
     """
     value = values[key]
@@ -67,7 +67,7 @@ def moment(key: str, values: Values, target: torch.dtype) -> dict[str, Tensor]:
 
 
 def master_kind(dtype: torch.dtype, beside: Mapping[str, torch.dtype]) -> str:
-    """How the exact value of a parameter is kept, by what state is beside it.
+    """Returns how the exact value of a parameter is kept, given the state that is kept with it.
 
     >>> master_kind(torch.bfloat16, {"remainder": torch.int16}), master_kind(torch.float32, {})
     ('split16', 'own')
@@ -80,7 +80,7 @@ def master_kind(dtype: torch.dtype, beside: Mapping[str, torch.dtype]) -> str:
 
 
 def rounds_master(source: tuple[torch.dtype, str], target: tuple[torch.dtype, str]) -> bool:
-    """Whether a parameter, as (dtype, how its exact value is kept), loses something on the way.
+    """Returns whether converting a parameter, given as (dtype, master kind), loses precision.
 
     >>> exact, rounded = (torch.bfloat16, "split16"), (torch.bfloat16, "none")
     >>> rounds_master(exact, (torch.float32, "own")), rounds_master(exact, rounded), rounds_master(rounded, exact)
@@ -97,9 +97,9 @@ def rounds_master(source: tuple[torch.dtype, str], target: tuple[torch.dtype, st
 
 
 def exact_values(values: Values) -> Tensor:
-    """What a span's parameter is in fp32, by what is kept beside it.
+    """Returns the fp32 values of a span of a parameter, from its master or remainder if it has one.
 
-    A master counts where the parameter is what it rounds to, as it does for the optimizers.
+    A master is used where the parameter equals its rounded value, as the optimizers do.
     """
     param = values["param"]
     if "remainder" in values:
@@ -113,10 +113,11 @@ def exact_values(values: Values) -> Tensor:
     return torch.where(same, master, param.float())
 
 
-def published(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None = None) -> dict[str, Tensor]:
-    """A span of a parameter of `dtype`, with what is kept beside it. `param`: what it was, if in that dtype already.
+def convert_exact(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None = None) -> dict[str, Tensor]:
+    """Returns a span of a parameter in `dtype`, with its master or remainder. `param`: the saved values, used if in
+    that dtype.
 
-    >>> made = published(torch.tensor([0.1]), torch.bfloat16, "split16")
+    >>> made = convert_exact(torch.tensor([0.1]), torch.bfloat16, "split16")
     >>> exact_values(made).item() == torch.tensor(0.1).item()
     True
     """
@@ -127,29 +128,30 @@ def published(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None
     return {"param": rounded, "master": exact} if kind == "fp32" else {"param": rounded}
 
 
-def refuse_infinite(key: str, found: Tensor, made: Tensor) -> None:
-    """Values that were finite must be so in their new dtype: rounding is what `lossy` allows, and this is not."""
-    if lost := overflowed(found, made):
+def refuse_infinite(key: str, source: Tensor, converted: Tensor) -> None:
+    """Raises StateError if finite values became infinite in their new dtype: `lossy` allows rounding, and not this."""
+    if lost := overflowed(source, converted):
         raise StateError(
-            f"{key}: {lost} of these values are beyond {torch.finfo(made.dtype).max:g}, the largest of {made.dtype}; "
+            f"{key}: {lost} of these values are beyond {torch.finfo(converted.dtype).max:g}, the largest of "
+            f"{converted.dtype}; "
             "load into bfloat16 or float32. A part of the checkpoint is loaded already: load another before going on"
         )
 
 
-def overflowed(found: Tensor, made: Tensor) -> int:
-    """How many finite values are no longer so in their new dtype.
+def overflowed(source: Tensor, converted: Tensor) -> int:
+    """Returns how many finite values are infinite or NaN after the conversion.
 
     >>> overflowed(torch.tensor([1.0, 1e6, torch.inf]), torch.tensor([1.0, torch.inf, torch.inf]).half())
     1
     """
-    if not (found.is_floating_point() and made.is_floating_point()):
+    if not (source.is_floating_point() and converted.is_floating_point()):
         return 0
-    if torch.finfo(made.dtype).max >= torch.finfo(found.dtype).max:
+    if torch.finfo(converted.dtype).max >= torch.finfo(source.dtype).max:
         return 0
-    beyond = ~(made.float() if made.itemsize == 1 else made).isfinite()
-    return int((beyond & found.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
+    beyond = ~(converted.float() if converted.itemsize == 1 else converted).isfinite()
+    return int((beyond & source.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
 
 
 def rounded_to(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 values as a parameter of that dtype has them: bf16 ties are rounded as the optimizers do."""
+    """Returns fp32 values rounded to a dtype; ties in bf16 are rounded as the optimizers round them."""
     return split(exact, "split16")[0] if dtype is torch.bfloat16 else exact.to(dtype)

@@ -44,7 +44,7 @@ class FileRow:
 class Box:
     """One box of a tensor; its raw bytes lie at `offset` of file number `file`.
 
-    `item` is the offset and the length of the zip around them, the form that torch's own reader knows.
+    `item`: offset and length of the zip around the bytes, which torch's own reader knows.
     """
 
     file: int
@@ -93,7 +93,7 @@ class Index:
 
     def dump(self) -> bytes:
         """Returns the bytes of the index. The same index gives the same bytes."""
-        plain = {
+        described = {
             "save_id": self.save_id,
             "world": self.world,
             "versions": self.versions,
@@ -104,7 +104,7 @@ class Index:
                 for key, row in self.tensors.items()
             },
         }
-        body = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        body = json.dumps(described, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         return b'{"zerokern": %d, "crc32c": "%08x"}\n%s' % (FORMAT, _crc32c(body), body)
 
     @staticmethod
@@ -114,16 +114,16 @@ class Index:
         number, crc = _head(head, path)
         if number != FORMAT:
             newer = "a newer zerokern wrote it: install that one" if number > FORMAT else "no zerokern wrote it"
-            raise unfit(path, f"has format {number}; this zerokern reads format {FORMAT}; {newer}")
+            raise file_error(path, f"has format {number}; this zerokern reads format {FORMAT}; {newer}")
         if not body.endswith(b"\n"):
-            raise unfit(path, f"is truncated: it ends after {len(data)} bytes, in the middle of a line. {RESTORE}")
+            raise file_error(path, f"is truncated: it ends after {len(data)} bytes, in the middle of a line. {RESTORE}")
         if f"{_crc32c(body):08x}" != crc:
             says = f"was edited or damaged: the checksum of its {len(data)} bytes does not fit"
-            raise unfit(path, f"{says}. {RESTORE}")
+            raise file_error(path, f"{says}. {RESTORE}")
         try:
-            return _parsed(json.loads(body))
+            return _parse(json.loads(body))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-            raise unfit(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
+            raise file_error(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
 
 
 RESTORE = "Restore it from a copy, or load another checkpoint; the data files are untouched"
@@ -137,10 +137,10 @@ def itemsize(dtype: str) -> int:
     """
     if dtype == "bool":
         return 1
-    found = BITS.match(dtype)
-    if found is None:
+    match = BITS.match(dtype)
+    if match is None:
         raise ValueError(f"{dtype!r} is the name of no dtype")
-    return max(1, int(found[1]) // 8)
+    return max(1, int(match[1]) // 8)
 
 
 def _boxes(flat: list[int], ndim: int) -> list[Box]:
@@ -156,25 +156,25 @@ def _boxes(flat: list[int], ndim: int) -> list[Box]:
 
 def _head(head: bytes, path: Path) -> tuple[int, str]:
     try:
-        found = json.loads(head)
-        return int(found["zerokern"]), str(found["crc32c"])
+        described = json.loads(head)
+        return int(described["zerokern"]), str(described["crc32c"])
     except (KeyError, TypeError, ValueError):
         says = f"does not begin as an index of zerokern does, but with {head[:40]!r}"
-        raise unfit(path, f"{says}: it was truncated, edited, or is not one. {RESTORE}") from None
+        raise file_error(path, f"{says}: it was truncated, edited, or is not one. {RESTORE}") from None
 
 
-def _parsed(plain: dict[str, Any]) -> Index:
-    files = [FileRow(*row) for row in plain["files"]]
+def _parse(described: dict[str, Any]) -> Index:
+    files = [FileRow(*row) for row in described["files"]]
     for file in files:
         if not FILE_NAME.fullmatch(file.name):
             raise ValueError(f"{file.name!r} is no name of a file in the folder")
         if file.nbytes != file.table + 4 * file.blocks:
             raise ValueError(f"{file.name} cannot have {file.nbytes} bytes with its table at {file.table}")
     tensors = {}
-    for key, (dtype, shape, flat) in plain["tensors"].items():
+    for key, (dtype, shape, flat) in described["tensors"].items():
         row = tensors[key] = TensorRow(dtype, tuple(shape), _boxes(flat, len(shape)))
         _check(key, row, files)
-    return Index(plain["save_id"], plain["world"], files, tensors, plain["values"], plain["versions"])
+    return Index(described["save_id"], described["world"], files, tensors, described["values"], described["versions"])
 
 
 def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
@@ -190,8 +190,8 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
             raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
 
 
-def unfit(path: Path, says: str, number: int = errno.EBADMSG, **more: Any) -> IoError:
-    """The error for a file that is not what it should be."""
+def file_error(path: Path, says: str, number: int = errno.EBADMSG, **more: Any) -> IoError:
+    """Returns the IoError for a file whose content is wrong."""
     return IoError(f"{path} {says}", path=str(path), errno=number, **more)
 
 
@@ -200,7 +200,7 @@ def _crc32c(body: bytes) -> int:
 
 
 def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) -> None:
-    """Raises ValueError where an element of the tensor is in no box, or in two.
+    """Raises ValueError unless every element of the tensor is in exactly one box.
 
     >>> refuse_uncovered("w", (4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
     >>> refuse_uncovered("w", (4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
@@ -208,11 +208,11 @@ def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) ->
     ...
     ValueError: boxes of 'w' overlap: ((2, 0), (1, 2)) and ((0, 0), (3, 2))
     """
-    if not _lengths(shape):
+    if not _are_lengths(shape):
         raise ValueError(f"{key!r} has the shape {shape!r}, which is none")
     numel, filled = 0, []
     for offsets, sizes in boxes:
-        if not (_lengths(offsets) and _lengths(sizes) and len(offsets) == len(sizes) == len(shape)):
+        if not (_are_lengths(offsets) and _are_lengths(sizes) and len(offsets) == len(sizes) == len(shape)):
             raise ValueError(f"a box of {key!r} is at {offsets!r}, {sizes!r} large, in a tensor of {shape}")
         if any(at + n > whole for at, n, whole in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"a box of {key!r} is at {offsets}, {sizes} large, in a tensor of {shape}")
@@ -226,19 +226,22 @@ def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) ->
         _refuse_overlap(key, filled, len(shape))
 
 
-def _lengths(found: Sequence[int]) -> bool:
-    return all(type(one) is int and one >= 0 for one in found)
+def _are_lengths(numbers: Sequence[int]) -> bool:
+    return all(type(length) is int and length >= 0 for length in numbers)
 
 
 def _refuse_overlap(key: str, boxes: list[Cuboid], ndim: int) -> None:
-    """Compares boxes that meet in the dimension in which most of them begin apart: few do, for any usual cut."""
+    """Raises ValueError if two boxes overlap. Sorts them along the dimension in which most of them begin at different
+    places."""
     if not ndim:
         raise ValueError(f"boxes of {key!r} overlap: {boxes[1]} and {boxes[0]}")
-    dim = max(range(ndim), key=lambda one: len({box[0][one] for box in boxes}))
+    dim = max(range(ndim), key=lambda candidate: len({box[0][candidate] for box in boxes}))
     met: list[Cuboid] = []
-    for box in sorted(boxes, key=lambda one: one[0][dim]):
-        met = [one for one in met if one[0][dim] + one[1][dim] > box[0][dim]]
-        for one in met:
-            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], box[0], box[1], strict=True)):
-                raise ValueError(f"boxes of {key!r} overlap: {box} and {one}")
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        met = [other for other in met if other[0][dim] + other[1][dim] > box[0][dim]]
+        for other in met:
+            if all(
+                max(a, b) < min(a + n, b + m) for a, n, b, m in zip(other[0], other[1], box[0], box[1], strict=True)
+            ):
+                raise ValueError(f"boxes of {key!r} overlap: {box} and {other}")
         met.append(box)

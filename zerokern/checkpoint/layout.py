@@ -1,7 +1,7 @@
-"""How the parameters of a model lie in the tensors of a checkpoint: each is one, unless a plug says otherwise.
+"""How the parameters of a model map to the tensors of a checkpoint: one to one, unless a plug says otherwise.
 
 A plug of the port "checkpoint layout" (tiled Linears, in zerokern/activations) says which parameters are saved as parts
-of a larger tensor. The checkpoint has that tensor alone, so that models without such parts load it.
+of a larger tensor. The checkpoint holds only that tensor, so models without tiles can load it.
 """
 
 from __future__ import annotations
@@ -15,67 +15,68 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from zerokern.checkpoint.source import Source
 
-__all__ = ["SavedLayout", "Within", "folded", "index_of"]
+__all__ = ["PartOf", "SavedLayout", "index_of", "merge_parts"]
 
 
 @dataclass(frozen=True)
-class Within:
-    """Where a saved item lies in a larger tensor of this key and shape: from `first` on in its first dimension."""
+class PartOf:
+    """The place of a saved item within a larger tensor: rows from `first` on of the tensor with this key and shape."""
 
     key: str
     first: int
     shape: torch.Size
 
     def moved(self, offsets: Sequence[int]) -> torch.Size:
-        """Offsets in the item, as offsets in the tensor."""
+        """Converts offsets within the item to offsets within the larger tensor."""
         return torch.Size((offsets[0] + self.first, *offsets[1:])) if offsets else torch.Size()
 
 
 class SavedLayout:
-    """Maps parameters to the tensors of a checkpoint. Here each is a tensor of its own name.
+    """Maps parameters to the tensors of a checkpoint. In this default each parameter is a tensor of its own name.
 
     >>> SavedLayout().place("weight", torch.Size([2, 3]))
     ('weight', torch.Size([2, 3]), 0)
     """
 
     def place(self, name: str, shape: torch.Size) -> tuple[str, torch.Size, int]:
-        """Name and shape of the saved tensor that a parameter is (a part of), and the number of its first element."""
+        """Returns the name and shape of the saved tensor that holds a parameter, and the number of its first element
+        there."""
         return name, shape, 0
 
     def saved_names(self, names: Iterable[str]) -> list[str]:
-        """The names that the checkpoint has for these parameters, each once."""
+        """Returns the names of the saved tensors that hold these parameters, each once."""
         return list(dict.fromkeys(self.place(name, torch.Size())[0] for name in names))
 
     def saved_order(self, names: Iterable[str]) -> list[str]:
-        """`saved_names` in the order that a model without parts registers them in."""
+        """Returns `saved_names` in the order in which a model without parts registers them."""
         return self.saved_names(names)
 
-    def joined(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Within]]:
-        """Items to be saved by key, and where those lie that are parts; what all parts have alike is one item."""
+    def items_to_save(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, PartOf]]:
+        """Returns the items to save by key, and the places of those that are parts of larger tensors."""
         return items, {}
 
     def source(self, source: Source) -> Source:
-        """A checkpoint as this model sees it: with a tensor for each parameter."""
+        """Returns a checkpoint as this model sees it: with one tensor for each parameter."""
         return source
 
 
-def folded(
-    metadata: Mapping[str, TensorStorageMetadata], within: Mapping[str, Within]
+def merge_parts(
+    metadata: Mapping[str, TensorStorageMetadata], within: Mapping[str, PartOf]
 ) -> dict[str, TensorStorageMetadata]:
-    """torch's description of the saved tensors, with the boxes of parts in the tensors that they lie in."""
+    """Returns torch's description of the saved tensors, in which parts have become boxes of the larger tensors."""
     made: dict[str, TensorStorageMetadata] = {}
-    for key, found in metadata.items():
+    for key, described in metadata.items():
         place = within.get(key)
         if place is None:
-            made[key] = found
+            made[key] = described
             continue
-        there = made.setdefault(place.key, replace(found, size=place.shape, chunks=[]))
-        there.chunks += [ChunkStorageMetadata(place.moved(one.offsets), one.sizes) for one in found.chunks]
+        there = made.setdefault(place.key, replace(described, size=place.shape, chunks=[]))
+        there.chunks += [ChunkStorageMetadata(place.moved(chunk.offsets), chunk.sizes) for chunk in described.chunks]
     return made
 
 
-def index_of(index: MetadataIndex, within: Mapping[str, Within]) -> MetadataIndex:
-    """The index of a box in the tensor that it is saved in."""
+def index_of(index: MetadataIndex, within: Mapping[str, PartOf]) -> MetadataIndex:
+    """Returns the index of a box within the tensor that it is saved in."""
     place = within.get(index.fqn)
     if place is None:
         return index

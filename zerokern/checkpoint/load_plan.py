@@ -1,4 +1,4 @@
-"""Compares a checkpoint with what it is loaded into: what goes where, what is rounded, everything that differs."""
+"""Compares a checkpoint with the model and optimizers it is loaded into, and plans how each tensor is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TO_SHARD = "load it into what zk.shard has divided, which keeps that for the op
 
 @dataclass
 class TensorPlan:
-    """How one parameter or buffer is loaded. `beside`: masters in the source that its value is to be made anew from."""
+    """How one parameter or buffer is loaded. `beside`: saved masters that its exact value is computed from."""
 
     tensor: Tensor
     source: str
@@ -47,7 +47,8 @@ class TensorPlan:
 
 @dataclass
 class StatePlan:
-    """How the state of one parameter is loaded: `saved` and `wanted` by key, and which keys need more than copying."""
+    """How the state of one parameter is loaded: dtypes and shapes as `saved` and as `wanted`, and what needs a
+    conversion."""
 
     optimizer: AnyOptimizer
     number: int
@@ -65,16 +66,17 @@ class StatePlan:
         return bool(self.moments) or self.masters
 
     def makes(self, key: str) -> bool:
-        """Returns whether it is made of what is read."""
+        """Returns whether this key is computed from other values."""
         return key.removesuffix("_scale") in self.moments or (key in MASTERS and self.masters)
 
     def copies(self, key: str) -> bool:
-        """Returns whether it is read as it is."""
+        """Returns whether this key is read without a conversion."""
         return key in self.saved and not self.makes(key)
 
 
 class LoadPlan:
-    """Plans a load: `differences` says why the source cannot be loaded; without any, the rest says how it is."""
+    """Plans a load. `differences` lists why the checkpoint does not fit; if it is empty, the plan
+    can be carried out."""
 
     def __init__(self, target: TrainingState, source: Source, lossy: bool) -> None:
         self.target, self.source, self.lossy = target, source, lossy
@@ -88,8 +90,8 @@ class LoadPlan:
             if key.startswith("optim.state."):
                 name, _, last = key.removeprefix("optim.state.").rpartition(".")
                 self._state.setdefault(name, {})[last] = self._row(key)
-        found = source.values.get("optimizers") or []
-        self._optimizers = list(found) if len(found) == len(target.optimizers) else [{} for _ in target.optimizers]
+        saved, count = list(source.values.get("optimizers") or ()), len(target.optimizers)
+        self._optimizers = saved if len(saved) == count else [{} for _ in target.optimizers]
         # Decoded here, for it is too late to refuse when all else is loaded.
         self.beside = self._plan_beside()
         self.extra_states = self._plan_extra_states()
@@ -103,7 +105,7 @@ class LoadPlan:
         self.tensors = self._plan_tensors()
 
     def refuse_differences(self) -> None:
-        """Raises StateError with all differences in one message."""
+        """Raises StateError that lists all differences."""
         if not self.differences:
             return
         head = f"this checkpoint ({self.source.path}) does not fit what it is loaded into"
@@ -112,13 +114,13 @@ class LoadPlan:
         shown = [f"  {line}" for line in self.differences[:_SHOWN]]
         raise StateError("\n".join([f"{head}; nothing was changed. What differs:", *shown, *more]))
 
-    def _say(self, says: str) -> None:
+    def _add_difference(self, says: str) -> None:
         self.differences.append(says)
 
     def _saved_name(self, name: str) -> str:
-        """Returns what the source calls a parameter: tied ones have several names."""
+        """Returns the name of a parameter in the checkpoint; tied parameters have several."""
         names = [name, self._aliases.get(name, name), *self._other_names.get(name, ())]
-        return next((one for one in names if f"model.{one}" in self.source.tensors), name)
+        return next((name for name in names if f"model.{name}" in self.source.tensors), name)
 
     def _row(self, key: str) -> tuple[torch.dtype, torch.Size]:
         row = self.source.tensors[key]
@@ -132,16 +134,16 @@ class LoadPlan:
             there = self._saved_name(name)
             used.add(there)
             if f"model.{there}" not in self.source.tensors:
-                self._say(f"{name}: missing; the model has {tuple(tensor.shape)} {tensor.dtype}")
+                self._add_difference(f"{name}: missing; the model has {tuple(tensor.shape)} {tensor.dtype}")
                 continue
             dtype, shape = self._row(f"model.{there}")
             if shape != tensor.shape:
-                self._say(f"{name}: shape {tuple(shape)}; the model has {tuple(tensor.shape)}")
+                self._add_difference(f"{name}: shape {tuple(shape)}; the model has {tuple(tensor.shape)}")
                 continue
             local = local_of(tensor)
             if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
-                self._say(f"{name}: elements share memory, strides {local.stride()}; replace it by a clone")
-            self._say_tied(name, there)
+                self._add_difference(f"{name}: elements share memory, strides {local.stride()}; replace it by a clone")
+            self._check_tied(name, there)
             plans.append(self._tensor_plan(name, there, tensor, dtype))
         extras = {f"model.{name}": name for name in extra_states(self.target.model)}
         tied = {name for others in self._other_names.values() for name in others}
@@ -152,7 +154,7 @@ class LoadPlan:
                 name = key.removeprefix("model.")
                 known = self._aliases.get(name, name)
                 if not {name, known} & used and name not in tied and known not in self.target.elsewhere:
-                    self._say(f"{name}: unexpected; the model has no parameter or buffer of that name")
+                    self._add_difference(f"{name}: unexpected; the model has no parameter or buffer of that name")
         return plans
 
     def _tensor_plan(self, name: str, there: str, tensor: Tensor, dtype: torch.dtype) -> TensorPlan:
@@ -166,9 +168,9 @@ class LoadPlan:
                 if shard_of(tensor) is not None:
                     self.initials[name] = initial, lost
                 elif not self.lossy:
-                    self._say(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")
+                    self._add_difference(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")
                 return TensorPlan(tensor, f"model.{there}", dtype)
-        was = master_kind(dtype, {key: one for key, (_, one) in beside.items()})
+        was = master_kind(dtype, {key: kept_dtype for key, (_, kept_dtype) in beside.items()})
         mine = self._kinds.get(name)
         kind = master_kind(tensor.dtype, mine or {})
         same = dtype is tensor.dtype and (mine is None or kind != "split8" or was == kind)
@@ -180,7 +182,7 @@ class LoadPlan:
                 if saved[PENDING] == (dtype, tensor.shape):
                     plan.source = f"optim.state.{there}.{PENDING}"
                 else:
-                    self._say(_LATE.format(name=name))
+                    self._add_difference(_LATE.format(name=name))
             return plan
         if dtype.is_floating_point:
             try:
@@ -190,40 +192,45 @@ class LoadPlan:
         else:
             rounds = torch.promote_types(dtype, tensor.dtype) is not tensor.dtype
         if late:
-            self._say(_LATE.format(name=name))
+            self._add_difference(_LATE.format(name=name))
         if rounds and not self.lossy:
-            self._say(f"{name}: {dtype} to {tensor.dtype} rounds it{_LOSSY}")
+            self._add_difference(f"{name}: {dtype} to {tensor.dtype} rounds it{_LOSSY}")
         return plan
 
-    def _say_tied(self, name: str, there: str) -> None:
-        """What is one tensor here may be several there, if these are equal: a state_dict has tied ones by each name."""
+    def _check_tied(self, name: str, there: str) -> None:
+        """Reports tensors that are tied in the model and have different values in the checkpoint."""
         for other in (name, *self._other_names.get(name, ())):
             key = f"model.{other}"
-            if other != there and key in self.source.tensors and not self.source.whole.equal(f"model.{there}", key):
-                self._say(
+            separate = other != there and key in self.source.tensors
+            if separate and not self.source.whole.tensors_equal(f"model.{there}", key):
+                self._add_difference(
                     f"{other}: it is tied to {there} here, and the checkpoint has its own value for it; untie them "
                     "here, or tie them before saving"
                 )
 
     def _plan_beside(self) -> list[dict[str, dict[str, Any]]]:
-        """Returns what the state of each optimizer has that is no tensor, by parameter."""
+        """Returns the optimizer state that is not a tensor, by parameter."""
         made = []
-        for one, names in zip(self._optimizers, self.target.params, strict=True):
-            saved = {name: dict(entry.items()) for name, entry in one.get("beside", {}).items()}
+        for optimizer, names in zip(self._optimizers, self.target.params, strict=True):
+            saved = {name: dict(entry.items()) for name, entry in optimizer.get("beside", {}).items()}
             mine = {name: saved[there] for name in names if (there := self._saved_name(name)) in saved}
-            made.append({name: {key: from_plain(one) for key, one in entry.items()} for name, entry in mine.items()})
+            made.append(
+                {name: {key: from_plain(value) for key, value in entry.items()} for name, entry in mine.items()}
+            )
         return made
 
     def _plan_extra_states(self) -> dict[str, Any]:
-        """Returns what modules keep beside tensors."""
+        """Returns what modules keep besides tensors (`get_extra_state`)."""
         modules, saved = extra_states(self.target.model), self.source.values.get("extra_state") or {}
-        kept = {name: one for name, one in saved.items() if name in modules and one is not None}
+        kept = {name: state for name, state in saved.items() if name in modules and state is not None}
         return {
-            name: b64decode(one["bytes"]) if "bytes" in one else from_plain(one["value"]) for name, one in kept.items()
+            name: b64decode(state["bytes"]) if "bytes" in state else from_plain(state["value"])
+            for name, state in kept.items()
         }
 
     def _plan_groups(self) -> list[list[dict[str, Any]]]:
-        """Returns the saved groups of each optimizer, with values as ours have them."""
+        """Returns the saved param_groups of each optimizer, with values converted to the types that the optimizer
+        uses."""
         optimizers, saved = self.target.optimizers, self.source.values.get("groups")
         if saved and isinstance(saved[0], dict):
             saved = [saved]
@@ -232,41 +239,41 @@ class LoadPlan:
             return []
         if not saved:
             if not self._state:
-                self._say("it holds no optimizer; leave opt out, or load one that was saved with it")
-            saved = [[{} for _ in one.opt.param_groups] for one in optimizers]
+                self._add_difference("it holds no optimizer; leave opt out, or load one that was saved with it")
+            saved = [[{} for _ in optimizer.opt.param_groups] for optimizer in optimizers]
         if len(saved) != len(optimizers):
-            self._say(f"it holds {len(saved)} optimizers; {len(optimizers)} were passed")
+            self._add_difference(f"it holds {len(saved)} optimizers; {len(optimizers)} were passed")
             return [[] for _ in optimizers]
         made = []
-        for one, groups, names, own in zip(
+        for optimizer, groups, names, own in zip(
             optimizers, saved, self.target.names_by_group(), self._optimizers, strict=True
         ):
-            fitting = self._fitting(one, groups, names)
+            fitting = self._match_groups(optimizer, groups, names)
             if fitting is not None:
-                self.differences += one.differences(fitting, own)
+                self.differences += optimizer.differences(fitting, own)
             made.append(fitting or [])
         return made
 
-    def _fitting(
+    def _match_groups(
         self, optimizer: AnyOptimizer, saved: Sequence[Any], names: Sequence[Sequence[str]]
     ) -> list[dict[str, Any]] | None:
         mine = optimizer.opt.param_groups
         if len(saved) != len(mine):
-            self._say(f"it has {len(saved)} param_groups; the optimizer has {len(mine)}")
+            self._add_difference(f"it has {len(saved)} param_groups; the optimizer has {len(mine)}")
             return None
         made = []
         for number, (group, own, some) in enumerate(zip(saved, mine, names, strict=True)):
             here = {self._saved_name(name) for name in some}
             there = group.get("params")
-            if there is not None and all(isinstance(one, str) for one in there):
-                there = {one for one in there if one in here or one not in self.target.elsewhere}
+            if there is not None and all(isinstance(name, str) for name in there):
+                there = {name for name in there if name in here or name not in self.target.elsewhere}
                 if there != here:
                     less, more = sorted(here - there), sorted(there - here)
                     said = [f"without {less[0]}" if less else "", f"with {more[0]}" if more else ""]
                     which = f"{' and '.join(filter(None, said))} ({len(less) + len(more)} in all)"
-                    self._say(f"param_groups[{number}]: other parameters than the optimizer has, {which}")
+                    self._add_difference(f"param_groups[{number}]: other parameters than the optimizer has, {which}")
                     return None
-            made.append({key: from_plain(one, own.get(key)) for key, one in group.items() if key != "params"})
+            made.append({key: from_plain(value, own.get(key)) for key, value in group.items() if key != "params"})
         return made
 
     def _plan_states(self) -> None:
@@ -274,24 +281,24 @@ class LoadPlan:
         for optimizer, names, plans in zip(self.target.optimizers, self.target.params, self.states, strict=True):
             theirs = [self._saved_name(name) for name in names]
             stepped.update(theirs)
-            saved = [self._state.get(one) if f"model.{one}" in self.source.tensors else None for one in theirs]
+            saved = [self._state.get(name) if f"model.{name}" in self.source.tensors else None for name in theirs]
             rows = zip(optimizer.params, names, theirs, saved, optimizer.wanted(saved), strict=True)
-            for number, (param, name, there, found, (wanted, optional)) in enumerate(rows):
-                if not found:
+            for number, (param, name, there, saved_state, (wanted, optional)) in enumerate(rows):
+                if not saved_state:
                     continue
                 value = f"model.{there}", self._row(f"model.{there}")[0]
-                wanted = {key: one for key, one in wanted.items() if key in found or key not in optional}
-                plan = StatePlan(optimizer, number, param, f"optim.state.{there}.", value, found, wanted)
-                if self._fits(plan, name):
+                wanted = {key: spec for key, spec in wanted.items() if key in saved_state or key not in optional}
+                plan = StatePlan(optimizer, number, param, f"optim.state.{there}.", value, saved_state, wanted)
+                if self._complete_state_plan(plan, name):
                     plans[number] = plan
                     self._kinds[name] = {key: dtype for key, (dtype, _) in wanted.items()}
         if self.target.optimizers:
             rest = sorted(self._state.keys() - stepped - self.target.elsewhere)
             self.differences += [f"{name}: its optimizer state is unexpected; nothing steps it here" for name in rest]
 
-    def _fits(self, plan: StatePlan, name: str) -> bool:
-        """Completes a plan; False where there are differences."""
-        before, say, saved, wanted = len(self.differences), self._say, plan.saved, plan.wanted
+    def _complete_state_plan(self, plan: StatePlan, name: str) -> bool:
+        """Fills in a plan; returns False if there are differences."""
+        before, say, saved, wanted = len(self.differences), self._add_difference, plan.saved, plan.wanted
         dtypes = [{key: some[key][0] for key in MASTERS if key in some} for some in (saved, wanted)]
         was = plan.value[1], master_kind(plan.value[1], dtypes[0])
         now = plan.param.dtype, master_kind(plan.param.dtype, dtypes[1])
@@ -307,7 +314,7 @@ class LoadPlan:
                 plan.scalars.append(key)
             elif saved[key][0] is not dtype:
                 plan.moments.append(key)
-                self._say_rounding(name, key, saved[key][0], dtype)
+                self._check_rounding(name, key, saved[key][0], dtype)
             elif is_coded(key, dtype) and f"{key}_scale" not in saved:
                 say(f"{name}: state {key!r} is codes, and its scales are missing")
         kept = {*wanted, *MASTERS, PENDING}
@@ -322,11 +329,11 @@ class LoadPlan:
             say(_LATE.format(name=name))
         return len(self.differences) == before
 
-    def _say_rounding(self, name: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
+    def _check_rounding(self, name: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
         try:
             rounds = rounds_moment(key, source, target)
         except StateError as error:
-            self._say(f"{name}: {error}")
+            self._add_difference(f"{name}: {error}")
             return
         if rounds and not self.lossy:
-            self._say(f"{name}: state {key!r} as {source} to {target} rounds it{_LOSSY}")
+            self._add_difference(f"{name}: state {key!r} as {source} to {target} rounds it{_LOSSY}")

@@ -1,4 +1,4 @@
-"""zk.load: everything that can be found wrong is found before anything is changed, on every rank or on none."""
+"""zk.load: finds all errors before it changes anything, on every rank."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from zerokern.checkpoint import rng as random_state
-from zerokern.checkpoint.background import Saves
-from zerokern.checkpoint.extra import decoded, targets_of, wanted
+from zerokern.checkpoint.background import PendingSaves
+from zerokern.checkpoint.extra import check_targets, decode_extra, empty_tensors
 from zerokern.checkpoint.filling import Restore
 from zerokern.checkpoint.optimizers import AnyOptimizer
 from zerokern.checkpoint.partial import PartialModel, model_of, names_elsewhere
 from zerokern.checkpoint.progress import Progress
-from zerokern.checkpoint.ranks import Ranks, absolute, open_alike, refuse_unusable
-from zerokern.checkpoint.source import Source, open_checkpoint, sound
+from zerokern.checkpoint.ranks import Ranks, absolute_path, open_same, refuse_unusable
+from zerokern.checkpoint.source import Source, open_checkpoint, reject_invalid
 from zerokern.checkpoint.training_state import TrainingState, named_tensors
 from zerokern.core.errors import got
 from zerokern.zero.sharded import Sharded
@@ -72,36 +72,36 @@ def load(
         if verify not in ("first", "reading"):
             raise ValueError(got("verify", verify, "'first' or 'reading'"))
         stages = {"stages": isinstance(model, PartialModel)}
-        return {"path": str(absolute(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
+        return {"path": str(absolute_path(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 
-    ranks.same("zk.load", given)
-    ranks.each("the save before", Saves.of(ranks, model).wait)
-    loading = Loading(absolute(path), ranks)
+    ranks.check_same("zk.load", given)
+    ranks.all_gather("the save before", PendingSaves.of(ranks, model).wait)
+    loading = Loading(absolute_path(path), ranks)
     try:
-        open_alike(ranks, loading.path, loading.open)
+        open_same(ranks, loading.path, loading.open)
         elsewhere = names_elsewhere(ranks, model, lambda: named_tensors(model))
-        ranks.each("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
+        ranks.all_gather("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
         if verify == "first":
             with loading.progress("verifying") as progress:
-                ranks.each("verify", lambda: loading.source.verify(ranks.rank, ranks.size, progress))
+                ranks.all_gather("verify", lambda: loading.source.verify(ranks.rank, ranks.size, progress))
         with loading.progress("loading") as progress:
-            ranks.each("values", lambda: loading.beside(rng, progress))
-            ranks.each("reading", lambda: loading.restore.fill(progress))
-            ranks.each("finish", loading.restore.finish)
+            ranks.all_gather("values", lambda: loading.read_values(rng, progress))
+            ranks.all_gather("reading", lambda: loading.restore.fill(progress))
+            ranks.all_gather("finish", loading.restore.finish)
     except BaseException:
-        loading.give_room_back()
+        loading.release_disk()
         raise
     finally:
         loading.close()
     if loading.random is not None:
-        random_state.put_back(loading.random)
+        random_state.set_state(loading.random)
     for name, target in loading.targets.items():
         target.load_state_dict(loading.values[name])
     return loading.values
 
 
 class Loading:
-    """One load on this rank: the checkpoint, and what it goes into."""
+    """One load on this rank: the checkpoint, and the objects it is loaded into."""
 
     source: Source  # after `open`
     restore: Restore  # after `check`
@@ -114,51 +114,51 @@ class Loading:
         self.path, self.ranks = path, ranks
 
     def open(self) -> str:
-        """Opens the checkpoint; says what other ranks must see too."""
+        """Opens the checkpoint; returns a fingerprint that must be the same on all ranks."""
         self.close()
         self.source = open_checkpoint(self.path)
-        return self.source.likeness() if self.ranks.size > 1 else ""
+        return self.source.fingerprint() if self.ranks.size > 1 else ""
 
     def close(self) -> None:
         """Closes the checkpoint."""
         if hasattr(self, "source"):
             self.source.close()
 
-    def give_room_back(self) -> None:
-        """Frees what disks hold for state that is not going to come."""
-        for one in self.optimizers:
-            if one.disk is not None and one.disk.is_open:
-                one.disk.hold([])
+    def release_disk(self) -> None:
+        """Frees the disk space that was reserved for state that will not be loaded."""
+        for optimizer in self.optimizers:
+            if optimizer.disk is not None and optimizer.disk.is_open:
+                optimizer.disk.hold([])
 
     def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool, elsewhere: frozenset[str]) -> None:
-        """Raises where the checkpoint does not fit; changes nothing."""
+        """Raises if the checkpoint does not fit; changes nothing."""
         target = TrainingState(model, opt, elsewhere)
         self.optimizers = target.optimizers
-        with sound(self.path, TypeError):
+        with reject_invalid(self.path, TypeError):
             if target.params:
-                self.source.name_parameters(target.numbered())
+                self.source.name_parameters(target.names_by_number())
             self.restore = Restore(target, target.layout.source(self.source), lossy)
-        with sound(self.path):
-            self.targets = targets_of(extra, self.source.values.get("extra") or {}, self.ranks)
+        with reject_invalid(self.path):
+            self.targets = check_targets(extra, self.source.values.get("extra") or {}, self.ranks)
 
     def progress(self, what: str) -> Progress:
-        """Shows the progress of the first rank's share."""
+        """Returns a Progress that shows the share of the first rank."""
         return Progress(what, self.source.nbytes // self.ranks.size, None if self.ranks.rank == 0 else False)
 
-    def beside(self, rng: bool, progress: Progress) -> None:
-        """Reads `extra`, and the random state that this rank is to go on with, before anything is changed."""
-        with sound(self.path):
+    def read_values(self, rng: bool, progress: Progress) -> None:
+        """Reads `extra`, and the random state that this rank continues with, before anything is changed."""
+        with reject_invalid(self.path):
             tree, shape = self.source.values.get("extra") or {}, self.source.values.get("rng")
-            room: dict[str, Any] = {**wanted(tree, self.source.tensors, self.ranks)}
+            room: dict[str, Any] = {**empty_tensors(tree, self.source.tensors, self.ranks)}
             if rng and shape is not None:
                 world, width = shape["world"], shape["width"]
                 row = torch.empty(width, dtype=torch.uint8, device="cpu")
                 start = self.ranks.rank % world * width
                 room["extra.rng"] = Sharded(row, torch.Size([world, width]), start, name="rng", kind="state")
         self.source.read(room, progress)
-        with sound(self.path):
-            self.values = decoded(tree, room, self.ranks)
+        with reject_invalid(self.path):
+            self.values = decode_extra(tree, room, self.ranks)
             if rng and shape is not None:
                 mine = bytes(row.tolist())
-                self.random = mine if self.ranks.rank < world else random_state.unlike(mine, self.ranks.rank)
-                random_state.checked(self.random)
+                self.random = mine if self.ranks.rank < world else random_state.derive_state(mine, self.ranks.rank)
+                random_state.parse_state(self.random)

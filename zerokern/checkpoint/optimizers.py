@@ -1,7 +1,7 @@
-"""Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
+"""Optimizers as a checkpoint sees them: param_groups as plain values, state by parameter and key, memory for a load.
 
-`AnyOptimizer` is any torch.optim.Optimizer, whose state is what it has in `.state`; `OurOptimizer` is one of ours, with
-what `zerokern.optim.exchange` tells of it. Both answer to the same names.
+`AnyOptimizer` adapts any torch.optim.Optimizer, whose state is in `.state`; `OurOptimizer` adapts one of ours, through
+`zerokern.optim.exchange`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerokern.optim.exchange import Exchange, Inflow
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.zero.shard import here_of_state, shard_of
 
-__all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "plain"]
+__all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "to_plain"]
 
 Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
 
@@ -56,13 +56,13 @@ class AnyOptimizer:
         return [param for group in self.opt.param_groups for param in group["params"]]
 
     def settle(self) -> None:
-        """Returns once the state is that of the last step; refuses one that a load has left torn."""
+        """Waits until the state is that of the last step; raises if an interrupted load has left it inconsistent."""
         if getattr(self.opt, "_zk_half_loaded", None) is not None:
-            _refuse()
+            _refuse_half_loaded()
 
     def entries(self) -> list[dict[str, Any] | None]:
         """Returns the state of each parameter."""
-        found: list[dict[str, Any] | None] = []
+        entries: list[dict[str, Any] | None] = []
         for param in self.params:
             home = shard_of(param)
             entry = {key: value for key, value in (self.opt.state.get(param) or {}).items() if value is not None}
@@ -73,15 +73,15 @@ class AnyOptimizer:
                     else value
                     for key, value in entry.items()
                 }
-            found.append(entry or None)
-        return found
+            entries.append(entry or None)
+        return entries
 
     def values(self) -> dict[str, Any]:
-        """Returns what else is saved of it, as JSON has it."""
+        """Returns the values that are saved besides state and param_groups, as JSON."""
         return {"class": type(self.opt).__name__}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        """Says why saved groups cannot be taken over."""
+        """Describes why the saved param_groups cannot be loaded."""
         if any(group.get(LATE, False) for group in saved):
             return [NOT_DELAYED]
         was, now = values.get("class"), type(self.opt).__name__
@@ -90,7 +90,7 @@ class AnyOptimizer:
         return []
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
-        """Returns what the state of each parameter is to be made of, and which of it may be missing."""
+        """Returns dtype and shape of the state that each parameter needs, and the keys that may be missing."""
         made: list[tuple[Wanted, frozenset[str]]] = []
         for param, there in zip(self.params, saved, strict=True):
             own: Wanted = {}
@@ -104,12 +104,12 @@ class AnyOptimizer:
         return made
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        """Takes over groups, and makes room for state; until `complete`, the optimizer refuses to step."""
+        """Takes over the param_groups and allocates state; until `complete`, the optimizer refuses to step."""
         opt = self.opt
         if getattr(opt, "_zk_half_loaded", None) is None:
-            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
+            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse_half_loaded)
         for own, saved in zip(opt.param_groups, groups, strict=True):
-            own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
+            own.update({key: value for key, value in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
         kept = opt.state
         opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
         opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
@@ -117,24 +117,24 @@ class AnyOptimizer:
         for param, wanted, group in zip(self.params, entries, owners, strict=True):
             opt.state.pop(param, None)
             if wanted:
-                opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
+                opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
 
     def inflow(self) -> Inflow | None:
-        """Returns the room on disk that `lay_out` has made."""
+        """Returns what fills the space on disk that `lay_out` has allocated; None if state is not on disk."""
         return None
 
     def look(self) -> None:
-        """Follows what was written to parameters."""
+        """Reads the parameters again after they were written."""
 
     def pend(self, numbers: Sequence[int]) -> None:
-        """Marks the pieces of these parameters as values that nobody has published."""
+        """Marks the values of these parameters as computed and not published."""
 
     def pieces(self) -> list[Tensor]:
-        """Returns what is updated for each parameter."""
+        """Returns the tensors that the optimizer updates, one for each parameter."""
         return self.params
 
     def complete(self) -> None:
-        """Lets the optimizer go on: what was made room for is there."""
+        """Lets the optimizer step again, once its state has been read."""
         if self.opt._zk_half_loaded is not None:
             self.opt._zk_half_loaded.remove()
             self.opt._zk_half_loaded = None
@@ -151,7 +151,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
     def values(self) -> dict[str, Any]:
         opt = self.opt
         tier = opt.tier if isinstance(opt.tier, str) else "nvme"
-        counters = {name: plain(value, name) for name, value in self.counters().items()}
+        counters = {name: to_plain(value, name) for name, value in self.counters().items()}
         return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
@@ -173,7 +173,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
         made: list[tuple[Wanted, frozenset[str]]] = []
-        owners = [one for one in self._merged for _ in one["params"]]
+        owners = [group for group in self._merged for _ in group["params"]]
         for param, owner, there in zip(self.params, owners, saved, strict=True):
             if not there:
                 made.append(({}, frozenset()))
@@ -185,7 +185,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
         made = [
-            {key: _stand_in(param, *one) for key, one in wanted.items()} if wanted else None
+            {key: _placeholder(param, *spec) for key, spec in wanted.items()} if wanted else None
             for param, wanted in zip(self.params, entries, strict=True)
         ]
         self.take_room(groups, made)
@@ -195,14 +195,14 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
 
 def optimizer_of(opt: Any) -> AnyOptimizer:
-    """Returns what saves and loads an optimizer, or the one that a wrapper steps."""
+    """Returns the adapter for an optimizer, or for the optimizer inside a wrapper."""
     while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = opt.optimizer
     return OurOptimizer(opt) if isinstance(opt, FusedOptimizer) else AnyOptimizer(opt)
 
 
-def plain(value: Any, where: str) -> Any:
-    """Returns a value of a param_group as JSON has it; `where` is how errors call it."""
+def to_plain(value: Any, where: str) -> Any:
+    """Converts a value of a param_group to JSON; error messages call it `where`."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, numbers.Real) and hasattr(value, "item"):  # of numpy: its float32 is not Python's float
@@ -212,9 +212,9 @@ def plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(one, where) for one in value]
+        return [to_plain(item, where) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value) and "float" not in value:
-        return {key: plain(one, where) for key, one in value.items()}
+        return {key: to_plain(item, where) for key, item in value.items()}
     raise TypeError(
         f"{where} is {value!r}, a {type(value).__name__}; allowed: numbers, strings, None, tensors of one element, and "
         "lists, tuples and dicts of these"
@@ -222,18 +222,18 @@ def plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any, like: Any = None) -> Any:
-    """Returns what `plain` was given; tensors and lists where `like` is one."""
+    """Converts a value back from what `to_plain` returned; to a tensor or list if `like` is one."""
     if isinstance(value, dict):
-        return _LIMITS[value["float"]] if "float" in value else {key: from_plain(one) for key, one in value.items()}
+        return _LIMITS[value["float"]] if "float" in value else {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, list):
         likes = like if isinstance(like, (list, tuple)) and len(like) == len(value) else [None] * len(value)
-        made = [from_plain(one, other) for one, other in zip(value, likes, strict=True)]
+        made = [from_plain(item, other) for item, other in zip(value, likes, strict=True)]
         return made if isinstance(like, list) else tuple(made)
     return torch.full_like(like, value) if isinstance(like, Tensor) else value
 
 
-def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Makes zeros of the shape that an optimizer asks for, without the memory for them."""
+def _placeholder(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Returns zeros of the shape that an optimizer expects, without allocating them."""
     home = shard_of(param)
     if home is not None and param is home.piece and shape:
         per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())
@@ -241,14 +241,14 @@ def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     return torch.zeros(1, dtype=dtype, device="cpu").expand(shape) if shape else torch.zeros((), dtype=dtype)
 
 
-def _room(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _zeros(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if shape == here_of_state(param).shape and shape:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
     there = key != "step" or group.get("capturable") or group.get("fused")
     return torch.zeros(shape, dtype=dtype, device=param.device if there else "cpu")
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse_half_loaded(*_: Any) -> NoReturn:
     raise StateError(
         "a load of this optimizer was broken off, so that parameters and state may be of different steps; load a "
         "checkpoint with zk.load to go on"

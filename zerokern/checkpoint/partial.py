@@ -1,6 +1,6 @@
-"""A model of which each rank has some modules: what saving, loading and exporting ask of it.
+"""A model of which each rank has only some modules, such as the stages of a pipeline.
 
-The stages of a pipeline are one (zerokern/parallel): a plug of the port "checkpoint model" makes one of them.
+A plug of the port "checkpoint model" makes one of the stages of a pipeline (zerokern/parallel).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ __all__ = ["PartialModel", "SharedWeights", "model_of", "names_elsewhere", "shar
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights here of which other ranks have copies: all names of each, the saved one first; and by their names here,
-    those that are such copies."""
+    """Weights that other ranks have copies of. `names`: all names of each, the saved one first; `copies`: which ones
+    are copies."""
 
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
 
     def leave_out(self, items: dict[str, Any], values: dict[str, Any]) -> None:
-        """Takes copies out of what is saved: in one process they are names of the one weight."""
+        """Removes copies from what is saved, and records them as aliases, as if the model were in one process."""
         for key in [key for key in items if self._is_copy(key)]:
             del items[key]
         for groups in values["groups"]:
             for group in groups:
                 group["params"] = [name for name in group["params"] if name not in self.copies]
-        for one in values["optimizers"]:
-            one["beside"] = {name: kept for name, kept in one["beside"].items() if name not in self.copies}
+        for optimizer in values["optimizers"]:
+            optimizer["beside"] = {name: kept for name, kept in optimizer["beside"].items() if name not in self.copies}
         values["aliases"].update({name: self.names[name][0] for name in self.copies if name != self.names[name][0]})
 
     def _is_copy(self, key: str) -> bool:
@@ -44,34 +44,36 @@ class SharedWeights:
 
 
 class PartialModel(nn.Module):
-    """The modules of one model that are on this rank, whose members are named as the whole model names them.
+    """The modules of one model that are on this rank, with the member names that they have in the whole model.
 
-    All ranks that have a part of the model make these calls together.
+    All ranks that have a part of the model call these methods together.
     """
 
     def check(self) -> None:
-        """Raises StateError where two of its modules have a member of the same name."""
+        """Raises StateError if two of its modules have a member of the same name."""
         raise NotImplementedError
 
     def shared_weights(self, ranks: Ranks, tensors: Callable[[], Mapping[str, Tensor]]) -> SharedWeights:
-        """Which of the `tensors` here other ranks have copies of."""
+        """Returns which `tensors` are copies of weights on other ranks."""
         raise NotImplementedError
 
     def names_elsewhere(self, ranks: Ranks, names: Callable[[], Iterable[str]]) -> frozenset[str]:
-        """The names that other ranks have of the model, without those here."""
+        """Returns names of the model that only other ranks have."""
         raise NotImplementedError
 
-    def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], found: Mapping[str, Any], nbytes: int) -> Any:
-        """`values`, `places` and `nbytes` of the whole model, of what each rank has `found` to save of its part."""
+    def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], described: Mapping[str, Any], nbytes: int) -> Any:
+        """Returns `values`, `places` and `nbytes` of the whole model, merged from what each rank `described` of its
+        part."""
         raise NotImplementedError
 
     def merge_rows(self, ranks: Ranks, digest: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Any]:
-        """Rows about the weights of the whole model, which begin with a name, of the rows that each rank has."""
+        """Returns rows about the weights of the whole model, each beginning with a name, merged from the rows of all
+        ranks."""
         raise NotImplementedError
 
 
 def model_of(given: Any) -> Any:
-    """A `PartialModel` of what a plug knows as parts of one; what was given otherwise.
+    """Returns a `PartialModel` if a plug recognizes the object as part of a model, else the object itself.
 
     >>> layer = nn.Linear(2, 2)
     >>> model_of(layer) is layer
@@ -85,7 +87,7 @@ def model_of(given: Any) -> Any:
 
 
 def shared_weights(ranks: Ranks, model: Any, tensors: Callable[[], Mapping[str, Tensor]]) -> SharedWeights:
-    """Which of the `tensors` here other ranks have copies of; none, where all ranks have the whole model.
+    """Returns which `tensors` are copies of weights on other ranks; none if every rank has the whole model.
 
     >>> shared_weights(Ranks.of(None), nn.Linear(2, 2), dict).copies
     frozenset()
@@ -94,5 +96,5 @@ def shared_weights(ranks: Ranks, model: Any, tensors: Callable[[], Mapping[str, 
 
 
 def names_elsewhere(ranks: Ranks, model: Any, names: Callable[[], Iterable[str]]) -> frozenset[str]:
-    """The names that other ranks have of the model, without those here; none, where all ranks have the whole model."""
+    """Returns names of the model that only other ranks have; none if every rank has the whole model."""
     return model.names_elsewhere(ranks, names) if isinstance(model, PartialModel) else frozenset()

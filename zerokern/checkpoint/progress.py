@@ -1,4 +1,4 @@
-"""Shows how far a save or a load has come: a bar on a terminal, a line of the log now and then elsewhere."""
+"""Shows the progress of a save or a load: a bar on a terminal, otherwise a line in the log every few seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zerokern.memory.room import amount
 
 __all__ = ["Progress", "refuse_no_progress"]
 
-SILENT_S = 2.0  # shorter work is over before anybody wonders
+SILENT_S = 2.0  # no progress is shown for shorter work
 PLAIN_INTERVAL_S = 10.0
 
 log = logging.getLogger("zerokern.checkpoint")
 
 
 class Progress:
-    """Counts bytes that have been moved: whoever moves them calls it with their number, from any thread.
+    """Counts bytes that were moved. Call it with the number of bytes, from any thread.
 
     `how`: None shows it where the work takes long, True from the start, False never; a callable is called with
     (bytes done, bytes in all).
@@ -58,7 +58,13 @@ class Progress:
             elif self._how or now - self._last_line >= PLAIN_INTERVAL_S:
                 self._last_line = now
                 rate = self.done / max(now - self._began, 1e-9)
-                log.info("%s: %s of %s, %s/s", self.what, amount(self.done), amount(self.total), amount(int(rate)))
+                log.info(
+                    "%s: %s of %s, %s/s",
+                    self.what,
+                    amount(self.done),
+                    amount(self.total),
+                    amount(int(rate)),
+                )
 
     def __enter__(self) -> Progress:
         return self
@@ -69,13 +75,14 @@ class Progress:
 
 
 def refuse_no_progress(how: Any) -> None:
-    """Raises TypeError where `how` is nothing that Progress takes; all ranks ask, of which one alone shows it."""
+    """Raises TypeError if `how` is not a value that Progress accepts. All ranks check, although only one shows
+    progress."""
     if not (how is None or isinstance(how, bool) or callable(how)):
         raise TypeError(got("progress", how, "None, True, False or a function of (bytes done, bytes in all)"))
 
 
 def _bar(what: str, total: int) -> Any:
-    """Makes a bar on the terminal that errors go to; None where that is none, and without rich, which is an extra."""
+    """Returns a progress bar on stderr; None if that is not a terminal, or rich is not installed."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn

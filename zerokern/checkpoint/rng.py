@@ -1,4 +1,4 @@
-"""Random numbers that a rank draws from: one row of bytes for each rank, which any other process can read."""
+"""The state of random number generators: one row of bytes for each rank, which any other process can read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 
-__all__ = ["checked", "put_back", "row", "taken", "unlike"]
+__all__ = ["derive_state", "get_state", "parse_state", "set_state", "to_row"]
 
 
-def taken() -> bytes:
-    """The states of Python's, torch's, NumPy's (where somebody has imported it) and this rank's GPU generator.
+def get_state() -> bytes:
+    """Returns the states of the generators of Python, torch, NumPy (if imported) and this rank's GPU.
 
-    >>> kept = taken()
+    >>> kept = get_state()
     >>> first = torch.rand(1), random.random()
-    >>> put_back(kept)
+    >>> set_state(kept)
     >>> (torch.rand(1), random.random()) == first
     True
     """
@@ -38,10 +38,10 @@ def taken() -> bytes:
     return json.dumps(states).encode()
 
 
-def checked(kept: bytes) -> dict[str, Any]:
-    """The state of each generator, which one of its kind that nobody draws from has taken; refused where none would.
+def parse_state(kept: bytes) -> dict[str, Any]:
+    """Parses and validates the state of each generator, by setting it on a new generator of the same kind.
 
-    >>> list(checked(taken()))[:2]
+    >>> list(parse_state(get_state()))[:2]
     ['python', 'torch']
     """
     try:
@@ -49,26 +49,26 @@ def checked(kept: bytes) -> dict[str, Any]:
         version, words, gauss = states["python"]
         if not isinstance(gauss, (float, type(None))):
             raise TypeError(f"{gauss!r} is no number that was drawn")
-        found: dict[str, Any] = {"python": (version, tuple(words), gauss), "torch": _tensor(states["torch"])}
-        random.Random().setstate(found["python"])
-        torch.Generator().set_state(found["torch"])
+        parsed: dict[str, Any] = {"python": (version, tuple(words), gauss), "torch": _tensor(states["torch"])}
+        random.Random().setstate(parsed["python"])
+        torch.Generator().set_state(parsed["torch"])
         numpy = _numpy() if "numpy" in states else None
         if numpy is not None:
             name, keys, *rest = states["numpy"]
-            found["numpy"] = name, numpy.frombuffer(bytes.fromhex(keys), dtype="<u4").astype("u4"), *rest
-            numpy.random.RandomState().set_state(found["numpy"])
+            parsed["numpy"] = name, numpy.frombuffer(bytes.fromhex(keys), dtype="<u4").astype("u4"), *rest
+            numpy.random.RandomState().set_state(parsed["numpy"])
         if "cuda" in states and torch.cuda.is_available():
-            found["cuda"] = _tensor(states["cuda"])
+            parsed["cuda"] = _tensor(states["cuda"])
             if torch.cuda.is_initialized():  # a load begins no context
-                torch.Generator(torch.device("cuda", torch.cuda.current_device())).set_state(found["cuda"])
+                torch.Generator(torch.device("cuda", torch.cuda.current_device())).set_state(parsed["cuda"])
     except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StateError(f"the random state of the checkpoint cannot be read ({error}); load with rng=False") from error
-    return found
+    return parsed
 
 
-def put_back(kept: bytes) -> None:
-    """Each generator goes on from where it was; those that did not exist then are left alone."""
-    states = checked(kept)
+def set_state(kept: bytes) -> None:
+    """Sets the state of each generator; generators that were not saved are left alone."""
+    states = parse_state(kept)
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -78,7 +78,7 @@ def put_back(kept: bytes) -> None:
 
 
 def _numpy() -> Any:
-    """None where there is no NumPy: nobody draws from it."""
+    """Returns NumPy, or None if it is not installed."""
     try:
         import numpy
     except ModuleNotFoundError:
@@ -86,31 +86,31 @@ def _numpy() -> Any:
     return numpy
 
 
-def unlike(kept: bytes, rank: int) -> bytes:
-    """The state of a rank that was not there when `kept` was taken: as definite, and unlike that of every other.
+def derive_state(kept: bytes, rank: int) -> bytes:
+    """Derives a state for a rank that did not exist when `kept` was saved: deterministic, and different on every rank.
 
-    >>> ranks = [json.loads(unlike(taken(), rank))["torch"] for rank in (4, 5)]
+    >>> ranks = [json.loads(derive_state(get_state(), rank))["torch"] for rank in (4, 5)]
     >>> ranks[0] == ranks[1]
     False
     """
-    before = taken()
+    before = get_state()
     try:
-        put_back(kept)
+        set_state(kept)
         seed = int(torch.randint(1 << 62, (rank + 1,))[rank])
         random.seed(seed)
         torch.manual_seed(seed)
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(numpy, "random"):
             numpy.random.seed(seed % (1 << 32))
-        return taken()
+        return get_state()
     finally:
-        put_back(before)
+        set_state(before)
 
 
-def row(kept: bytes, width: int) -> Tensor:
-    """The bytes as a row of a table as wide as the widest: JSON may end in blanks.
+def to_row(kept: bytes, width: int) -> Tensor:
+    """Pads the bytes to the width of the table with blanks, which JSON allows at the end.
 
-    >>> bytes(row(b"[1]", 5).tolist())
+    >>> bytes(to_row(b"[1]", 5).tolist())
     b'[1]  '
     """
     return torch.frombuffer(bytearray(kept.ljust(width)), dtype=torch.uint8)

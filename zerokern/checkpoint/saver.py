@@ -1,4 +1,4 @@
-"""zk.save: described on every rank, agreed on, written by every rank into a file of its own, published by the first."""
+"""zk.save: every rank describes its state, the ranks compare it, each writes one file, the first publishes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from zerokern.checkpoint import rng as random_state
-from zerokern.checkpoint.background import Saves, Saving, StagedPlanner, wait_for_devices
-from zerokern.checkpoint.extra import described
+from zerokern.checkpoint.background import PendingSaves, Saving, StagedPlanner, wait_for_devices
+from zerokern.checkpoint.extra import encode_extra
 from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable
+from zerokern.checkpoint.ranks import Ranks, absolute_path, digests, refuse_differences, refuse_unusable
 from zerokern.checkpoint.storage import SavePlanner, Writer
 from zerokern.checkpoint.training_state import TrainingState, named_tensors
 from zerokern.core.errors import ShardError, got
@@ -40,8 +40,8 @@ def save(
 ) -> Saving | None:
     """Save model, optimizer state in its format, random state and `extra` into the folder `path`; every rank calls it.
 
-    What is there is a whole checkpoint at any moment: the new one once it is published, the one before until then.
-    It can be loaded by any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
+    At any moment the folder holds a whole checkpoint: the old one until the new one is published. It can be loaded by
+    any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
 
     Args:
         path: a folder for this checkpoint alone.
@@ -73,39 +73,39 @@ def save(
 
     def given() -> dict[str, Any]:
         _refuse_unusable(model, wait, rng, staging_budget, progress)
-        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, PartialModel)}
+        return {"path": str(absolute_path(path)), "wait": wait, "rng": rng, "stages": isinstance(model, PartialModel)}
 
-    ranks.same("zk.save", given)
-    folder = absolute(path)  # os.chdir while it is written changes nothing
-    saves = Saves.of(ranks, model)
-    ranks.each("the save before", saves.finish)
-    found: dict[str, Any] = {}
+    ranks.check_same("zk.save", given)
+    folder = absolute_path(path)  # os.chdir while it is written changes nothing
+    saves = PendingSaves.of(ranks, model)
+    ranks.all_gather("the save before", saves.finish)
+    described: dict[str, Any] = {}
 
     def describe() -> dict[str, str]:
-        found.update(_described(model, opt, ranks))
-        return digests(found["items"], found["values"])
+        described.update(_describe(model, opt, ranks))
+        return digests(described["items"], described["values"])
 
-    each = ranks.each("describe", describe)
-    items = found["items"]
-    shared_weights(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
+    each = ranks.all_gather("describe", describe)
+    items = described["items"]
+    shared_weights(ranks, model, lambda: named_tensors(model)).leave_out(items, described["values"])
     nbytes = _nbytes(items)
     if isinstance(model, PartialModel):
-        found.update(model.merge_saved(ranks, each[ranks.rank], found, nbytes))
-        nbytes = found["nbytes"]
+        described.update(model.merge_saved(ranks, each[ranks.rank], described, nbytes))
+        nbytes = described["nbytes"]
     else:
-        refuse_differences(ranks, each, items, found["values"])
-    values = found["values"]
-    values["extra"], tensors = described(extra, ranks)
+        refuse_differences(ranks, each, items, described["values"])
+    values = described["values"]
+    values["extra"], tensors = encode_extra(extra, ranks)
     if rng:
-        tensors["extra.rng"], values["rng"] = _random(ranks)
+        tensors["extra.rng"], values["rng"] = _rng_table(ranks)
     items |= tensors
     total = nbytes + _nbytes(tensors)
-    draft = _drafted(folder, total, ranks)
+    draft = _begin_draft(folder, total, ranks)
 
     def write(among: Ranks, planner: SavePlanner) -> None:
         try:
             with Progress("saving", total, progress if ranks.rank == 0 else False) as moved:
-                Writer(draft, values, moved, found["places"])(items, planner, among)
+                Writer(draft, values, moved, described["places"])(items, planner, among)
         except BaseException:
             draft.abandon()
             raise
@@ -114,10 +114,10 @@ def save(
         write(ranks, SavePlanner())
         return None
     try:
-        apart = saves.apart(ranks)
-        planner = StagedPlanner(apart, staging_budget)
+        separate = saves.separate_ranks(ranks)
+        planner = StagedPlanner(separate, staging_budget)
         wait_for_devices(items.values())  # a thread has streams of its own
-        saving = Saving(folder, lambda: planner.run(lambda: write(apart, planner)))
+        saving = Saving(folder, lambda: planner.run(lambda: write(separate, planner)))
         saves.start(saving, shared=ranks.pg is not None)
     except BaseException:
         if saves.last is None:  # else it runs, whatever came meanwhile (Ctrl-C), and the next save waits for it
@@ -128,7 +128,7 @@ def save(
 
 
 def _nbytes(items: dict[str, Any]) -> int:
-    return sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
+    return sum(item.shape.numel() * item.dtype.itemsize for item in items.values())
 
 
 def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progress: Any) -> None:
@@ -140,12 +140,12 @@ def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progr
     refuse_no_progress(progress)
 
 
-def _described(model: nn.Module, opt: Any, ranks: Ranks) -> dict[str, Any]:
+def _describe(model: nn.Module, opt: Any, ranks: Ranks) -> dict[str, Any]:
     state = TrainingState(model, opt)
     items, values = state.described()
-    items, places = state.layout.joined(items)
-    for name, one in items.items():
-        group = here_of(one).group if is_divided(one) else None
+    items, places = state.layout.items_to_save(items)
+    for name, item in items.items():
+        group = here_of(item).group if is_divided(item) else None
         if group is not None and group.size > ranks.size:
             raise ShardError(
                 f"{name} is divided among {group.size} ranks, {ranks.size} save it; allowed: that all ranks that "
@@ -154,31 +154,31 @@ def _described(model: nn.Module, opt: Any, ranks: Ranks) -> dict[str, Any]:
     return {"items": items, "values": values, "places": places}
 
 
-def _random(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
-    """Returns a table of random states with a row for each rank, of which this one holds its own."""
-    mine = random_state.taken()
-    width = max(ranks.each("random state", lambda: len(mine)))
-    row = random_state.row(mine, width)
+def _rng_table(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
+    """Returns a table of random states with one row per rank, of which this rank holds its own."""
+    mine = random_state.get_state()
+    width = max(ranks.all_gather("random state", lambda: len(mine)))
+    row = random_state.to_row(mine, width)
     table = Sharded(row, torch.Size([ranks.size, width]), ranks.rank * width, name="rng", kind="state")
     return (table if ranks.size > 1 else row.view(1, width)), {"world": ranks.size, "width": width}
 
 
-def _drafted(path: Path, total: int, ranks: Ranks) -> Draft:
-    """Takes the folder on the first rank, and joins the draft on the others."""
+def _begin_draft(path: Path, total: int, ranks: Ranks) -> Draft:
+    """Begins a draft on the first rank and joins it on the others."""
     kept: list[Draft] = []
 
     def begin() -> str:
         kept.append(Draft.begin(path, total))
         return kept[0].save_id
 
-    save_id = ranks.lead("the folder", begin)
+    save_id = ranks.broadcast("the folder", begin)
 
     def join() -> None:
         if not kept:
             kept.append(Draft.join(path, save_id, ranks.rank))
 
     try:
-        ranks.each("the folder on every rank", join)
+        ranks.all_gather("the folder on every rank", join)
     except BaseException:
         for draft in kept:
             draft.abandon()

@@ -1,4 +1,4 @@
-"""A checkpoint that can be loaded, whoever wrote it: tensors by our keys, values, and reading boxes into tensors."""
+"""A checkpoint that can be loaded, of any format: tensors by key, values, and reading boxes into tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerokern.checkpoint.files import BLOCK, FileReader, Slots, Span, copy_bytes
 from zerokern.checkpoint.folder import Published
-from zerokern.checkpoint.index import NAME, Box, TensorRow, unfit
+from zerokern.checkpoint.index import NAME, Box, TensorRow, file_error
 from zerokern.core.errors import IoError, StateError, ZerokernError, got
 from zerokern.core.ports import plugs
 from zerokern.io.advice import refused
@@ -25,24 +25,24 @@ from zerokern.io.ticket import again
 from zerokern.memory.here import Cuboid, boxes
 
 __all__ = [
-    "BoxRead", "Items", "Parts", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
-    "open_checkpoint", "sound",
+    "BoxRead", "BoxTargets", "Items", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
+    "open_checkpoint", "reject_invalid",
 ]  # fmt: skip
 
 ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
 Report = Callable[[int], object]  # called with how many bytes have been moved since the last time
-Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by our keys: tensors, and `Parts`
+Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by our keys: tensors, and `BoxTargets`
 
 
 def no_report(nbytes: int) -> None:
-    """Reports to nobody."""
+    """Ignores the report."""
 
 
 @contextmanager
-def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Turns what an index with strange content raises into an IoError, before a load changes anything.
+def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
+    """Context manager that turns the errors of an index with invalid content into an IoError.
 
-    One with a right checksum, or with none, may hold anything, and what no save writes raises whatever it raises.
+    An index with a correct checksum, or without one, may still hold anything.
     """
     caught: tuple[type[Exception], ...] = (LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
     try:
@@ -51,11 +51,11 @@ def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
         raise
     except (*caught, *also) as error:
         says = f"says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
-        raise unfit(path, f"{says}restore it from a copy, or load another checkpoint") from error
+        raise file_error(path, f"{says}restore it from a copy, or load another checkpoint") from error
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
-    """Opens what can be loaded from a folder or a file; no tensor is read yet, and nothing in it is run.
+    """Opens a checkpoint from a folder or a file. No tensor is read yet, and no code in it is run.
 
     Plugs of the port "checkpoint source" open what zk.save has not written.
 
@@ -64,16 +64,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     ...
     zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
     """
-    place = Path(path)
+    copy_into_box = Path(path)
     try:
-        with sound(place, TypeError, ValueError):
-            for open_foreign in plugs("checkpoint source") if not (place / NAME).exists() else ():
-                source: Source | None = open_foreign(place)
+        with reject_invalid(copy_into_box, TypeError, ValueError):
+            for open_foreign in plugs("checkpoint source") if not (copy_into_box / NAME).exists() else ():
+                source: Source | None = open_foreign(copy_into_box)
                 if source is not None:
                     return source
-            return Saved(Published.open(place, hold=True))
+            return Saved(Published.open(copy_into_box, hold=True))
     except OSError as error:
-        raise refused(error, place, "Loading") from error
+        raise refused(error, copy_into_box, "Loading") from error
 
 
 class Source(ABC):
@@ -89,49 +89,51 @@ class Source(ABC):
     tensors: dict[str, TensorRow]
     values: dict[str, Any]
     numbered = False
-    summed = True  # whether all of its bytes have checksums; some writers leave them out
+    has_checksums = True  # whether all of its bytes have checksums; some writers leave them out
 
     @abstractmethod
     def read(self, items: Items, report: Report = no_report) -> None:
-        """Fills these, as far as they are here. No other rank takes part."""
+        """Reads these tensors, as far as this rank holds them. No other rank takes part."""
 
     @abstractmethod
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
-        """Yields all that is wrong with this rank's share of the bytes."""
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        """Yields an error for everything that is damaged in this rank's share of the bytes."""
 
     @abstractmethod
-    def likeness(self) -> str:
-        """Returns what two ranks have in common if they opened the same checkpoint, in words for people."""
+    def fingerprint(self) -> str:
+        """Returns a readable text that is the same on ranks that opened the same checkpoint."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """How many bytes `damage` reads, on all ranks."""
+        """How many bytes `find_damage` reads, on all ranks."""
 
     def close(self) -> None:
-        """Lets go of its files, where it holds any."""
+        """Closes its files."""
         return
 
     @property
     def whole(self) -> Source:
-        """As it was opened."""
+        """The source without the view that a layout puts over it."""
         return self
 
-    def equal(self, one: str, other: str) -> bool:
-        """Returns whether two tensors are known to have the same bits; of ours no two are saved if they are tied."""
+    def tensors_equal(self, one: str, other: str) -> bool:
+        """Returns whether two tensors are known to have the same bits. zk.save writes tied tensors once, so none of its
+        are."""
         return False
 
     def verify(self, rank: int = 0, world: int = 1, report: Report = no_report) -> None:
-        """Reads this rank's share of the bytes, and raises the first thing that is wrong with them."""
-        for error in self.damage(rank, world, report):
+        """Reads this rank's share of the bytes and raises the first error."""
+        for error in self.find_damage(rank, world, report):
             raise error
 
     def name_parameters(self, names: Sequence[Sequence[str]]) -> None:
-        """Names numbered optimizer state: `names` are each optimizer's parameters, in the order of its groups."""
+        """Replaces numbers of parameters by names. `names`: each optimizer's parameters in the order of its
+        param_groups."""
         if not self.numbered:
             return
-        places = {str(n): one for n, one in enumerate(names[0])} if len(names) == 1 else {}
-        places |= {f"{at}.{n}": one for at, some in enumerate(names) for n, one in enumerate(some)}
+        places = {str(n): name for n, name in enumerate(names[0])} if len(names) == 1 else {}
+        places |= {f"{at}.{n}": name for at, some in enumerate(names) for n, name in enumerate(some)}
         states = [key for key in self.tensors if key.startswith("optim.state.")]
         parts = {key: key.removeprefix("optim.state.").rpartition(".") for key in states}
         lost = sorted({number for number, _, _ in parts.values()} - places.keys())
@@ -143,8 +145,8 @@ class Source(ABC):
         self.rename({key: f"optim.state.{places[number]}.{last}" for key, (number, _, last) in parts.items()})
         for some, groups in zip(names, self.values.get("groups", ()), strict=False):
             for group in groups:
-                if all(isinstance(one, int) and one < len(some) for one in group.get("params", ())):
-                    group["params"] = [some[one] for one in group.get("params", ())]
+                if all(isinstance(number, int) and number < len(some) for number in group.get("params", ())):
+                    group["params"] = [some[number] for number in group.get("params", ())]
         self.numbered = False
 
     def rename(self, keys: dict[str, str]) -> None:
@@ -153,7 +155,7 @@ class Source(ABC):
 
 
 class Saved(Source):
-    """A checkpoint of zk.save: requests that overlap, straight into tensors, each block checked."""
+    """A checkpoint of zk.save. Reads overlap and go straight into the tensors; every block is checked."""
 
     kind = "zerokern"
 
@@ -164,25 +166,25 @@ class Saved(Source):
 
     def read(self, items: Items, report: Report = no_report) -> None:
         of_file: dict[int, list[BoxRead]] = {}
-        for one in box_reads(items, self.tensors):
-            of_file.setdefault(one.box.file, []).append(one)
+        for read in box_reads(items, self.tensors):
+            of_file.setdefault(read.box.file, []).append(read)
         try:
             for number, some in sorted(of_file.items()):
                 try:
                     with self._reader(number) as reader:
-                        reader.read(span for one in some for span in one.spans(report))
+                        reader.read(span for read in some for span in read.spans(report))
                 except IoError as error:
                     raise self._with_keys(error, number) from error
         finally:  # what came from the processor's own copying is unknown to torch
-            written = [one.target for some in of_file.values() for one in some if not one.target.is_inference()]
+            written = [read.target for some in of_file.values() for read in some if not read.target.is_inference()]
             torch.autograd.graph.increment_version(written)
 
     def _reader(self, number: int) -> FileReader:
         self._slots = self._slots or Slots(self.path)
         return FileReader(self.path, self.index.files[number], self._slots, self.published.files)
 
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
-        """Yields an error for each block of this rank's share that is broken; it names file, offset and keys."""
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        """Yields an error for each damaged block of this rank's share, with file, offset and keys."""
         if not 0 <= rank < world:
             raise ValueError(got("rank", rank, f"0 to {world - 1}"))
         files = self.index.files
@@ -196,13 +198,13 @@ class Saved(Source):
                 continue
             try:
                 with self._reader(number) as reader:
-                    for error in reader.damage(range(first, behind), report):
+                    for error in reader.find_damage(range(first, behind), report):
                         yield self._with_keys(error, number)
             except IoError as error:
                 yield self._with_keys(error, number)
 
     def _with_keys(self, error: IoError, number: int) -> IoError:
-        """Returns the same error with the keys that it concerns."""
+        """Returns the same error with the keys of the tensors that it concerns."""
         end = error.offset + max(error.nbytes, 1)
         keys = [
             key
@@ -215,7 +217,7 @@ class Saved(Source):
         error.key = keys[0]
         return again(f"{error}. There lie {', '.join(keys[:3])}{more}", error)
 
-    def likeness(self) -> str:
+    def fingerprint(self) -> str:
         return f"the save {self.index.save_id} (its files end in {sum(file.crc for file in self.index.files):x})"
 
     def close(self) -> None:
@@ -241,21 +243,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Parts:
-    """Boxes of one tensor that are to be read, each into memory that it is given."""
+class BoxTargets:
+    """Boxes of one tensor to be read, each with the memory that it is read into."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self.boxes: list[tuple[tuple[int, ...], Tensor]] = []
 
     def add(self, cuboids: Sequence[Cuboid], flat: Tensor) -> None:
-        """Adds boxes that are read into `flat`, 1-D."""
+        """Adds boxes that are read into `flat`, which is 1-D."""
         self.boxes += [(at, flat[first : first + prod(sizes)].view(sizes)) for at, sizes, first in cuboids]
 
 
 @dataclass(frozen=True)
 class BoxRead:
-    """A part of one saved box, which begins at `offsets` of the box, and the tensor that it is read into."""
+    """One read: the part of a saved box that begins at `offsets`, and the tensor that it is read into."""
 
     key: str
     box: Box
@@ -263,28 +265,28 @@ class BoxRead:
     target: Tensor
 
     def spans(self, report: Report) -> Iterator[Span]:
-        """Yields what to read of the box's file, and who takes it."""
+        """Yields the spans of the box's file to read, with a function that takes their bytes."""
         width = self.target.itemsize
         for first, numel in runs(self.box.sizes, self.offsets, self.target.shape, ROW // width):
             yield self.box.offset + first * width, numel * width, self._taking(first, report)
 
     def _taking(self, first: int, report: Report) -> Callable[[Tensor, int], None]:
-        def take(found: Tensor, at: int) -> None:
+        def take(piece: Tensor, at: int) -> None:
             begin = first + at // self.target.itemsize
-            place(found.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
-            report(found.numel())
+            copy_into_box(piece.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
+            report(piece.numel())
 
         return take
 
-    def cut(self, found: Tensor) -> Tensor:
-        """Returns the part of the whole box."""
-        return _narrowed(found, self.offsets, self.target.shape)
+    def cut(self, whole: Tensor) -> Tensor:
+        """Returns this part of the whole box."""
+        return _narrowed(whole, self.offsets, self.target.shape)
 
 
 def box_reads(items: Items, tensors: Mapping[str, TensorRow]) -> list[BoxRead]:
-    """Plans where what is to be read comes from, and where it goes."""
+    """Plans the reads for these items."""
     pairs: Iterable[tuple[str, Any]] = items.items() if isinstance(items, Mapping) else items
-    return [one for key, item in pairs for one in _box_reads(key, item, tensors[key])]
+    return [read for key, item in pairs for read in _box_reads(key, item, tensors[key])]
 
 
 def _box_reads(key: str, item: Any, row: TensorRow) -> Iterator[BoxRead]:
@@ -306,8 +308,8 @@ def _box_reads(key: str, item: Any, row: TensorRow) -> Iterator[BoxRead]:
 
 
 def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yields what is here of a tensor; torch asks a DTensor and a Sharded in the same way."""
-    if isinstance(item, Parts):
+    """Yields this rank's boxes of a tensor, through the methods that torch.distributed.checkpoint calls too."""
+    if isinstance(item, BoxTargets):
         yield from item.boxes
     elif hasattr(item, "__create_chunk_list__"):
         for chunk in item.__create_chunk_list__():
@@ -317,11 +319,11 @@ def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
 
 
 def _sums(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    return tuple(one + other for one, other in zip(some, others, strict=True))
+    return tuple(a + b for a, b in zip(some, others, strict=True))
 
 
 def _less(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    return tuple(one - other for one, other in zip(some, others, strict=True))
+    return tuple(a - b for a, b in zip(some, others, strict=True))
 
 
 def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -331,9 +333,10 @@ def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> T
 
 
 def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], row: int) -> Iterator[tuple[int, int]]:
-    """Yields spans (first, numel) of a flat box `sizes` that hold its part at `offsets` of `lengths`, and little else.
+    """Yields spans (first, numel) of a flat box with `sizes` that cover its part at `offsets` of `lengths`, with few
+    gaps.
 
-    What lies between two rows of at most `row` elements is read as well: that is cheaper than to stop there.
+    Gaps of at most `row` elements between two rows are read as well, which is cheaper than two reads.
 
     >>> list(runs((4, 6), (1, 0), (2, 6), row=100)), list(runs((4, 6), (1, 2), (2, 3), row=100))
     ([(6, 12)], [(8, 9)])
@@ -359,13 +362,14 @@ def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], r
     yield first, last - first + 1
 
 
-def place(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
-    """Copies elements `first` and following of a flat box `sizes` to their places in `target`, its part at `offsets`.
+def copy_into_box(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
+    """Copies elements of a flat box with `sizes`, from element `first` on, to their places in `target`, its part at
+    `offsets`.
 
-    The version of `target` may stay: whoever gave it away counts it up, once.
+    The version counter of `target` is not bumped here: the caller does that once.
 
     >>> target = torch.zeros(2, 2, dtype=torch.int64)
-    >>> place(torch.arange(3, 9), 3, (4, 3), (1, 1), target)
+    >>> copy_into_box(torch.arange(3, 9), 3, (4, 3), (1, 1), target)
     >>> target
     tensor([[4, 5],
             [7, 8]])

@@ -1,4 +1,4 @@
-"""Writing a checkpoint by torch.distributed.checkpoint's plan: who writes which box, and the files they go into."""
+"""Writes a checkpoint by torch.distributed.checkpoint's plan: which rank writes which box, and into which file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from zerokern.checkpoint.envelope import ALIGN, envelope
 from zerokern.checkpoint.files import BLOCK, FileWriter
 from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
-from zerokern.checkpoint.layout import Within, folded, index_of
+from zerokern.checkpoint.layout import PartOf, index_of, merge_parts
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Report, dtype_name, no_report
+from zerokern.checkpoint.torch_zip import ALIGN, zip_around
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
 from zerokern.memory.here import Here, write_items
@@ -34,13 +34,13 @@ from zerokern.memory.here import Here, write_items
 __all__ = ["OnDiskPart", "SavePlanner", "Writer"]
 
 STATE = "optim.state."
-AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
+AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
 
 
 class OnDiskPart:
-    """A tensor of optimizer state that lies on disk: it is read when it is written, never all at once.
+    """A tensor of optimizer state that lies on disk. It is read box by box while it is saved, never as a whole.
 
-    `order` says in which order items are best asked for: that of the records, each of which is read once then.
+    Items are best read in the order of `order`, so that each record is read once.
     """
 
     def __init__(self, here: Here, key: str, column: Any) -> None:
@@ -55,7 +55,7 @@ class OnDiskPart:
         return self.shape
 
     def or_empty(self) -> OnDiskPart | Tensor:
-        """Returns itself, or a tensor without elements, which lies nowhere, as one that is saved like any other."""
+        """Returns itself, or an empty tensor if it has no elements and so lies nowhere on disk."""
         return self if self.shape.numel() else torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
@@ -63,35 +63,35 @@ class OnDiskPart:
         return write_items(fqn, self.shape, self.dtype, cuboids)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Returns a view of memory that holds a box until a few more have been asked for."""
+        """Returns a view of a box in the ring buffer; it is valid until a few more boxes have been read."""
         place, first, sizes = self._places[tuple(index.offset or ())]
         return self.column.read(place)[first : first + prod(sizes)].view(sizes)
 
     def record(self, index: MetadataIndex) -> Any:
-        """Returns the record that a box lies in."""
+        """Returns the record that holds a box."""
         return self._places[tuple(index.offset or ())][0].record
 
     def order(self, index: MetadataIndex) -> tuple[int, ...]:
-        """Returns what sorts boxes by where they lie."""
+        """Returns a sort key: the position of a box on disk."""
         place, first, _ = self._places[tuple(index.offset or ())]
         return (id(self.column.home), *self.column.order(place), first)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner for a flat dict of items, among them parts that lie on disk: these come first, in their order.
+    """torch's planner for a flat dict of items. Items on disk come first, in the order of their records.
 
-    What each rank has whole, one of them writes: of the parameters that an optimizer steps some each, everything else
-    of a model the first, for buffers that ranks count by themselves must not be a mixture of theirs.
+    Of what several ranks hold, one writes it. Parameters are distributed among them; all other model tensors are
+    written by the first rank, because buffers that ranks update separately must not be mixed.
     """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(_undivided(all_plans))
+        return super().create_global_plan(_assign_unstepped(all_plans))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Puts the items of this rank into the order in which they are best written."""
+        """Sorts the items of this rank into the order in which they are written."""
         plan = super().finish_plan(new_plan)
         far = [item for item in plan.items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
         near = [item for item in plan.items if not isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
@@ -106,29 +106,29 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns what an item is made of."""
+        """Returns the tensor of an item."""
         item = self.state_dict[index.fqn]
         if isinstance(item, OnDiskPart):
             return item.__get_tensor_shard__(index)
         return find_state_dict_object(self.state_dict, index).detach()
 
 
-def _undivided(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leaves tensors of the model that no optimizer steps to the first rank that has them."""
+def _assign_unstepped(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Assigns model tensors that no optimizer steps (such as buffers) to the first rank that has them."""
     names = {item.index.fqn for plan in plans for item in plan.items}
     stepped = {f"model.{key.removeprefix(STATE).rpartition('.')[0]}" for key in names if key.startswith(STATE)}
     alone = {name for name in names if name.startswith("model.")} - stepped
     taken: set[MetadataIndex] = set()
     made = []
     for plan in plans:
-        own = {one.index for one in plan.items if one.type is WriteItemType.TENSOR and one.index.fqn in alone}
-        made.append(replace(plan, items=[one for one in plan.items if one.index not in own & taken]))
+        own = {item.index for item in plan.items if item.type is WriteItemType.TENSOR and item.index.fqn in alone}
+        made.append(replace(plan, items=[item for item in plan.items if item.index not in own & taken]))
         taken |= own
     return made
 
 
 class Written(NamedTuple):
-    """Where an item was written: its file, where its bytes begin, its sizes, and the zip around it as in `Box`."""
+    """Where an item was written: file, offset of its bytes, sizes, and the zip around it as in `Box`."""
 
     file: FileRow
     offset: int
@@ -137,10 +137,10 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """Writes this rank's items into its file of a draft; the first rank publishes them all, with `values`.
+    """Writes this rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
 
-    Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
-    `within`: where items lie that are parts of other tensors.
+    Each item is requested and written before the next one, in the order of the plan. `within`: the places of items that
+    are parts of larger tensors.
     """
 
     def __init__(
@@ -148,32 +148,32 @@ class Writer:
         draft: Draft,
         values: dict[str, Any],
         report: Report = no_report,
-        within: Mapping[str, Within] | None = None,
+        within: Mapping[str, PartOf] | None = None,
     ) -> None:
         self.draft, self.values, self._report, self._within = draft, values, report, within or {}
 
     def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
-        """Writes what the ranks have, and publishes it once it lasts; every rank calls this."""
-        found: list[Metadata] = []
+        """Writes the items of all ranks, and publishes them once they are on disk. Every rank calls this."""
+        described: list[Metadata] = []
 
         def plan() -> SavePlan:
             planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
             return planner.create_local_plan()
 
-        def divide(plans: list[SavePlan]) -> list[SavePlan]:
+        def scatter(plans: list[SavePlan]) -> list[SavePlan]:
             plans, metadata = planner.create_global_plan(plans)
-            found.append(metadata)
-            return [replace(one, storage_data=rank) for rank, one in enumerate(plans)]  # it names the rank's file
+            described.append(metadata)
+            return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]  # it names the rank's file
 
-        mine = ranks.divide("plan", plan, divide)
-        ranks.gather(
+        mine = ranks.scatter("plan", plan, scatter)
+        ranks.gather_to_first(
             "writing",
             lambda: self.write_data(planner.finish_plan(mine), planner),
-            lambda results: self._publish(found[0], results),
+            lambda results: self._publish(described[0], results),
         )
 
     def write_data(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
-        """Returns when all of it lasts on the disk. A rank that has nothing to write makes no file."""
+        """Writes the items of the plan and syncs the file. A rank without items makes no file."""
         if not plan.items:
             return []
         placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
@@ -183,8 +183,8 @@ class Writer:
             item = plan.items[0]
             try:
                 for item in plan.items:
-                    tensor = _resolved(item, planner)
-                    before, after = envelope(tensor.dtype, tensor.shape)
+                    tensor = _resolve_tensor(item, planner)
+                    before, after = zip_around(tensor.dtype, tensor.shape)
                     writer.align(ALIGN)
                     begin = writer.append(before)
                     offset = writer.append(tensor, self._report)
@@ -194,7 +194,7 @@ class Writer:
             except IoError as error:
                 if error.path != str(writer.path):  # state that could not be read from its own disk
                     raise
-                there = (one for one, _, (begin, length) in placed if begin <= error.offset < begin + length)
+                there = (item for item, _, (begin, length) in placed if begin <= error.offset < begin + length)
                 key = next(there, item).index.fqn
                 raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
         return [
@@ -203,17 +203,17 @@ class Writer:
         ]
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes, on the first rank, once all have written: the index, and torch's own beside it."""
+        """Publishes our index and torch's, on the first rank, once all ranks have written."""
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
         saved = {
-            key: one for key, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
+            key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)
         }
-        whole = folded(saved, self._within)  # _resolved refuses all else
+        whole = merge_parts(saved, self._within)  # _resolved refuses all else
         metadata.state_dict_metadata = dict(whole)
-        for key, found in whole.items():
-            index.tensors[key] = TensorRow(dtype_name(found.properties.dtype), tuple(found.size))
+        for key, tensor in whole.items():
+            index.tensors[key] = TensorRow(dtype_name(tensor.properties.dtype), tuple(tensor.size))
         storage = {}
-        for result in (one for of_rank in results for one in of_rank):
+        for result in (result for of_rank in results for result in of_rank):
             placed: Written = result.storage_data
             if not index.files or index.files[-1] != placed.file:
                 index.files.append(placed.file)
@@ -227,7 +227,7 @@ class Writer:
         self.draft.publish(index, pickle.dumps(metadata))
 
 
-def _resolved(item: WriteItem, planner: AnyPlanner) -> Tensor:
+def _resolve_tensor(item: WriteItem, planner: AnyPlanner) -> Tensor:
     key = item.index.fqn
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{key} is no tensor, and data files hold tensors alone: other values go into `extra`")
@@ -253,8 +253,8 @@ def _data(item: WriteItem) -> Any:
 
 
 def _nbytes(item: WriteItem) -> int:
-    found = item.tensor_data
-    return prod(found.chunk.sizes) * found.properties.dtype.itemsize if found is not None else 0
+    data = item.tensor_data
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is saved, and what is loaded into: a model and its optimizers, by name, whoever divided them."""
+"""A model and its optimizers by name: what is saved, and what is loaded into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.layout import SavedLayout
-from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, plain
+from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, to_plain
 from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.storage import OnDiskPart
 from zerokern.core.errors import StateError, got
@@ -34,10 +34,10 @@ _UNSAVED = ("params", "param_names")  # of param_groups
 
 @dataclass
 class NamedSpan:
-    """Elements [start, start + numel) of a named tensor, which are on this rank from element `first` of it on.
+    """Elements [start, start + numel) of a named tensor, stored on this rank from element `first` of `tensor` on.
 
-    A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns). `before`:
-    how many elements of it lie before those of `tensor`, which is the rows of a tile.
+    A tensor has several spans if this rank's elements are not consecutive (a DTensor that is sharded by columns).
+    `before`: elements of the saved tensor before `tensor`, if that is a tile of it.
     """
 
     name: str
@@ -51,13 +51,13 @@ class NamedSpan:
 
     @contextmanager
     def opened(self, *, written: bool = False) -> Iterator[Tensor]:
-        """Yields a view of them, 1-D, to read, or to write."""
+        """Context manager that yields a 1-D view of the elements, for reading or writing."""
         with present(self.tensor, written=written):
             yield local_of(self.tensor).detach().view(-1)[self.first : self.first + self.numel]
 
 
 def spans(model: nn.Module) -> list[NamedSpan]:
-    """Lists every parameter and persistent buffer as far as it is here, tied ones once. Waits for running updates."""
+    """Lists this rank's spans of all parameters and persistent buffers, tied ones once. Waits for running updates."""
     finish_updates(model)
     layout = layout_of(model)
     return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, layout)]
@@ -75,14 +75,14 @@ def _spans_of(name: str, tensor: Tensor, layout: SavedLayout) -> Iterator[NamedS
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor without memory, which can be neither read nor written."""
+    """Raises ValueError for a tensor on the meta device, which cannot be read or written."""
     if tensor.is_meta:
         do = "give it memory first: zk.build(constructor) makes a model that is partitioned from the start"
         raise ValueError(got(f"the device of {name}", tensor.device, "a device that has memory", do))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers, each once, by its first name without what wrappers add to it.
+    """Returns parameters and persistent buffers, each once, by their first name without the prefixes of wrappers.
 
     >>> list(named_tensors(nn.BatchNorm1d(2)))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
@@ -136,19 +136,19 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns modules that keep more than tensors (`get_extra_state`), by the name that a state_dict has for it.
+    """Returns modules that implement `get_extra_state`, by the key that a state_dict has for it.
 
     >>> extra_states(nn.Linear(2, 2))
     {}
     """
     own = nn.Module.get_extra_state
-    return {f"{at}_extra_state": one for at, one in _modules(model) if type(one).get_extra_state is not own}
+    return {f"{at}_extra_state": module for at, module in _modules(model) if type(module).get_extra_state is not own}
 
 
 def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
-    """Waits until the parameters are those of the last step; to be called before they are read or written.
+    """Waits until the parameters are those of the last step; call it before they are read or written.
 
-    `replaced`: they are about to be, so that an update which failed does not matter.
+    `replaced`: they are about to be overwritten, so a failed update does not matter.
     """
     for sharding in shardings_of(map(shard_of, named_tensors(model).values())):
         sharding.publisher.complete()
@@ -159,7 +159,7 @@ def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
 
 @torch.no_grad()
 def announce_writes(model: nn.Module) -> None:
-    """Accounts for writes into the spans of a model: what optimizers keep of parameters begins anew, graphs end.
+    """Accounts for writes to a model's tensors: versions are bumped, and optimizers read masters from them again.
 
     >>> model = nn.Linear(2, 2)
     >>> with spans(model)[0].opened(written=True) as flat:
@@ -171,7 +171,7 @@ def announce_writes(model: nn.Module) -> None:
     written: list[Tensor] = []
     for tensor in named.values():
         written += [tensor, local_of(tensor)] if is_divided(tensor) else [tensor]
-    torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
+    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
     for sharding in shardings_of(map(shard_of, named.values())):
         if sharding.runner is not None:
             sharding.runner.reshard_all()
@@ -197,12 +197,12 @@ class TrainingState:
             home = shard_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
-        self.params = [self._named(one) for one in self.optimizers]  # names, in the order of the groups
+        self.params = [self._named(optimizer) for optimizer in self.optimizers]  # names, in the order of the groups
         every = Counter(name for names in self.params for name in names)
         twice = sorted(name for name, count in every.items() if count > 1)
         if twice and len(self.optimizers) > 1:
-            found = f"two optimizers that step {twice[0]}"
-            raise ValueError(got("opt", found, "optimizers of different parameters"))
+            given = f"two optimizers that step {twice[0]}"
+            raise ValueError(got("opt", given, "optimizers of different parameters"))
 
     def _named(self, optimizer: AnyOptimizer) -> list[str]:
         names: list[str] = []
@@ -223,27 +223,28 @@ class TrainingState:
         return names
 
     def names_by_group(self) -> list[list[list[str]]]:
-        """Returns the names of the parameters of each optimizer and group."""
+        """Returns the parameter names by optimizer and param_group."""
         made = []
-        for one, names in zip(self.optimizers, self.params, strict=True):
+        for optimizer, names in zip(self.optimizers, self.params, strict=True):
             left = iter(names)
-            made.append([[next(left) for _ in group["params"]] for group in one.opt.param_groups])
+            made.append([[next(left) for _ in group["params"]] for group in optimizer.opt.param_groups])
         return made
 
-    def numbered(self) -> list[list[str]]:
-        """Returns the names of each optimizer's parameters in the order of its groups, as an untiled model has them."""
+    def names_by_number(self) -> list[list[str]]:
+        """Returns the parameter names of each optimizer in the order that an untiled model has them in."""
         return [[name for some in groups for name in self.layout.saved_order(some)] for groups in self.names_by_group()]
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what is saved: tensors by key, whole or of this rank or still on disk, and all else as JSON has it.
+        """Returns what is saved: tensors by key, and everything else as JSON.
 
-        Waits for updates under way. An optimizer that a step or a load left torn is refused, and what has no memory.
+        Waits for running updates. Raises for optimizers that a failed step or load left inconsistent, and for meta
+        tensors.
         """
         for name, tensor in self.tensors.items():
             refuse_meta(name, tensor)
         finish_updates(self.model)
-        for one in self.optimizers:
-            one.settle()
+        for optimizer in self.optimizers:
+            optimizer.settle()
         items: dict[str, Any] = {}
         for name, tensor in self.tensors.items():
             items[f"model.{name}"] = tensor.detach()
@@ -252,9 +253,9 @@ class TrainingState:
             if home is not None and initial is not None:
                 items[f"initial.{name}"] = home.here.show(initial, name=home.name)
         groups, optimizers = [], []
-        for one, names, by_group in zip(self.optimizers, self.params, self.names_by_group(), strict=True):
-            optimizers.append({**one.values(), "beside": self._describe_state(one, names, items)})
-            groups.append(self._describe_groups(one, by_group))
+        for optimizer, names, by_group in zip(self.optimizers, self.params, self.names_by_group(), strict=True):
+            optimizers.append({**optimizer.values(), "beside": self._describe_state(optimizer, names, items)})
+            groups.append(self._describe_groups(optimizer, by_group))
         extra_state = {}
         for name, module in extra_states(self.model).items():
             kept = module.get_extra_state()
@@ -264,17 +265,17 @@ class TrainingState:
         values = {"groups": groups, "optimizers": optimizers}
         return items, {**values, "aliases": aliases(self.model), "extra_state": extra_state}
 
-    def _describe_state(self, one: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
-        """Puts the tensors of an optimizer's state among the items; returns, by parameter, what is none."""
+    def _describe_state(self, optimizer: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
+        """Adds the state tensors of an optimizer to `items`; returns its other state, by parameter."""
         beside: dict[str, dict[str, Any]] = {}
-        for name, param, entry in zip(names, one.params, one.entries(), strict=True):
+        for name, param, entry in zip(names, optimizer.params, optimizer.entries(), strict=True):
             for key, value in (entry or {}).items():
                 if isinstance(value, Column):
                     value = OnDiskPart(here_of_state(param), key, value).or_empty()
                 if isinstance(value, (Tensor, OnDiskPart)):
                     items[f"optim.state.{name}.{key}"] = value
                     continue
-                said = plain(value, f"the optimizer's state {key!r} of {name}")
+                said = to_plain(value, f"the optimizer's state {key!r} of {name}")
                 known = beside.setdefault(self.layout.saved_names([name])[0], {})
                 if known.setdefault(key, said) != said:
                     raise StateError(
@@ -283,11 +284,11 @@ class TrainingState:
                     )
         return beside
 
-    def _describe_groups(self, one: AnyOptimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    def _describe_groups(self, optimizer: AnyOptimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         made = []
-        for number, (group, mine) in enumerate(zip(one.opt.param_groups, names, strict=True)):
+        for number, (group, mine) in enumerate(zip(optimizer.opt.param_groups, names, strict=True)):
             where = f"param_groups[{number}]"
-            own = {key: plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _UNSAVED}
+            own = {key: to_plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _UNSAVED}
             made.append({**own, "params": self.layout.saved_names(mine)})
         every = Counter(name for group in made for name in group["params"])
         twice = [name for name, count in every.items() if count > 1]
@@ -299,9 +300,9 @@ class TrainingState:
 
 
 def _extra(name: str, module: nn.Module, kept: Any) -> Any:
-    """Returns what a module keeps beside tensors, as JSON has it."""
+    """Returns a module's extra state as JSON; None if it is a tensor."""
     if isinstance(kept, Tensor):
         return None
     if isinstance(kept, (bytes, bytearray)):
         return {"bytes": base64.b64encode(kept).decode()}
-    return {"value": plain(kept, f"what {type(module).__name__}.get_extra_state() returns for {name}")}
+    return {"value": to_plain(kept, f"what {type(module).__name__}.get_extra_state() returns for {name}")}

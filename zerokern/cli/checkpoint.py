@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(path: Path, as_json: bool) -> int:
-    from zerokern.checkpoint.folder import started
+    from zerokern.checkpoint.folder import describe_unfinished
     from zerokern.checkpoint.source import open_checkpoint
 
     try:
         source = open_checkpoint(path)
     except IoError:
-        children = [] if started(path) else _children(path)
+        children = [] if describe_unfinished(path) else _children(path)
         if not children:
             raise
         print(json.dumps(children, indent=1) if as_json else _listing(path, children))
@@ -61,14 +61,18 @@ def _verify(path: str) -> int:
     broken = 0
     began = time.monotonic()
     with Progress("verifying", source.nbytes) as progress:
-        for error in source.damage(report=progress):
+        for error in source.find_damage(report=progress):
             broken += 1
             print(f"broken: {error}", file=sys.stderr)
     took = max(time.monotonic() - began, 1e-9)
     if broken:
         print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {_amount(source.nbytes)}", file=sys.stderr)
         return 1
-    said = "are as they were written" if source.summed else "can be read; not all have checksums to compare them with"
+    said = (
+        "are as they were written"
+        if source.has_checksums
+        else "can be read; not all have checksums to compare them with"
+    )
     print(f"{path}: {_amount(source.nbytes)} {said} ({source.nbytes / took / 1e9:.2f} GB/s)")
     return 0
 
@@ -77,11 +81,11 @@ def _facts(source: Source) -> dict[str, Any]:
     """Returns what `show` says of a checkpoint, as JSON has it."""
     roles: dict[str, dict[str, Any]] = {}
     for key, row in source.tensors.items():
-        one = roles.setdefault(_role(key), {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
-        one["tensors"] += 1
-        one["numel"] += row.numel
-        one["nbytes"] += row.nbytes
-        one["dtypes"] = sorted({*one["dtypes"], row.dtype})
+        counts = roles.setdefault(_role(key), {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
+        counts["tensors"] += 1
+        counts["numel"] += row.numel
+        counts["nbytes"] += row.nbytes
+        counts["dtypes"] = sorted({*counts["dtypes"], row.dtype})
     facts: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
     index = getattr(getattr(source, "published", None), "index", None)
     if index is not None:
@@ -121,27 +125,27 @@ def _step(source: Source) -> int | None:
 
     counts: dict[str, Any] = {key: torch.zeros(row.shape, dtype=getattr(torch, row.dtype)) for key, row in few.items()}
     source.read(counts)
-    return int(max(one.item() for one in counts.values()))
+    return int(max(count.item() for count in counts.values()))
 
 
 def _page(facts: dict[str, Any]) -> str:
     lines = [f"{facts['path']}: {KINDS[facts['kind']]}"]
     if "saved" in facts:
-        versions = ", ".join(f"{name} {one}" for name, one in facts["versions"].items())
+        versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
         ranks = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
         lines.append(f"  saved {facts['saved']} by {ranks} ({versions})")
     lines.append(f"  step {facts['step'] if facts['step'] is not None else 'unknown'}, {_amount(facts['nbytes'])}")
     lines += ["", f"  {'role':<16}{'tensors':>8}{'elements':>16}{'bytes':>12}  dtypes"]
-    for role, one in facts["roles"].items():
-        sizes = f"{one['tensors']:>8,}{one['numel']:>16,}{_amount(one['nbytes']):>12}"
-        lines.append(f"  {role:<16}{sizes}  {', '.join(one['dtypes'])}")
-    groups = [group for one in facts["groups"] for group in (one if isinstance(one, list) else [one])]
+    for role, counts in facts["roles"].items():
+        sizes = f"{counts['tensors']:>8,}{counts['numel']:>16,}{_amount(counts['nbytes']):>12}"
+        lines.append(f"  {role:<16}{sizes}  {', '.join(counts['dtypes'])}")
+    groups = [group for entry in facts["groups"] for group in (entry if isinstance(entry, list) else [entry])]
     for number, group in enumerate(groups):  # of all optimizers
-        options = ", ".join(f"{key}={one}" for key, one in group.items() if key != "params")
+        options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
         lines.append(f"  group {number}: {len(group.get('params', ()))} parameters, {options}")
     if facts["extra"]:
         lines.append(f"  extra: {', '.join(facts['extra'])}")
-    rows = [(key, one) for key, one in facts["tensors"].items() if key.startswith("model.")]
+    rows = [(key, row) for key, row in facts["tensors"].items() if key.startswith("model.")]
     lines += ["", *(f"  {key:<48} {dtype:<10} {shape}" for key, (dtype, shape, _) in rows[:MOST_SHOWN])]
     if len(rows) > MOST_SHOWN:
         lines.append(f"  and {len(rows) - MOST_SHOWN} more; --json shows all")
@@ -150,13 +154,13 @@ def _page(facts: dict[str, Any]) -> str:
 
 def _children(parent: Path) -> list[dict[str, Any]]:
     """Returns the checkpoints within a folder, newest first, and what is there of saves that did not end."""
-    from zerokern.checkpoint.folder import Published, listed, started
+    from zerokern.checkpoint.folder import Published, describe_unfinished, list_files
     from zerokern.checkpoint.index import NAME
 
-    found = []
-    for child in filter(Path.is_dir, listed(parent)):
+    rows = []
+    for child in filter(Path.is_dir, list_files(parent)):
         is_published = (child / NAME).exists()
-        partial = "" if is_published else started(child)
+        partial = "" if is_published else describe_unfinished(child)
         if not is_published and not partial:
             continue
         row: dict[str, Any] = {
@@ -170,8 +174,8 @@ def _children(parent: Path) -> list[dict[str, Any]]:
             }  # fmt: skip
         except IoError as error:
             row |= {"state": "broken", "why": str(error)}
-        found.append(row)
-    return sorted(found, key=lambda row: row["seconds"])
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["seconds"])
 
 
 def _listing(parent: Path, children: list[dict[str, Any]]) -> str:

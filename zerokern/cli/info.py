@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from zerokern.report import Info, info
 
-    found = info() if args.path is None else Info(_disk(args.path))
+    shown = info() if args.path is None else Info(_disk(args.path))
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(shown, indent=1))
     else:
-        print(folded(str(found), get_terminal_size().columns) if sys.stdout.isatty() else found)
+        print(folded(str(shown), get_terminal_size().columns) if sys.stdout.isatty() else shown)
     return 0
 
 
@@ -35,29 +35,29 @@ def folded(lines: str, width: int) -> str:
     lossy    nothing by default,
              all by name
     """
-    found = []
+    wrapped = []
     for line in lines.splitlines():
         name = re.match(r"\S+( \S+)* {2,}", line)
         indent = " " * (name.end() if name else 0)
         whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-        found += textwrap.wrap(line, width, subsequent_indent=indent, **whole) or [line]
-    return "\n".join(found)
+        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, **whole) or [line]
+    return "\n".join(wrapped)
 
 
 def _disk(path: str) -> dict[str, object]:
     """Probes the disk, or returns what an earlier probe found."""
     from zerokern.io import probe, why_no_uring
 
-    found = probe(path)
+    result = probe(path)
     why = why_no_uring()  # asked now: the probe may have been made where other rules hold
     facts: dict[str, object] = {
         "path": path,
         "engine": f"threads; io_uring was refused: {why}" if why else "uring",
-        "O_DIRECT": f"memory at {found.memory_align}, offsets at {found.offset_align}" if found.direct else "none",
-        "depth": found.depth,
-        "block": f"{found.block >> 10} KiB",
+        "O_DIRECT": f"memory at {result.memory_align}, offsets at {result.offset_align}" if result.direct else "none",
+        "depth": result.depth,
+        "block": f"{result.block >> 10} KiB",
     }
-    if found.date:
-        facts |= {"read": f"{found.read_gb_s:.2f} GB/s", "write": f"{found.write_gb_s:.2f} GB/s"}
-        facts["measured"] = found.date
+    if result.date:
+        facts |= {"read": f"{result.read_gb_s:.2f} GB/s", "write": f"{result.write_gb_s:.2f} GB/s"}
+        facts["measured"] = result.date
     return facts

@@ -206,8 +206,8 @@ def _model(args: argparse.Namespace) -> Any:
     asked = {"numel": args.numel, "model": args.model, "config": args.config, "layers": shape}
     given = [name for name, value in asked.items() if value]
     if len(given) != 1:
-        found = f"{' and '.join(f'--{name}' for name in given)} were given" if given else "none was given"
-        raise ValueError(f"one of --numel, --model, --config or --layers with --hidden says what to plan; {found}")
+        given_text = f"{' and '.join(f'--{name}' for name in given)} were given" if given else "none was given"
+        raise ValueError(f"one of --numel, --model, --config or --layers with --hidden says what to plan; {given_text}")
     if args.config:
         return from_config(args.config, **seen)
     if published:

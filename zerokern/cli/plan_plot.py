@@ -73,13 +73,13 @@ def draw_stages(axes: Axes, plan: Plan) -> None:
     """Draws bytes stacked by role, each device's memory as a line: on the device at each stage, or in each tier."""
     bars: Sequence[int] = STAGES
     names = ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"]
-    held = [[one for one in plan.at(stage).held if one.tier == "device"] for stage in plan.stages]
+    held = [[holding for holding in plan.at(stage).held if holding.tier == "device"] for stage in plan.stages]
     if plan.recipe.rests:
         bars, names = tuple(range(len(TIERS))), list(TIERS.values())
-        held = [[one for one in plan.held if one.tier == tier] for tier in TIERS]
+        held = [[holding for holding in plan.held if holding.tier == tier] for tier in TIERS]
     tops = [0.0] * len(bars)
     for role in (*STATES, *WORKING):
-        heights = [sum(one.nbytes for one in some if one.role == role) / 1e9 for some in held]
+        heights = [sum(holding.nbytes for holding in some if holding.role == role) / 1e9 for some in held]
         if any(heights):
             axes.bar(bars, heights, BAR_WIDTH, tops, color=ROLE_COLOURS[role], label=NAMES.get(role, role))
             tops = [top + height for top, height in zip(tops, heights, strict=True)]

@@ -1,4 +1,4 @@
-"""Collectives between ranks: what a group of them can be asked, over torch.distributed, in memory, or not at all.
+"""Collectives between ranks: over torch.distributed, in memory for tests, or refused where a group only serves plans.
 
 >>> from zerokern.comm import group_on
 >>> group_on().size
@@ -7,22 +7,12 @@
 
 from __future__ import annotations
 
-from zerokern.comm.group import Group, Handle, lonely
-from zerokern.comm.joining import Team, dividing_on, group_on, joined, world_size
+from zerokern.comm.group import Group, Handle, offline_group
+from zerokern.comm.joining import MeshGroups, group_of, group_on, sharding_group, user_group, world_size
 from zerokern.comm.operations import during
-from zerokern.comm.party import Party
 from zerokern.core.errors import CommError
 
 __all__ = [
-    "CommError",
-    "Group",
-    "Handle",
-    "Party",
-    "Team",
-    "dividing_on",
-    "during",
-    "group_on",
-    "joined",
-    "lonely",
-    "world_size",
-]
+    "CommError", "Group", "Handle", "MeshGroups", "during", "group_of", "group_on", "offline_group", "sharding_group",
+    "user_group", "world_size",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every call of torch.distributed that moves bytes, and what must be known of its transports."""
+"""All calls of torch.distributed that move bytes, and what must be known of its transports."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "abort",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "closed_peers",
-    "post",
-    "reduce_scatter",
-    "second_lane",
-    "sever",
-]
+    "abort", "abort_transfers", "all_gather", "all_reduce", "broadcast", "closed_peers", "post", "reduce_scatter",
+    "second_communicator",
+]  # fmt: skip
 
 CHUNK_NBYTES = 1 << 20  # gloo moves 64 MiB twice as fast in pieces: sending and receiving overlap
 TAGS = 1 << 30  # a program's own messages on the same group have smaller tags
@@ -29,10 +22,11 @@ OWN_CLOSURE = "Application timeout caused pair closure"
 
 
 def post(pg: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int) -> list[Any]:
-    """Starts point-to-point transfers of flat tensors with ranks of the group, in chunks; what to wait for.
+    """Starts point-to-point transfers of flat tensors with ranks of the group, in chunks; returns the works to wait
+    for.
 
-    Between two ranks, messages of one tag arrive in the order in which they were posted. A message that is larger than
-    what it is received into ends the process inside gloo: the tag must differ wherever sizes may.
+    Between two ranks, messages with the same tag arrive in the order in which they were posted. A message larger than
+    its receive buffer makes gloo end the process: tags must differ wherever sizes may.
     """
     works = []
     for sent, received in _rounds(sends, receives):
@@ -48,7 +42,7 @@ def post(pg: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Ten
 def _rounds(
     sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
 ) -> Iterator[tuple[tuple[int, Tensor] | None, tuple[int, Tensor] | None]]:
-    """Pairs of chunks to send and to receive: the first chunks of all peers, then the second ones, and so on."""
+    """Yields pairs of chunks to send and to receive: the first chunks of all peers, then the second ones, and so on."""
     outgoing, incoming = _chunks(sends), _chunks(receives)
     while True:
         sent, received = next(outgoing, None), next(incoming, None)
@@ -68,9 +62,9 @@ def _chunks(transfers: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]
 
 
 def closed_peers(pg: Any, rank: int, size: int) -> list[int]:
-    """Ranks whose connection with this one has been closed by them; none if this rank closed all of its own.
+    """Returns the ranks that have closed their connection with this one; none if this rank closed its own.
 
-    Asking leaves a receive behind at every peer that is there: for use after a failure, or while one is likely.
+    This leaves a pending receive at every live peer: use it after a failure, or if one is likely.
     """
     closed = []
     for peer in range(size):
@@ -85,10 +79,11 @@ def closed_peers(pg: Any, rank: int, size: int) -> list[int]:
     return closed
 
 
-def sever(pg: Any, rank: int, size: int) -> None:
-    """Ends every pending transfer of the group, here and at its peers, with an error; none is possible afterwards.
+def abort_transfers(pg: Any, rank: int, size: int) -> None:
+    """Ends every pending transfer of the group with an error, here and at its peers; no transfer is possible
+    afterwards.
 
-    A receive that times out does this inside gloo; so one is posted that nobody answers.
+    It posts a receive that nobody answers: gloo ends all transfers when that times out.
     """
     for peer in range(size):
         if peer == rank:
@@ -101,35 +96,36 @@ def sever(pg: Any, rank: int, size: int) -> None:
                 return
 
 
-def second_lane(pg: Any) -> Any:
-    """Another communicator of the same ranks: what runs on it needs no order with what runs on the first."""
+def second_communicator(pg: Any) -> Any:
+    """Returns another communicator of the same ranks, whose collectives need no order relative to
+    those of the first."""
     ranks = dist.get_process_group_ranks(pg)
     whole = len(ranks) == dist.get_world_size()
     return dist.new_group(ranks, use_local_synchronization=not whole, group_desc="zerokern reductions")
 
 
 def abort(*pgs: Any) -> None:
-    """Ends the pending work of a device's communicators, where torch can."""
+    """Aborts the pending work of a device's communicators, if torch can."""
     for pg in pgs:
         if callable(getattr(pg, "abort", None)):
             pg.abort()
 
 
 def all_gather(pg: Any, full: Tensor, shard: Tensor) -> Any:
-    """The group's shards, in one launch; `shard` may be the own span of `full`."""
+    """Starts to gather the shards of all ranks into `full`; `shard` may be this rank's span of `full`."""
     # torch 2.13 has new names, and warns of the old ones
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, shard, group=pg, async_op=True)
 
 
 def reduce_scatter(pg: Any, out: Tensor, bucket: Tensor, op: str = "sum") -> Any:
-    """The sum or mean of the group's buckets, this rank's span of it; `out` may be the own span of `bucket`."""
+    """Starts to sum or average the buckets of all ranks; `out` gets this rank's span and may lie in `bucket`."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(out, bucket, op=_op(op), group=pg, async_op=True)
 
 
 def all_reduce(pg: Any, tensor: Tensor, op: str) -> Any:
-    """The sum, mean or maximum over the group, in place."""
+    """Starts to sum, average or take the maximum over all ranks, in place."""
     return dist.all_reduce(tensor, op=_op(op), group=pg, async_op=True)
 
 
@@ -138,5 +134,5 @@ def _op(name: str) -> Any:
 
 
 def broadcast(pg: Any, tensor: Tensor, src: int) -> Any:
-    """The values of one rank of the group, in place."""
+    """Starts to broadcast the values of one rank, in place."""
     return dist.broadcast(tensor, group=pg, async_op=True, group_src=src)

@@ -1,4 +1,4 @@
-"""What all groups of one process group share."""
+"""What all groups over one process group share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Common", "CommonGroup", "detail"]
 
 
 class Common:
-    """What all groups of one process group share, on one kind of device: counts of what was begun, and the observer.
+    """What all groups over one process group and kind of device share: counts of operations, and the observer.
 
-    It must not hold the process group, which is the key that it is found by.
+    It must not keep the process group alive, which is its key in a weak dictionary.
     """
 
     def __init__(self, pg: Any, device: torch.device, timeout_s: float) -> None:
@@ -29,29 +29,29 @@ class Common:
         self.lane: Any = None
         self.ledger = Ledger(self.rank, self.size)
         self.ledger.publishing = lambda: any(group.publishing for group in list(self.groups.values()))
-        found = weakref.ref(pg)
+        process_group = weakref.ref(pg)
 
-        def sever() -> None:
-            living = found()
+        def abort_transfers() -> None:
+            living = process_group()
             if living is None:
                 return
             if device.type == "cpu":
-                collectives.sever(living, self.rank, self.size)
+                collectives.abort_transfers(living, self.rank, self.size)
             else:
-                collectives.abort(*(one for one in (living, self.lane) if one is not None))
+                collectives.abort(*(pg for pg in (living, self.lane) if pg is not None))
 
         def closed() -> list[int]:
-            living = found()
+            living = process_group()
             if living is None or device.type != "cpu":
                 return []
             return collectives.closed_peers(living, self.rank, self.size)
 
         store = dist.HashStore()  # of its own until all are here
-        self.observer = observer_of(self.ledger, store, timeout_s, sever, closed, polls=device.type != "cpu")
+        self.observer = observer_of(self.ledger, store, timeout_s, abort_transfers, closed, polls=device.type != "cpu")
 
 
 class CommonGroup(Group):
-    """A group over a process group, whose observer is told of all that it does."""
+    """A group over a process group that reports its operations to the observer."""
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
         super().__init__(common.rank, common.size, device, name)
@@ -63,16 +63,16 @@ class CommonGroup(Group):
     def agree(self, key: str) -> None:
         self._common.observer.agree(key, self)
 
-    def tie(self, other: Group) -> None:
+    def link_failures(self, other: Group) -> None:
         if isinstance(other, CommonGroup):
-            self._common.observer.tie(other._common.observer)
+            self._common.observer.link_failures(other._common.observer)
 
-    def give_up(self, reason: str) -> None:
-        self._common.observer.give_up(reason)
+    def fail(self, reason: str) -> None:
+        self._common.observer.fail(reason)
 
 
 def detail(tensor: Tensor) -> str:
-    """What a message says of a tensor that is moved.
+    """Describes a tensor for messages.
 
     >>> detail(torch.ones(3))
     '3 elements of torch.float32'

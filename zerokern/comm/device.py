@@ -1,4 +1,4 @@
-"""Ranks on devices: NCCL, one launch for each collective, in place where the request allows it.
+"""Groups of ranks on devices: NCCL, one launch per collective, in place where the request allows it.
 
 Reductions run on a second communicator, so that their order relative to gathers may differ from rank to rank.
 """
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
-from zerokern.comm.group import Handle, own
+from zerokern.comm.group import Handle, own_span
 from zerokern.kernels.casts import Squares, add_up
-from zerokern.memory.staging import passed
+from zerokern.memory.staging import stream_gate
 
 __all__ = ["DeviceGroup"]
 
 
 class DeviceGroup(CommonGroup):
-    """A group over the library of a device."""
+    """A group over a device's collective library."""
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
         super().__init__(pg, common, device, name)
         self.alone = False  # a test makes one of a single rank, so that the library runs on one GPU
         if common.lane is None:
-            common.lane = collectives.second_lane(pg)
+            common.lane = collectives.second_communicator(pg)
 
     def _launch(
         self, kind: str, detail: str, launch: Callable[[], Any], finish: Callable[[], None] | None, *memory: Tensor
@@ -48,10 +48,10 @@ class DeviceGroup(CommonGroup):
                 work.wait()
             if finish is not None:
                 finish()
-                gate = passed(self.device)
+                gate = stream_gate(self.device)
             held.clear()
 
-        held = list(memory)  # until the current stream has been told to wait for what reads and writes it
+        held = list(memory)  # kept until the current stream waits for the work that uses it
         return Handle(complete, work.is_completed if finish is None else None, lambda: gate())
 
     def _reduce_scatter(
@@ -70,7 +70,7 @@ class DeviceGroup(CommonGroup):
         elif scratch is not None and scratch.numel() >= out.numel():
             total = scratch[: out.numel()]
         else:
-            total = own(bucket, self.rank, self.size)
+            total = own_span(bucket, self.rank, self.size)
 
         def finish() -> None:
             if out.numel() and not (straight and scale == 1.0):
@@ -87,17 +87,18 @@ class DeviceGroup(CommonGroup):
         )
 
     def averages(self, tensor: Tensor) -> bool:
-        """NCCL multiplies by 1 / size, rounded to the tensor's dtype, before it sums: a power of two is exact."""
+        """Returns whether NCCL's mean is exact: it multiplies by 1 / size, rounded to the tensor's dtype, before it
+        sums."""
         return tensor.dtype == torch.float32 or self.size & (self.size - 1) == 0
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
-        source = own(full, self.rank, self.size) if shard is None else shard
+        source = own_span(full, self.rank, self.size) if shard is None else shard
         return self._launch(
             "all_gather", detail(full), lambda: collectives.all_gather(self._pg, full, source), None, full, source
         )
 
     def _publish(self, full: Tensor) -> Handle:
-        source = own(full, self.rank, self.size)
+        source = own_span(full, self.rank, self.size)
         lane = self._common.lane  # gathers of the user's thread are elsewhere, and reductions come when this is over
         return self._launch("publish", detail(full), lambda: collectives.all_gather(lane, full, source), None, full)
 

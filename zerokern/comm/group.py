@@ -1,4 +1,4 @@
-"""The face of this layer: a group of ranks, what it can be asked, the checks of every request, what is pending."""
+"""The interface of this layer: a group of ranks, its collectives, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from zerokern.core.errors import CommError, got
 from zerokern.kernels.casts import Squares, add_up
 
-__all__ = ["Group", "Handle", "Traffic", "lonely", "own"]
+__all__ = ["Group", "Handle", "Traffic", "offline_group", "own_span"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SUMMABLE = (torch.float64, *FLOATS, torch.uint8, torch.int64)
@@ -23,7 +23,7 @@ KINDS = ("reduce", "gather", "other")  # of operations
 
 
 class Handle:
-    """What a collective returns at once. Wait for handles in the order of the calls, the same on all ranks.
+    """What a collective returns at once. Wait for handles in the order of the calls, which is the same on all ranks.
 
     >>> said = []
     >>> handle = Handle(lambda: said.append("ended"))
@@ -40,13 +40,13 @@ class Handle:
         again: Callable[[], None] | None = None,
     ) -> None:
         self._complete, self._poll = complete, poll
-        self._again = again  # what a later waiter does: its stream has waited for nothing yet
+        self._again = again  # called by later waiters, whose streams have not waited yet
         self._ended = complete is None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Returns when the result is there: on a CPU for the caller, on a device for the current stream.
+        """Waits until the result is there: on a CPU the caller waits, on a device the current stream.
 
         May be called again, from any thread and stream; a collective that failed raises each time.
         """
@@ -60,7 +60,8 @@ class Handle:
             self._again()
 
     def advance(self) -> bool:
-        """Returns once the first of two rounds is over, and the second under way: True. Of one round, as `wait`."""
+        """Waits for the first of two rounds and starts the second: returns True. With one round it is the same as
+        `wait`."""
         self.wait()
         return False
 
@@ -75,13 +76,14 @@ class Handle:
             self._ended, self._complete, self._poll = True, None, None
 
     def done(self) -> bool:
-        """Whether wait() has nothing left to do; False where the transport cannot tell (gloo) and nobody waited."""
+        """Returns whether wait() has nothing left to do; False if the transport cannot tell (gloo) and nobody has
+        waited."""
         poll = self._poll
         return self._ended or (poll is not None and poll())
 
 
 class Traffic:
-    """Counts what one rank sends.
+    """Counts the bytes that one rank sends.
 
     >>> traffic = Traffic()
     >>> traffic.add("reduce", 4096)
@@ -102,7 +104,7 @@ class Traffic:
             self._nbytes[kind] += nbytes
 
     def total(self, kind: str | None = None) -> int:
-        """Bytes of one kind, or of all."""
+        """Returns the bytes of one kind, or of all kinds."""
         with self._lock:
             return sum(self._nbytes.values()) if kind is None else self._nbytes[kind]
 
@@ -113,14 +115,14 @@ class Traffic:
 
 
 class Publishing(Protocol):
-    """Whoever has begun to `publish` in a thread of its own."""
+    """A thread that has called `publish` and has not ended."""
 
     def finish(self) -> None:
-        """Returns once that is over on this rank."""
+        """Waits until the publication has ended on this rank."""
 
 
 class Group:
-    """Ranks that move spans between them. This class is the group of one rank: everything is local.
+    """Ranks that exchange spans of tensors. This class is the group of one rank: everything is local.
 
     >>> group = Group(0, 1, torch.device("cpu"), "alone")
     >>> group.rank, group.size, group.name
@@ -141,18 +143,18 @@ class Group:
         """Those that have copies of its spans too: itself, where nobody has."""
         return self
 
-    def tie(self, other: Group) -> None:
-        """Where one of the two groups fails, the other is at its end too: who waits there would wait for ever."""
+    def link_failures(self, other: Group) -> None:
+        """Links two groups: if one of them fails, the other fails too, so that no rank waits for ever."""
 
     def awaiting_update(self) -> AbstractContextManager[None]:
-        """Around a wait for another thread of this process, which is about to `publish`."""
+        """Context manager around a wait for another thread of this process that is about to `publish`."""
         return nullcontext()
 
-    def settle(self, besides: object = None) -> None:
-        """Returns once nothing is being published: before anything begins whose order against that must be known."""
-        for one in list(self.publishing):
-            if one is not besides:
-                one.finish()
+    def wait_for_publications(self, besides: object = None) -> None:
+        """Waits until nothing is being published, before collectives begin whose order relative to it must be known."""
+        for publication in list(self.publishing):
+            if publication is not besides:
+                publication.finish()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -167,13 +169,14 @@ class Group:
         scratch: Tensor | None = None,
         squares: Squares | None = None,
     ) -> Handle:
-        """out = (out if add) + scale * b_0 + scale * b_1 ..., where b_j is this rank's span of rank j's bucket.
+        """Computes out = (out if add) + scale * b_0 + scale * b_1 ..., where b_j is this rank's span of rank j's
+        bucket.
 
         On a CPU the sum runs in fp32 in the order of the ranks and is rounded once, to the dtype of `out`; a device's
-        library sums in the bucket's dtype, in an order of its own. `out` may be this rank's own span of `bucket`.
-        Nobody touches the bucket before wait(); afterwards it holds nothing to rely on, save `out` if that lies there.
-        `scratch`: at least (size - 1) spans in the bucket's dtype, to be used by one collective at a time.
-        `squares`: of spans of `out`, measured by wait() where the sum is made here, and not by a transport.
+        library sums in the bucket's dtype, in an order of its own. `out` may be this rank's own span of `bucket`. Do
+        not touch the bucket before wait(); afterwards its content is undefined, except for `out`. `scratch`: at least
+        (size - 1) spans in the bucket's dtype, used by one collective at a time. `squares`: of spans of `out`, computed
+        by wait() if the sum is made here and not by the transport.
         """
         bucket, out = self._flat("bucket", bucket, FLOATS), self._flat("out", out, FLOATS)
         span = self._span("bucket", bucket)
@@ -182,7 +185,7 @@ class Group:
                 f"out has {out.numel()} elements; allowed: {span}, one {self.size}th of the bucket's {bucket.numel()}"
             )
         inside = _overlap(bucket, out)
-        if inside and not _same(out, own(bucket, self.rank, self.size)):
+        if inside and not _same(out, own_span(bucket, self.rank, self.size)):
             raise ValueError(
                 "out shares memory with bucket; allowed: memory of its own, or this rank's own span of the bucket"
             )
@@ -194,14 +197,14 @@ class Group:
         return self._reduce_scatter(bucket, out, float(scale), add, scratch, squares)
 
     def all_gather(self, full: Tensor, shard: Tensor | None = None) -> Handle:
-        """Fills `full` with the shards of all ranks, in order; this rank's is `shard`, or in its place already."""
+        """Fills `full` with the shards of all ranks, in order. This rank's is `shard`, or lies in its place already."""
         return self._gather("gather", full, shard)
 
     def publish(self, full: Tensor) -> Handle:
-        """As `all_gather` of what is in its place, in an order of its own: another thread may call it meanwhile.
+        """Gathers spans that are in their places already, from a thread of its own beside other collectives.
 
-        Who does so is in `publishing`, and others begin after `settle`: one thread at a time, and no reduction before
-        these have ended, with which they share a communicator on a device.
+        One thread at a time may publish. It is listed in `publishing`, and others call `wait_for_publications` first.
+        No reduction begins before these have ended, because on a device they share a communicator.
         """
         full = self._flat("full", full)
         self.traffic.add("gather", (self.size - 1) * self._span("full", full) * full.element_size())
@@ -216,7 +219,7 @@ class Group:
                 raise ValueError(
                     f"shard has {shard.numel()} elements; allowed: {span}, one {self.size}th of full's {full.numel()}"
                 )
-            if _same(shard, own(full, self.rank, self.size)):
+            if _same(shard, own_span(full, self.rank, self.size)):
                 shard = None
             elif _overlap(full, shard):
                 raise ValueError(
@@ -226,12 +229,12 @@ class Group:
         return self._all_gather(full, shard)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
-        """The sum, mean or maximum of all ranks, in place, with the same bits on each. NaN is the maximum of all.
+        """Reduces over all ranks, in place, to the same bits on each. The maximum of NaN and anything is NaN.
 
-        A mean is the sum of what each rank has divided before.
+        A mean is the sum of values that each rank has divided before.
 
-        A large tensor on a CPU takes a second round, which begins in wait(). `scratch`: of the tensor's dtype and as
-        large as (size - 1) spans or larger; fresh memory costs more than the sum.
+        A large tensor on a CPU takes a second round, which begins in wait(). `scratch`: memory of the tensor's dtype,
+        of (size - 1) spans or more; allocating it costs more than the sum.
         """
         if op not in ("sum", "mean", "max"):
             raise ValueError(got("op", op, "'sum', 'mean' or 'max'"))
@@ -246,7 +249,7 @@ class Group:
         return self._all_reduce(tensor, op, scratch)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
-        """Rank src's values on every rank, in place."""
+        """Broadcasts the values of rank `src`, in place."""
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.size:
             raise ValueError(got("src", src, f"a rank of this group: 0 to {self.size - 1}"))
         tensor = self._flat("tensor", tensor)
@@ -255,46 +258,48 @@ class Group:
         return self._broadcast(tensor, src)
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank; small ones that JSON can carry. For checks, not for speed.
+        """Returns the values of all ranks, by rank. For small values that JSON can carry, and not for speed.
 
         >>> Group(0, 1, torch.device("cpu"), "alone").exchange({"stage": 3})
         [{'stage': 3}]
         """
         text = json.dumps(value).encode()
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        own(lengths, self.rank, self.size).fill_(len(text))
+        own_span(lengths, self.rank, self.size).fill_(len(text))
         self._gather("other", lengths).wait()
         counts = lengths.tolist()
         longest = max(counts)
         texts = torch.zeros(self.size * longest, dtype=torch.uint8, device=self.device)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        own(texts, self.rank, self.size)[: len(text)].copy_(mine)
+        own_span(texts, self.rank, self.size)[: len(text)].copy_(mine)
         self._gather("other", texts).wait()
         rows = texts.cpu().view(self.size, longest)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, counts, strict=True)]
 
     def scratch_numel(self, numel: int) -> tuple[int, int]:
-        """What scratch a `reduce_scatter` takes of so many elements: in its first round, and in a second one."""
+        """Returns how much scratch memory a `reduce_scatter` of numel elements takes, in its first and its second
+        round."""
         return (self.size - 1) * (numel // self.size), 0
 
     def barrier(self) -> None:
-        """Returns when all ranks have come here."""
+        """Waits until all ranks have called this."""
         here = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
         self._gather("other", here).wait()
         here.tolist()  # on a device wait() holds only the stream; reading holds the caller
 
     def join(self) -> list[Group]:
-        """The groups that this is made of: itself. Ranks along several dimensions of a mesh are one for each."""
+        """Returns the groups that this one consists of: itself. Ranks along several mesh dimensions are one group for
+        each."""
         return [self]
 
     def follow(self, key: str) -> None:
-        """This rank's next step is `key`, as recorded: counted, not communicated."""
+        """Records that this rank takes the step `key`, as recorded before: it is counted, not communicated."""
 
-    def give_up(self, reason: str) -> None:
-        """This rank cannot do what the others wait for: they are told why, and the group is at its end."""
+    def fail(self, reason: str) -> None:
+        """Ends the group because this rank cannot continue; the other ranks are told `reason`."""
 
     def agree(self, key: str) -> None:
-        """Returns when all ranks want `key` as their next step; raises CommError on every rank where they do not."""
+        """Returns once all ranks want `key` as their next step; raises CommError on every rank if they do not."""
 
     def _reduce_scatter(
         self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
@@ -309,7 +314,7 @@ class Group:
         return Handle()
 
     def averages(self, tensor: Tensor) -> bool:
-        """Whether the transport itself divides before it sums, and as exactly as we would."""
+        """Returns whether the transport itself divides before it sums, as exactly as we would."""
         return False
 
     def _publish(self, full: Tensor) -> Handle:
@@ -322,11 +327,11 @@ class Group:
         return Handle()
 
     def _all_reduce_nbytes(self, tensor: Tensor) -> int:
-        """Bytes that this rank sends: what a reduce-scatter and an all-gather of equal spans send."""
+        """Returns the bytes that this rank sends: those of a reduce-scatter and an all-gather of equal spans."""
         return 2 * (self.size - 1) * -(-tensor.numel() // self.size) * tensor.element_size()
 
     def _flat(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensor:
-        """The tensor's memory in one dimension, outside of autograd and without its version counter."""
+        """Returns the tensor's memory as one dimension, without autograd and version counter."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; allowed: a tensor")
         if dtypes is not None and tensor.dtype not in dtypes:
@@ -356,46 +361,37 @@ class Group:
         return scratch
 
 
-class Lonely(Group):
-    """A rank of a world that is not there."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
-
-    def _refuse(self, operation: str) -> Any:
+def _refuses(operation: str) -> Callable[..., Any]:
+    def refuse(self: Group, *_: object) -> Any:
         raise CommError(
             f"{operation} was asked of a group that only knows its rank and size, {self.rank} of {self.size}: it "
             "serves plans; pass a DeviceMesh, or nothing, for one that communicates",
             operation=operation,
         )
 
-    def _reduce_scatter(
-        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
-    ) -> Handle:
-        return self._refuse("reduce_scatter")
-
-    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
-        return self._refuse("all_gather")
-
-    def _publish(self, full: Tensor) -> Handle:
-        return self._refuse("publish")
-
-    def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
-        return self._refuse("all_reduce")
-
-    def _broadcast(self, tensor: Tensor, src: int) -> Handle:
-        return self._refuse("broadcast")
-
-    def agree(self, key: str) -> None:
-        self._refuse("agree")
+    return refuse
 
 
-def lonely(rank: int, size: int) -> Group:
-    """A group that knows its rank and size and refuses to communicate: for plans of worlds that are not here.
+class OfflineGroup(Group):
+    """A rank of a world that does not exist. Collectives raise CommError."""
 
-    >>> lonely(7, 1024)
-    Lonely('rank 7 of 1024, alone', rank 7 of 1024, cpu)
-    >>> lonely(7, 1024).barrier()  # doctest: +ELLIPSIS
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
+
+    _reduce_scatter = _refuses("reduce_scatter")
+    _all_gather = _refuses("all_gather")
+    _publish = _refuses("publish")
+    _all_reduce = _refuses("all_reduce")
+    _broadcast = _refuses("broadcast")
+    agree = _refuses("agree")
+
+
+def offline_group(rank: int, size: int) -> Group:
+    """Returns a group that knows its rank and size and refuses to communicate, for plans of worlds that do not exist.
+
+    >>> offline_group(7, 1024)
+    OfflineGroup('rank 7 of 1024, alone', rank 7 of 1024, cpu)
+    >>> offline_group(7, 1024).barrier()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     zerokern.core.errors.CommError: all_gather was asked of a group that only knows its rank and size, 7 of 1024...
@@ -405,28 +401,25 @@ def lonely(rank: int, size: int) -> Group:
             raise ValueError(got(name, value, f"a whole number from {least} on"))
     if rank >= size:
         raise ValueError(got("rank", rank, f"0 to {size - 1}"))
-    return Lonely(rank, size)
+    return OfflineGroup(rank, size)
 
 
-def own(full: Tensor, rank: int, size: int) -> Tensor:
-    """The rank's span of `full`.
+def own_span(full: Tensor, rank: int, size: int) -> Tensor:
+    """Returns the rank's span of `full`.
 
-    >>> own(torch.arange(6), 1, 3)
+    >>> own_span(torch.arange(6), 1, 3)
     tensor([2, 3])
     """
     span = full.numel() // size
     return full[rank * span : (rank + 1) * span]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.numel() == other.numel()
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.numel() == b.numel()
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    if not one.numel() or not other.numel():
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel():
         return False
-    start, other_start = one.data_ptr(), other.data_ptr()
-    return (
-        start < other_start + other.numel() * other.element_size()
-        and other_start < start + one.numel() * one.element_size()
-    )
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return a_start < b_start + b.numel() * b.element_size() and b_start < a_start + a.numel() * a.element_size()

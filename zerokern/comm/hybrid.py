@@ -1,7 +1,7 @@
-"""Ranks in two dimensions: spans are divided along one, and what each rank has is there once more along the other.
+"""Ranks in two dimensions: spans are sharded along one, and replicated along the other (HSDP).
 
-A bucket is reduced in two rounds: to spans among those that divide it, and each span among those that have copies of
-it, beside the first round of the next bucket.
+A bucket is reduced in two rounds: to spans along the shard dimension, then each span along the replicate dimension,
+beside the first round of the next bucket.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from zerokern.comm.group import Group, Handle, own
+from zerokern.comm.group import Group, Handle, own_span
 from zerokern.kernels.casts import Squares, add_up
-from zerokern.memory.staging import CudaDriver, passed
+from zerokern.memory.staging import CudaDriver, stream_gate
 
-__all__ = ["Everyone", "HybridGroup"]
+__all__ = ["AllReplicas", "HybridGroup"]
 
 
-class Everyone:
-    """The ranks of both dimensions. What is told or added up goes along one dimension and then along the other.
+class AllReplicas:
+    """The ranks of both dimensions. Collectives run along one dimension and then along the other.
 
-    So all ranks have the same bits. They are numbered as a mesh of (replicate, shard) lists them.
+    So all ranks get the same bits. Ranks are numbered as in a mesh of (replicate, shard).
     """
 
     def __init__(self, shard: Group, replicas: Group) -> None:
@@ -31,43 +31,43 @@ class Everyone:
         self.device, self.alone = shard.device, False
 
     def join(self) -> list[Group]:
-        """As `Group.join`: the groups of the dimensions that have several ranks."""
+        """Returns the groups of the dimensions that have several ranks."""
         return [group for group in (self._shard, self._replicas) if not group.alone]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
-        """As `Group.all_reduce`; a mean is that of the means."""
+        """Does `Group.all_reduce` over both dimensions; a mean is the mean of means."""
         self._shard.all_reduce(tensor, op, scratch=scratch).wait()
         return self._replicas.all_reduce(tensor, op, scratch=scratch)
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        """As `Group.broadcast`, from the first of all."""
+        """Does `Group.broadcast` from the first of all ranks."""
         self._shard.broadcast(tensor).wait()
         return self._replicas.broadcast(tensor)
 
     def exchange(self, value: Any) -> list[Any]:
-        """As `Group.exchange`."""
-        return [one for row in self._replicas.exchange(self._shard.exchange(value)) for one in row]
+        """Does `Group.exchange` over both dimensions."""
+        return [item for row in self._replicas.exchange(self._shard.exchange(value)) for item in row]
 
     def follow(self, key: str) -> None:
-        """As `Group.follow`, on both."""
+        """Does `Group.follow` on both dimensions."""
         for group in self.join():
             group.follow(key)
 
     def agree(self, key: str) -> None:
-        """As `Group.agree`, on both."""
+        """Does `Group.agree` on both dimensions."""
         for group in self.join():
             group.agree(key)
 
     def scratch_numel(self, numel: int) -> tuple[int, int]:
-        """As `Group.scratch_numel`, of an `all_reduce`."""
+        """Returns the scratch memory of an `all_reduce`, as `Group.scratch_numel`."""
         return max((group.size - 1) * -(-numel // group.size) for group in self.join()), 0
 
 
 class HybridGroup(Group):
-    """The ranks that divide spans, as a group; each of them knows those that have `replicas` of its own.
+    """The ranks that shard spans, as a group; each of them knows the `replicas` of its own shard.
 
-    What moves spans stays among the former: gathers, and the order of them. What all must have alike concerns both:
-    `reduce_scatter` ends in the same span on all that have it, a norm counts each span once.
+    Gathers, and their order, concern only the ranks of one replica. What all ranks must have alike concerns both
+    dimensions: `reduce_scatter` ends in the same span on all replicas, a norm counts each span once.
 
     >>> import torch
     >>> alone = Group(0, 1, torch.device("cpu"), "alone")
@@ -80,9 +80,9 @@ class HybridGroup(Group):
         self.shard, self.replicas = shard, replicas
         self.alone = shard.alone
         self.traffic, self.publishing = shard.traffic, shard.publishing
-        self._everyone = Everyone(shard, replicas)
+        self._everyone = AllReplicas(shard, replicas)
         self._driver = CudaDriver(shard.device) if shard.device.type == "cuda" else None
-        shard.tie(replicas)
+        shard.link_failures(replicas)
 
     @property
     def everyone(self) -> Any:
@@ -94,14 +94,14 @@ class HybridGroup(Group):
     def awaiting_update(self) -> AbstractContextManager[None]:
         return self.shard.awaiting_update()
 
-    def settle(self, besides: object = None) -> None:
-        self.shard.settle(besides)
-        self.replicas.settle(besides)
+    def wait_for_publications(self, besides: object = None) -> None:
+        self.shard.wait_for_publications(besides)
+        self.replicas.wait_for_publications(besides)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
-        """As `Group.all_reduce` over all that is there once: a sum is the mean of the replicas' sums.
+        """Reduces over all shards, each counted once: a sum is the mean of the replicas' sums.
 
-        Where replicas are alike that is what each of them has; where they are not, all hear of the same number.
+        If replicas are equal that is the sum of each; if not, all get the same number.
         """
         if op == "sum" and not tensor.is_floating_point():
             raise TypeError(f"tensor has dtype {tensor.dtype}; allowed: floats, of which replicas have a mean")
@@ -116,7 +116,7 @@ class HybridGroup(Group):
         return Handle(complete)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
-        """From rank `src` of the first replica, to all ranks of all replicas."""
+        """Broadcasts from rank `src` of the first replica to all ranks of all replicas."""
         self.shard.broadcast(tensor, src).wait()
         return self.replicas.broadcast(tensor)
 
@@ -126,9 +126,9 @@ class HybridGroup(Group):
     def agree(self, key: str) -> None:
         self.shard.agree(key)
 
-    def give_up(self, reason: str) -> None:
-        self.shard.give_up(reason)
-        self.replicas.give_up(reason)
+    def fail(self, reason: str) -> None:
+        self.shard.fail(reason)
+        self.replicas.fail(reason)
 
     def scratch_numel(self, numel: int) -> tuple[int, int]:
         span = numel // self.size
@@ -138,7 +138,7 @@ class HybridGroup(Group):
         self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
     ) -> Handle:
         # what is added to must not be added up with that of the replicas: the sum is made in the bucket
-        piece = own(bucket, self.rank, self.size) if add or out.dtype != bucket.dtype else out
+        piece = own_span(bucket, self.rank, self.size) if add or out.dtype != bucket.dtype else out
         op, first_scale = "sum", scale
         if scale == 1.0 / self._everyone.size and self.shard.averages(bucket) and self.replicas.averages(bucket):
             op, first_scale = "mean", 1.0 / self.size
@@ -158,7 +158,7 @@ class HybridGroup(Group):
             first.wait()
             begin().wait()
             finish()
-            gate = passed(self.device)
+            gate = stream_gate(self.device)
         held = [bucket, piece, out]
 
         def complete() -> None:
@@ -168,7 +168,7 @@ class HybridGroup(Group):
         return Handle(complete, None, gate)
 
     def _divided(self, scratch: Tensor | None, numel: int) -> tuple[Tensor | None, Tensor | None]:
-        """The second round's is at the end, where the next bucket's first round leaves it alone."""
+        """Divides scratch memory: the second round uses the end, which the next bucket's first round leaves alone."""
         head, tail = self.scratch_numel(numel)
         if scratch is None or scratch.numel() < head + tail:
             return scratch, None
@@ -182,7 +182,7 @@ class HybridGroup(Group):
 
 
 class _Rounds(Handle):
-    """A collective whose second round somebody has to begin: whoever waits, or goes on."""
+    """A collective with a second round, which starts when somebody waits or calls `advance`."""
 
     __slots__ = ("_begin", "_finish", "_first", "_second")
 

@@ -1,4 +1,4 @@
-"""From what a user has (a mesh, a world, nothing) to a group: which ranks, which transport, which store."""
+"""Makes a group from a mesh, from the default process group, or for this process alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerokern.core.errors import got, say_once
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Team", "dividing_on", "group_on", "joined", "world_size"]
+__all__ = ["MeshGroups", "group_of", "group_on", "sharding_group", "user_group", "world_size"]
 
 # What was posted is counted per process group: messages of two groups that share one must not be mistaken.
 _COMMON: weakref.WeakKeyDictionary[Any, dict[str, Common]] = weakref.WeakKeyDictionary()
@@ -39,7 +39,7 @@ _OF_THE_MODEL = {"tp": "tensor", "pp": "pipeline"}
 
 
 def world_size() -> int:
-    """The ranks of the default process group, 1 where there is none; asks nobody, unlike `group_on`.
+    """Returns the size of the default process group, or 1 without one. Unlike `group_on`, it does not communicate.
 
     >>> world_size()
     1
@@ -52,10 +52,10 @@ def _has_world() -> bool:
 
 
 def group_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
-    """The group of a 1-D ``DeviceMesh``, of the world if there is one, else of this process alone.
+    """Returns the group of a 1-D ``DeviceMesh``, of the world if there is one, else of this process alone.
 
-    A Group is returned as it is. All ranks of the group call this together: it ends when they have found each other.
-    The same ranks on the same device are the same object, for as long as someone holds it.
+    A Group is returned unchanged. All ranks call this together; it returns when they have found each other. The same
+    ranks on the same device are the same object, as long as somebody holds it.
 
     >>> group_on()
     Group('alone', rank 0 of 1, cpu)
@@ -69,10 +69,10 @@ def group_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
     return Group(0, 1, device, "alone") if pg is None else _join(pg, device)
 
 
-def dividing_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
-    """As `group_on`, for what is divided: of a mesh of two dimensions, (replicate, shard), a `HybridGroup`.
+def sharding_group(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
+    """Returns the group to shard over, as `group_on`; for a 2-D mesh, (replicate, shard), a `HybridGroup`.
 
-    >>> dividing_on()
+    >>> sharding_group()
     Group('alone', rank 0 of 1, cpu)
     """
     if mesh is None and not _has_world() and (ranks := env.launched_ranks()) > 1:
@@ -83,10 +83,10 @@ def dividing_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
     replicas, shard = (group_on(_along(mesh, dim), device) for dim in (0, 1))
     if replicas.size == 1:
         return shard
-    found = _HYBRID.get((id(shard), id(replicas)))
-    if found is None:
-        found = _HYBRID[id(shard), id(replicas)] = HybridGroup(shard, replicas)
-    return found
+    hybrid = _HYBRID.get((id(shard), id(replicas)))
+    if hybrid is None:
+        hybrid = _HYBRID[id(shard), id(replicas)] = HybridGroup(shard, replicas)
+    return hybrid
 
 
 def _check_two(mesh: DeviceMesh) -> None:
@@ -97,7 +97,7 @@ def _check_two(mesh: DeviceMesh) -> None:
         raise ValueError(got("mesh", mesh, f"a mesh of one dimension (shard), or of two, {_TWO}", advice))
     for name in names:
         if name in _OF_THE_MODEL:
-            other = next((one for one in names if one not in _OF_THE_MODEL), "dp")
+            other = next((name for name in names if name not in _OF_THE_MODEL), "dp")
             advice = (
                 f"{name!r} is the dimension of {_OF_THE_MODEL[name]} parallelism; choose the other: mesh[{other!r}]"
             )
@@ -108,7 +108,7 @@ def _check_two(mesh: DeviceMesh) -> None:
 
 
 def _along(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """Those that this rank is among in one dimension, as a mesh."""
+    """Returns this rank's slice of the mesh along one dimension."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if mesh.get_coordinate() is None:
@@ -116,8 +116,8 @@ def _along(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)
 
 
-def joined(pg: Any) -> Group:
-    """The group of a process group: of its CPU tensors where it moves such, else of those on this process's GPU."""
+def group_of(pg: Any) -> Group:
+    """Returns the group of a process group: for CPU tensors if it moves those, else for those on this process's GPU."""
     device = torch.device("cpu")
     try:
         pg._get_backend(device)
@@ -126,61 +126,90 @@ def joined(pg: Any) -> Group:
     return _join(pg, device)
 
 
-class Team:
-    """The ranks along some dimensions of a mesh, as those that hold the parts of a DTensor, and along groups `beside`.
+class MeshGroups:
+    """The groups along some dimensions of a mesh, and further groups `beside` them, as one.
 
-    One group for each dimension: sums go along one after the other, so that every rank has the same bits.
+    Collectives run along one group after the other, so that every rank gets the same bits. The groups are joined at the
+    first use, to which all ranks come together, in their users' threads.
     """
 
-    def __init__(self, mesh: DeviceMesh, dims: Sequence[int], beside: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        dims: Sequence[int],
+        beside: Sequence[Any] = (),
+        device: torch.device | None = None,
+    ) -> None:
         self.size = math.prod([*(mesh.size(dim) for dim in dims), *(group.size for group in beside)])
-        self._beside = beside
-        self.device = torch.device(mesh.device_type)
-        self._mesh, self._dims = mesh, dims
-        self._parts: list[Any] | None = None
+        self.device = device or torch.device(mesh.device_type)
+        self._mesh, self._dims, self._beside = mesh, dims, beside
+        self._groups: list[Any] = []
 
     def join(self) -> list[Group]:
-        """The groups, which find each other the first time: every rank comes here then, in its user's thread."""
-        if self._parts is None:
-            mesh = self._mesh
-            each = [mesh if mesh.ndim == 1 else _along(mesh, dim) for dim in self._dims]
-            self._parts = [*self._beside, *(group_on(one, self.device) for one in each)]
-        return [group for part in self._parts for group in part.join()]
+        """Returns the groups."""
+        return [group for part in self._joined() for group in part.join()]
 
     @property
-    def everyone(self) -> Team:
-        """Those that have copies of the spans of groups beside, too."""
-        return Team(self._mesh, self._dims, [group.everyone for group in self._beside])
+    def everyone(self) -> MeshGroups:
+        """The same with all ranks that have copies of the spans of the groups beside."""
+        return MeshGroups(self._mesh, self._dims, [group.everyone for group in self._beside])
 
     def follow(self, key: str) -> None:
-        """As `Group.follow`, on all of them."""
-        for part in self._joined():
-            part.follow(key)
+        """Does `Group.follow` on all groups."""
+        for group in self._joined():
+            group.follow(key)
 
     def agree(self, key: str) -> None:
-        """As `Group.agree`, on all of them."""
-        for part in self._joined():
-            part.agree(key)
+        """Does `Group.agree` on all groups."""
+        for group in self._joined():
+            group.agree(key)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """As `Group.all_reduce`, over all of them."""
+        """Does `Group.all_reduce` over all groups."""
         handle = Handle()
-        for part in self._joined():
+        for group in self._joined():
             handle.wait()
-            handle = part.all_reduce(tensor, op)
+            handle = group.all_reduce(tensor, op)
         return handle
 
     def _joined(self) -> list[Any]:
-        self.join()
-        assert self._parts is not None
-        return self._parts
+        if not self._groups:
+            mesh = self._mesh
+            meshes = [mesh if mesh.ndim == 1 else _along(mesh, dim) for dim in self._dims]
+            self._groups = [*self._beside, *(group_on(along, self.device) for along in meshes)]
+        return self._groups
+
+
+def user_group(group: Any, device: torch.device | str) -> Group | MeshGroups | None:
+    """Returns the group that a user passed as `group=...`, for tensors on this device; None for None.
+
+    >>> user_group(None, "cpu") is None
+    True
+    """
+    if group is None or isinstance(group, Group):
+        return group
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = torch.device(device)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            advice = 'Choose the one that its stages are along, as in mesh["pp"]'
+            raise ValueError(got("group", group, "a mesh of one dimension", advice))
+    elif dist.is_available() and dist.is_initialized() and isinstance(group, dist.ProcessGroup):
+        group = DeviceMesh.from_group(group, device.type)
+    else:
+        allowed = "a ProcessGroup, a 1-D DeviceMesh or None"
+        raise TypeError(got("group", group, allowed, 'For the stages of a pipeline: mesh["pp"]'))
+    return MeshGroups(group, (0,), device=device)
 
 
 def _join(pg: Any, device: torch.device) -> Group:
     if dist.get_world_size(pg) == 1:
         return Group(0, 1, device, _name(pg))
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(got("device", str(device), "cpu, cuda", "zerokern.comm.lonely(rank, size) serves plans"))
+        raise ValueError(
+            got("device", str(device), "cpu, cuda", "zerokern.comm.offline_group(rank, size) serves plans")
+        )
     _backend(pg, device)
     if device.type == "cuda" and env.read("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
@@ -189,9 +218,9 @@ def _join(pg: Any, device: torch.device) -> Group:
         )
     kinds = _COMMON.setdefault(pg, {})
     common = kinds.get(device.type) or _common(pg, device)
-    found = common.groups.get(str(device))
-    if found is not None:
-        return found
+    known = common.groups.get(str(device))
+    if known is not None:
+        return known
     group = common.groups[str(device)] = _group(pg, device, common)
     if device.type not in kinds:
         _meet(pg, group, common)
@@ -208,9 +237,9 @@ def _group(pg: Any, device: torch.device, common: Common) -> Group:
 
 
 def _meet(pg: Any, group: Group, common: Common) -> None:
-    """Returns when all ranks have come here and have a page of the store that no earlier run has written on.
+    """Waits until all ranks have come here and share a page of the store that no earlier run has written to.
 
-    Once for each process group: later, one rank may still hold a group that another has let go.
+    Only once for each process group: later, one rank may still hold a group that another has dropped.
     """
     ranks, store = dist.get_process_group_ranks(pg), dist.distributed_c10d._get_default_store()
     name = f"{_name(pg)}/{zlib.crc32(','.join(map(str, ranks)).encode()):08x}"

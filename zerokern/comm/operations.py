@@ -1,4 +1,4 @@
-"""Operations between ranks as they are counted and named: the n-th of its kind, what it moves, what it is about."""
+"""Operations between ranks as they are counted and named for messages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _thread = threading.local()
 
 
 class during:
-    """Context manager: names the public call or hook that this thread is in, for messages if it waits for long.
+    """Context manager that names the public call or hook that this thread is in, for messages if it waits for long.
 
-    The outermost name counts, for that is what the user wrote. `of` says what the collectives within are about, the
-    same on all ranks: those of different things never match, even where they move as much. There the innermost counts.
+    The outermost name is used, which the user wrote. `of` names the subject of the collectives within, the same on all
+    ranks: those with different subjects never match, even if they move as much. There the innermost is used.
 
     >>> with during("zk.save"), during("the forward of 'layers.3'", of="unit 'layers.3'"):
     ...     phase(), subject()
@@ -38,20 +38,20 @@ class during:
 
 
 def phase() -> str:
-    """The call or hook that this thread is in; empty outside of `during`."""
+    """Returns the call or hook that this thread is in; empty outside of `during`."""
     return getattr(_thread, "at", ("", ""))[0]
 
 
 def subject() -> str:
-    """What a collective that is begun now is about."""
+    """Returns what a collective that begins now is about."""
     return getattr(_thread, "at", ("", ""))[1]
 
 
 class Operation:
     """The `count`-th operation of a kind in a group; `detail` says what it moves.
 
-    `source`: the only rank that has to take part, where it is one. `counted`, `part`: the kind and number that ranks
-    count a later round of it by.
+    `source`: the only rank that has to take part, if there is one. `counted`, `part`: kind and number under which ranks
+    count a later round of it.
     """
 
     __slots__ = ("count", "counted", "detail", "kind", "part", "phase", "source", "thread", "warned")
@@ -68,12 +68,12 @@ class Operation:
 
     @property
     def place(self) -> str:
-        """What the waiting thread is in, in the user's words where there are some."""
+        """What the waiting thread is doing, in the user's words if there are some."""
         return f"{self.phase} ({self})" if self.phase else str(self)
 
 
 class Ledger:
-    """Counts the operations that this process has begun in one process group, by kind: all ranks count alike.
+    """Counts the operations that this process has begun in one process group, by kind. All ranks count alike.
 
     >>> ledger = Ledger(0, 2)
     >>> str(ledger.begin("all_gather", "4 elements")), str(ledger.begin("all_gather", "2 elements")), ledger.counts
@@ -88,7 +88,7 @@ class Ledger:
         self.thread = self.publisher = threading.main_thread().ident  # those that began what came last
 
     def begin(self, kind: str, detail: str, source: int | None = None) -> Operation:
-        """The next operation of a kind."""
+        """Returns the next operation of a kind."""
         count = self._next(kind)
         if kind == "publish":
             self.publisher = threading.get_ident()
@@ -100,13 +100,13 @@ class Ledger:
         return operation
 
     def again(self, operation: Operation) -> Operation:
-        """The second round of an operation."""
+        """Returns the second round of an operation."""
         counted = f"{operation.kind}, second round"
         part = self._next(counted)
         return Operation(operation.kind, operation.count, operation.detail, counted=counted, part=part)
 
     def step(self) -> int:
-        """The position of the next step of an order that ranks agree on, or have recorded."""
+        """Returns the position of the next step in an order that ranks agree on or have recorded."""
         self.thread = threading.get_ident()
         return self._next("agree")
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange spans point to point, straight from and into the buckets: gloo, on CPUs.
+"""Groups of ranks on CPUs: gloo, with spans exchanged point to point, straight from and into the buckets.
 
 gloo's own reduce-scatter and all-gather copy through buffers of their own and take four times as long. Sums run in
 fp32, in the order of the ranks, in one pass of the native accumulate.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
-from zerokern.comm.group import FLOATS, Handle, own
+from zerokern.comm.group import FLOATS, Handle, own_span
 from zerokern.comm.operations import Operation
 from zerokern.kernels.casts import Squares, add_up
 
@@ -35,7 +35,7 @@ class PeerGroup(CommonGroup):
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
         super().__init__(pg, common, device, name)
-        # memory that gloo reads or writes, however little is waited for
+        # keeps memory alive that gloo reads or writes, even if nobody waits
         self._pending: dict[int, tuple[Tensor, ...]] = {}
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
@@ -86,9 +86,9 @@ class PeerGroup(CommonGroup):
         if scratch is None:
             scratch = torch.empty((self.size - 1) * span, dtype=bucket.dtype)
         arrived = {peer: scratch[i * span : (i + 1) * span] for i, peer in enumerate(self._peers)}
-        sends = [(peer, own(bucket, peer, self.size)) for peer in self._peers]
+        sends = [(peer, own_span(bucket, peer, self.size)) for peer in self._peers]
         operation, works = self._start("reduce_scatter", detail(bucket), sends, list(arrived.items()))
-        sources = [arrived[r] if r != self.rank else own(bucket, r, self.size) for r in range(self.size)]
+        sources = [arrived[r] if r != self.rank else own_span(bucket, r, self.size) for r in range(self.size)]
 
         def finish() -> None:
             if span:
@@ -97,7 +97,7 @@ class PeerGroup(CommonGroup):
         return self._handle(operation, works, finish, bucket, scratch, out)
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
-        mine = own(full, self.rank, self.size)
+        mine = own_span(full, self.rank, self.size)
         if shard is not None:
             mine.copy_(shard)
         operation, works = self._start("all_gather", detail(full), *self._spread(full))
@@ -108,7 +108,7 @@ class PeerGroup(CommonGroup):
         return self._handle(operation, works, _nothing, full)
 
     def _spread(self, full: Tensor) -> tuple[Transfers, Transfers]:
-        """The own span to everyone, everyone's to its place."""
+        """Returns the transfers of an all-gather: this rank's span to every peer, every peer's span to its place."""
         spans = _spans(full, self.size)
         return [(peer, spans[self.rank]) for peer in self._peers], [(peer, spans[peer]) for peer in self._peers]
 
@@ -138,16 +138,16 @@ class PeerGroup(CommonGroup):
         cells = torch.zeros(self.size * CELL_NBYTES, dtype=torch.uint8)
         head = torch.tensor([operation.count, zlib.crc32(operation.detail.encode())])
         mine = torch.cat([head.view(torch.uint8), tensor.view(torch.uint8)])
-        own(cells, self.rank, self.size)[: mine.numel()] = mine
+        own_span(cells, self.rank, self.size)[: mine.numel()] = mine
         try:
-            work = collectives.all_gather(self._pg, cells, own(cells, self.rank, self.size).clone())
+            work = collectives.all_gather(self._pg, cells, own_span(cells, self.rank, self.size).clone())
         except RuntimeError as error:
             raise observer.failed(operation, error) from error
 
         def finish() -> None:
             rows = cells.view(self.size, CELL_NBYTES)
             heads = rows[:, :HEAD_NBYTES]
-            if any(not torch.equal(one, heads[self.rank]) for one in heads):
+            if any(not torch.equal(head, heads[self.rank]) for head in heads):
                 raise observer.unlike(operation)
             parts = rows[:, HEAD_NBYTES : mine.numel()].contiguous().view(tensor.dtype)
             _combine(tensor, dict(enumerate(parts)), op)
@@ -180,13 +180,14 @@ class PeerGroup(CommonGroup):
 
 
 def _spans(tensor: Tensor, size: int) -> list[Tensor]:
-    """A span for each rank, of equal sizes but for the last ones."""
+    """Returns a span for each rank, of equal sizes except for the last ones."""
     each = -(-tensor.numel() // size)
     return [tensor[rank * each : (rank + 1) * each] for rank in range(size)]
 
 
 def _combine(target: Tensor, sources: dict[int, Tensor], op: str) -> None:
-    """target = the sum or maximum of the sources, in the order of the ranks; one of them may be the target itself."""
+    """Writes the sum or maximum of the sources into `target`, in the order of the ranks; `target`
+    may be one of them."""
     ordered = [sources[rank] for rank in sorted(sources)]
     if not target.numel():
         return
@@ -194,11 +195,11 @@ def _combine(target: Tensor, sources: dict[int, Tensor], op: str) -> None:
         add_up(target, ordered, add=False)
         return
     total = ordered[0].clone()
-    for one in ordered[1:]:
+    for source in ordered[1:]:
         if op == "sum":
-            total += one
+            total += source
         else:
-            torch.maximum(total, one, out=total)
+            torch.maximum(total, source, out=total)
     target.copy_(total)
 
 

@@ -133,7 +133,7 @@ class Agreement:
         )
 
     def troubled(self) -> bool:
-        """Whether some rank waits long for an agreement; one question to the store."""
+        """Returns whether some rank waits long for an agreement; one question to the store."""
         return self._store.check(["trouble"])
 
     def look(self, operation: Operation) -> Failure | None:
@@ -154,8 +154,8 @@ class Agreement:
                 self._join(position, key)
         failure = _failure(others)
         if failure is None:
-            found = self.process.deadlock(self.group, operation)
-            failure = Failure(found[0], told=found[1]) if found else None
+            deadlock = self.process.deadlock(self.group, operation)
+            failure = Failure(deadlock[0], told=deadlock[1]) if deadlock else None
         return failure
 
     def failing(self) -> set[int]:
@@ -169,11 +169,11 @@ class Agreement:
         self._say(failing=True, failed=[failure.reason, list(failure.gone)])
 
     def failed(self) -> dict[int, Failure]:
-        """Which other ranks have said why."""
+        """Returns the other ranks that have stated why they failed."""
         return _failures(self._said_by_others())
 
     def late(self, operation: Operation) -> dict[int, str]:
-        """Which other ranks have not begun this, as far as is known, and where they last were."""
+        """Returns the other ranks that are not known to have begun this, and where they last were."""
         return self.process.others(self.group, operation)
 
     def _say(self, **what: Any) -> None:
@@ -182,12 +182,12 @@ class Agreement:
             self._store.set(f"said/{self.rank}", json.dumps(self._said))
 
     def _said_by_others(self) -> dict[int, dict[str, Any]]:
-        found = {}
+        statements = {}
         for rank in range(self.size):
             name = f"said/{rank}"
             if rank != self.rank and self._store.check([name]):
-                found[rank] = json.loads(self._store.get(name))
-        return found
+                statements[rank] = json.loads(self._store.get(name))
+        return statements
 
     def _trouble(self, there: bool) -> None:
         if there and not self._in_trouble:
@@ -247,8 +247,8 @@ class Agreement:
 
 
 def _failures(said_by: dict[int, dict[str, Any]]) -> dict[int, Failure]:
-    found = {rank: said["failed"] for rank, said in said_by.items() if "failed" in said}
-    return {rank: Failure(reason, tuple(gone)) for rank, (reason, gone) in found.items()}
+    failures = {rank: said["failed"] for rank, said in said_by.items() if "failed" in said}
+    return {rank: Failure(reason, tuple(gone)) for rank, (reason, gone) in failures.items()}
 
 
 def _failure(said_by: dict[int, dict[str, Any]]) -> Failure | None:
@@ -260,7 +260,7 @@ def _name(position: int, key: str) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Formats ranks for messages.
 
     >>> ranks_in_words([2]), ranks_in_words([0, 3]), ranks_in_words(range(9))
     ('rank 2', 'ranks 0 and 3', 'ranks 0, 1, 2, 3, 4, 5 and 3 more')
@@ -274,7 +274,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _about_units(keys: Iterable[str]) -> str:
-    """What helps where the steps that ranks differ in are those of units."""
+    """Returns advice for ranks that differ in steps of units."""
     if not any(" of unit " in key for key in keys):
         return ""
     return (
@@ -284,7 +284,7 @@ def _about_units(keys: Iterable[str]) -> str:
 
 
 def _by_value(values: dict[int, str], within: dict[int, str]) -> str:
-    """Who has which value, and in what."""
+    """Describes which ranks have which value."""
     by_value: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         place = within.get(rank) or value

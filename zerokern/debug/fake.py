@@ -1,7 +1,7 @@
 """Ranks that are threads of one process and exchange through memory: the slow reference of the collectives.
 
-Sums are plain loops in the order of the ranks. What must not be touched is looked at again, and what holds nothing to
-rely on is filled with NaN, so that a caller who breaks a rule of `Group` hears of it here first.
+Sums are plain loops in the order of the ranks. It checks that nobody touches memory in use, and fills memory with
+undefined content with NaN, so that a caller that breaks a rule of `Group` fails here first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm.group import Group, Handle, own
+from zerokern.comm.group import Group, Handle, own_span
 from zerokern.comm.operations import Ledger, Operation
 from zerokern.core.errors import CommError, got
 from zerokern.debug.agreement import Agreement, Disagreement, Interrupted
@@ -50,7 +50,8 @@ class FakeWorld:
         self.groups = [FakeGroup(self, rank) for rank in range(size)]
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """fn(group, *args) on every rank; their results, by rank. Raises the error of the rank that failed first."""
+        """Runs fn(group, *args) on every rank; returns the results by rank. Raises the error of the first rank that
+        failed."""
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
 
@@ -96,12 +97,12 @@ class FakeGroup(Group):
     def follow(self, key: str) -> None:
         self._agreement.follow(key)
 
-    def tie(self, other: Group) -> None:
+    def link_failures(self, other: Group) -> None:
         if isinstance(other, FakeGroup):
             self._world.tied.append(other._world)
             other._world.tied.append(self._world)
 
-    def give_up(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self._world.fail(f"rank {self.rank}: {reason}")
 
     def agree(self, key: str) -> None:
@@ -121,7 +122,7 @@ class FakeGroup(Group):
         return operation
 
     def _take(self, operation: Operation) -> list[Tensor]:
-        """What all ranks gave, by rank."""
+        """Returns the values that all ranks gave, by rank."""
         with self._process.waiting(operation, self._agreement.group):
             return self._taken(operation)
 
@@ -178,8 +179,8 @@ class FakeGroup(Group):
             given = self._take(operation)
             self._untouched(operation, bucket, given[self.rank])
             total = out.float() if add else None
-            for one in given:
-                part = own(one, self.rank, self.size).float() * scale
+            for source in given:
+                part = own_span(source, self.rank, self.size).float() * scale
                 total = part if total is None else total + part
             if total is not None:
                 bucket.fill_(float("nan"))
@@ -191,24 +192,24 @@ class FakeGroup(Group):
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         if shard is not None:
-            own(full, self.rank, self.size).copy_(shard)
+            own_span(full, self.rank, self.size).copy_(shard)
         return self._spread("all_gather", full)
 
     def _publish(self, full: Tensor) -> Handle:
         return self._spread("publish", full)
 
     def _spread(self, kind: str, full: Tensor) -> Handle:
-        mine = own(full, self.rank, self.size)
+        mine = own_span(full, self.rank, self.size)
         operation = self._give(kind, _detail(full), mine)
         if full.is_floating_point():
             for rank in set(range(self.size)) - {self.rank}:
-                own(full, rank, self.size).fill_(float("nan"))
+                own_span(full, rank, self.size).fill_(float("nan"))
 
         def complete() -> None:
             given = self._take(operation)
             self._untouched(operation, mine, given[self.rank])
-            for rank, one in enumerate(given):
-                own(full, rank, self.size).copy_(one)
+            for rank, source in enumerate(given):
+                own_span(full, rank, self.size).copy_(source)
 
         return Handle(complete, lambda: self._all_gave(operation))
 
@@ -222,8 +223,8 @@ class FakeGroup(Group):
             self._untouched(operation, tensor, given[self.rank])
             wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
             total = given[0].to(wide)
-            for one in given[1:]:
-                total = total + one.to(wide) if op == "sum" else torch.maximum(total, one.to(wide))
+            for source in given[1:]:
+                total = total + source.to(wide) if op == "sum" else torch.maximum(total, source.to(wide))
             tensor.copy_(total)
 
         return Handle(complete, lambda: self._all_gave(operation))

@@ -33,13 +33,13 @@ class GroupRecord:
         self.members: list[str] = []  # tokens of the processes, by rank; empty where one is not known yet
 
     def thread_for(self, kind: str) -> int | None:
-        """The thread that begins the next operation of a kind."""
+        """Returns the thread that begins the next operation of a kind."""
         ledger = self.ledger
         publishes = kind == UPDATE or (kind == "publish" and ledger.publishing())
         return ledger.publisher if publishes else ledger.thread
 
     def needed(self, operation: Operation) -> list[str]:
-        """Tokens of the processes that must begin an operation before a wait for it ends."""
+        """Returns tokens of the processes that must begin an operation before a wait for it ends."""
         if operation.counted == UPDATE:
             return self.members[self.rank : self.rank + 1]
         if operation.source is not None and operation.source != self.rank:
@@ -63,13 +63,13 @@ class Wait(NamedTuple):
     says: str
     needed: list[str]
 
-    def needs(self, one: ThreadId, statement: dict[str, Any]) -> bool:
-        """Whether it ends only after that thread has begun the same operation, which it has not."""
-        if one.token not in self.needed or self.page in statement["ended"]:
+    def needs(self, thread_id: ThreadId, statement: dict[str, Any]) -> bool:
+        """Returns whether it ends only after that thread has begun the same operation, which it has not."""
+        if thread_id.token not in self.needed or self.page in statement["ended"]:
             return False
         begun, threads = statement["begun"].get(self.page, {}), statement["threads"].get(self.page, {})
         thread = threads.get(self.counted, threads.get("", statement["main"]))
-        return thread == one.thread and begun.get(self.counted, 0) <= self.number
+        return thread == thread_id.thread and begun.get(self.counted, 0) <= self.number
 
 
 class ProcessState:
@@ -95,22 +95,22 @@ class ProcessState:
         return self._token
 
     def join(self, group: GroupRecord, store: Any, rank: int, page: str, ranks: list[int]) -> None:
-        """From now on states through `store` what it does in a group of these ranks of the world."""
+        """Starts to state through `store` what this process does in a group of these ranks of the world."""
         self.store, self.rank = store, rank
         self.known[rank] = self.token
         group.pages.append(page)
-        group.members = [self.known.get(one, "") for one in ranks]
+        group.members = [self.known.get(rank, "") for rank in ranks]
         self._groups.add(group)
 
     def begin_wait(self, group: GroupRecord, operation: Operation) -> tuple[GroupRecord, Operation] | None:
-        """The calling thread waits from now on; returns what it waited for before, for `end_wait`."""
+        """Records that the calling thread waits; returns what it waited for before, for `end_wait`."""
         operation.phase, operation.thread = phase(), threading.get_ident()
         before = self.waits.get(operation.thread)
         self.waits[operation.thread] = (group, operation)
         return before
 
     def end_wait(self, operation: Operation, before: tuple[GroupRecord, Operation] | None) -> None:
-        """The wait is over, whether it succeeded or not."""
+        """Records that the wait has ended, successfully or not."""
         self.last = operation
         if before is None:
             self.waits.pop(operation.thread, None)
@@ -119,7 +119,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def waiting(self, operation: Operation, group: GroupRecord) -> Iterator[None]:
-        """Around a wait."""
+        """Context manager around a wait."""
         before = self.begin_wait(group, operation)
         try:
             yield
@@ -127,7 +127,7 @@ class ProcessState:
             self.end_wait(operation, before)
 
     def deadlock(self, group: GroupRecord, operation: Operation) -> tuple[str, bool] | None:
-        """Why a wait of this process will never end, where that is certain, and whether another process has found it.
+        """Returns why a wait of this process will certainly never end, and whether another process found that.
 
         All processes in the same deadlock are told as well.
         """
@@ -155,7 +155,7 @@ class ProcessState:
         return reason, False
 
     def _caught(self, here: ThreadId, own: Wait, mine: dict[str, Any]) -> dict[ThreadId, tuple[Wait, int]]:
-        """This wait and all that last as long as it does; nothing else where it is not in a closed chain of waits."""
+        """Returns this wait and all waits of a deadlock that it is part of; nothing else if there is none."""
         statements = {self.token: mine}
         waits: dict[ThreadId, Wait] = {}
         asked = [self.token, *own.needed]
@@ -164,13 +164,15 @@ class ProcessState:
             for thread, wait in _waits(statement).items():
                 if wait.page not in statement["ended"]:
                     waits[ThreadId(token, thread)] = wait
-                    asked += [one for one in wait.needed if one not in asked]
+                    asked += [needed for needed in wait.needed if needed not in asked]
         caught = {here: (own, self.rank)}
         grown = 0
         while grown < len(caught):
             grown = len(caught)
             for place, wait in waits.items():
-                if place not in caught and any(wait.needs(one, statements[one.token]) for one in caught):
+                if place not in caught and any(
+                    wait.needs(thread_id, statements[thread_id.token]) for thread_id in caught
+                ):
                     caught[place] = (wait, statements[place.token]["rank"])
         closed = any(place != here and own.needs(place, statements[place.token]) for place in caught)
         return caught if closed else {}
@@ -178,29 +180,29 @@ class ProcessState:
     def _statement(self) -> dict[str, Any]:
         # waits are read before counts: what had been begun when a wait began is in these then
         waits = {
-            str(thread): [one.pages[-1], wait.counted, wait.part, wait.place, one.needed(wait)]
-            for thread, (one, wait) in list(self.waits.items())
-            if one.pages
+            str(thread): [group.pages[-1], wait.counted, wait.part, wait.place, group.needed(wait)]
+            for thread, (group, wait) in list(self.waits.items())
+            if group.pages
         }
-        groups = [(page, one) for one in list(self._groups) for page in one.pages]
+        groups = [(page, group) for group in list(self._groups) for page in group.pages]
         return {
             "rank": self.rank,
             "main": threading.main_thread().ident,
             "last": self.last.place if self.last is not None else "",
             "waits": waits,
             "ended": sorted(self.ended),
-            "begun": {page: dict(one.ledger.counts) for page, one in groups},
-            "threads": {page: {k: one.thread_for(k) for k in ("", "publish", UPDATE)} for page, one in groups},
+            "begun": {page: dict(group.ledger.counts) for page, group in groups},
+            "threads": {page: {k: group.thread_for(k) for k in ("", "publish", UPDATE)} for page, group in groups},
         }
 
     def say(self) -> None:
-        """States what this process does, for those who ask."""
+        """States what this process does, for other processes to read."""
         if self.store is not None:
             self._say(self._statement())
 
     def others(self, group: GroupRecord, operation: Operation) -> dict[int, str]:
-        """Ranks that have not begun an operation which this process waits for, and where they last were, if known."""
-        found: dict[int, str] = {}
+        """Returns ranks that have not begun an operation that this process waits for, and where they last were."""
+        missing: dict[int, str] = {}
         if self.store is None or not group.pages:
             return {rank: "" for rank in range(group.size) if rank != group.rank}
         for rank, token in enumerate(group.members):
@@ -208,8 +210,8 @@ class ProcessState:
             begun = statement["begun"].get(group.pages[-1], {}).get(operation.counted, 0) > operation.part
             if rank != group.rank and operation.source in (None, group.rank, rank) and not begun:
                 wait = next(iter(_waits(statement).values()), None)
-                found[rank] = wait.says if wait is not None else statement["last"]
-        return found
+                missing[rank] = wait.says if wait is not None else statement["last"]
+        return missing
 
     def _say(self, statement: dict[str, Any]) -> None:
         said = json.dumps(statement)
@@ -231,7 +233,7 @@ class ProcessState:
         return json.loads(self.store.get(name)) if self.store.check([name]) else silent
 
     def told(self, group: GroupRecord, operation: Operation) -> str | None:
-        """Why this wait will never end, as another process has found out."""
+        """Returns why this wait will never end, if another process has found out."""
         name = _told(self.token)
         if self.store is None or not group.pages or not self.store.check([name]):
             return None
@@ -247,13 +249,13 @@ def _waits(statement: dict[str, Any]) -> dict[int, Wait]:
 
 
 def _listed(caught: dict[ThreadId, tuple[Wait, int]], group: GroupRecord) -> str:
-    """Who waits where, by rank of the group; those outside of it by rank of the world."""
-    found = []
+    """Describes who waits where, by rank of the group, or of the world for ranks outside of it."""
+    lines = []
     for place, (wait, rank) in caught.items():
         inside = place.token in group.members
         number = group.members.index(place.token) if inside else rank
-        found.append((not inside, number, f"rank {number}{'' if inside else ' of the world'} is in {wait.says}"))
-    return ", ".join(text for *_, text in sorted(found))
+        lines.append((not inside, number, f"rank {number}{'' if inside else ' of the world'} is in {wait.says}"))
+    return ", ".join(text for *_, text in sorted(lines))
 
 
 def _at(token: str) -> str:

@@ -43,12 +43,12 @@ class GroupWatch(Observer):
         ledger: Ledger,
         store: Any,
         timeout_s: float,
-        sever: Callable[[], None],
+        abort_transfers: Callable[[], None],
         closed: Callable[[], list[int]],
         *,
         polls: bool = False,
     ) -> None:
-        super().__init__(ledger, store, timeout_s, sever, closed, polls=polls)
+        super().__init__(ledger, store, timeout_s, abort_transfers, closed, polls=polls)
         self.agreement = Agreement(store, ledger, timeout_s, THIS_PROCESS)
         self._polls = polls
         self._waits: list[tuple[Operation, float]] = []
@@ -79,18 +79,19 @@ class GroupWatch(Observer):
 
     def _end(self) -> None:
         """Ends all transfers of this group and of those that are tied to it."""
-        self._sever()
+        self._abort_transfers()
         if self.failure is None:
             return
         reason = f"among other ranks that share its model, {self.failure.reason}"
-        for other in [one for one in list(self._tied) if one.failure is None]:
-            telling = threading.Thread(target=other.give_up, args=(reason,), daemon=True)
+        for other in [tied for tied in list(self._tied) if tied.failure is None]:
+            telling = threading.Thread(target=other.fail, args=(reason,), daemon=True)
             telling.start()
             telling.join(STORE_S)
 
     @contextlib.contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
-        """Around a wait: what the transport raises becomes an error that names the operation and the ranks."""
+        """Context manager around a wait; errors of the transport become errors that name the
+        operation and the ranks."""
         self.check(operation)
         if self._thread is None:
             self._start()
@@ -112,13 +113,13 @@ class GroupWatch(Observer):
             process.end_wait(operation, before)
 
     def launched(self, operation: Operation) -> None:
-        """Nobody is seen to wait on a device: the last launch stands for that, and the store is asked now and then."""
+        """Records the last launch on a device, where nobody is seen to wait, and asks the store now and then."""
         self._last = operation
         if self._thread is None:
             self._start()
 
-    def give_up(self, reason: str) -> None:
-        """This rank cannot go on: the others are told why, wherever they wait, and the group is at its end."""
+    def fail(self, reason: str) -> None:
+        """Ends the group because this rank cannot continue, and tells the other ranks why, wherever they wait."""
         if self.failure is None:
             self.failure = Failure(f"rank {self.agreement.rank}: {reason}")
             with contextlib.suppress(RuntimeError):
@@ -133,7 +134,7 @@ class GroupWatch(Observer):
             raise self._comm_error(operation, "was not begun, for this group has failed before", self.failure)
 
     def agree(self, key: str, group: Any) -> None:
-        """As `Agreement.agree`; where ranks cannot agree, the group ends."""
+        """Does `Agreement.agree`; the group ends if ranks cannot agree."""
         operation = Operation("agree", self.agreement.position, repr(key))
         self.check(operation)
         try:
@@ -161,7 +162,7 @@ class GroupWatch(Observer):
         return self._comm_error(operation, "did not end", self.failure)
 
     def unlike(self, operation: Operation) -> CommError:
-        """What has arrived belongs to another request: all ranks see that, so all of them say what theirs is."""
+        """Ends the group after data of another request arrived; all ranks see that, and each states its own request."""
         limit = time.monotonic() + ANSWER_S
         with contextlib.suppress(RuntimeError):
             while self.failure is None and time.monotonic() < limit:
@@ -175,7 +176,7 @@ class GroupWatch(Observer):
         return CommError(message, operation=operation.kind, ranks=ranks, gone=failure.gone)
 
     def _ask(self, operation: Operation, said: str) -> Failure:
-        """The reason, told to all others as well."""
+        """Returns the reason of a failure, and tells it to all other ranks."""
         closed: list[int] = []
         try:
             self.agreement.process.say()
@@ -195,7 +196,7 @@ class GroupWatch(Observer):
             )
 
     def _inquire(self, operation: Operation, said: str, closed: list[int]) -> Failure:
-        """Gone are those that closed their connection and do not say that they failed."""
+        """Finds out which ranks are gone: those that closed their connection and state no failure."""
         agreement = self.agreement
         told = agreement.process.told(agreement.group, operation)
         if told is not None:
@@ -221,7 +222,7 @@ class GroupWatch(Observer):
         )
 
     def _cause(self, operation: Operation, failure: Failure) -> Failure:
-        """That ranks differ, unless one of them is gone: then that is what the others must hear of."""
+        """Returns why ranks differ; if one of them is gone, the others are told that instead."""
         closed = [] if failure.told else self._closed()
         return self._inquire(operation, "its connection is closed", closed) if closed else failure
 
@@ -234,7 +235,7 @@ class GroupWatch(Observer):
         self._thread.start()
 
     def tick(self) -> None:
-        """One look of the thread."""
+        """Checks all waits once."""
         now = time.monotonic()
         if self._polls:
             stuck, self._pause = [(self._last, now)] if self._last is not None else [], POLL_S
@@ -264,7 +265,7 @@ class GroupWatch(Observer):
             self._end()
 
     def _rest(self, now: float) -> None:
-        """A process in which nobody has waited for long says once where it was: others may wait for it."""
+        """States once where this process was, if nobody in it has waited for long: others may wait for it."""
         begun = sum(self.agreement.ledger.counts.values())
         if begun != self._begun:
             self._begun, self._quiet_since = begun, now
@@ -279,8 +280,8 @@ class GroupWatch(Observer):
 def _live(watch: weakref.ref[GroupWatch]) -> None:
     while True:
         time.sleep(TICK_S)
-        one = watch()
-        if one is None:
+        alive = watch()
+        if alive is None:
             return
-        one.tick()
-        del one
+        alive.tick()
+        del alive

@@ -59,11 +59,11 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares as Accelerate does; refuses what cannot work with a divided model before anything is wrapped."""
-        for one in args:
-            if isinstance(one, nn.Module) and is_sharded(one):
-                check_model(one, self)
-            elif isinstance(one, torch.optim.Optimizer):
-                check_optimizer(unwrapped(one), self.scaler is not None)
+        for arg in args:
+            if isinstance(arg, nn.Module) and is_sharded(arg):
+                check_model(arg, self)
+            elif isinstance(arg, torch.optim.Optimizer):
+                check_optimizer(unwrapped(arg), self.scaler is not None)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -104,9 +104,11 @@ class Accelerator(accelerate.Accelerator):
         for memory in sharding_of(model).memories:  # one bucket at a time is whole on the devices
             params = [entry.param for entry in memory.entries]
             with zk.gathered(params):
-                whole |= {id(one): one.detach().to("cpu", copy=True) for one in params if self.is_main_process}
+                whole |= {id(param): param.detach().to("cpu", copy=True) for param in params if self.is_main_process}
         shown = model.state_dict(keep_vars=True) if self.is_main_process else {}
-        return {key: whole[id(one)] if id(one) in whole else one.detach().cpu() for key, one in shown.items()}
+        return {
+            key: whole[id(tensor)] if id(tensor) in whole else tensor.detach().cpu() for key, tensor in shown.items()
+        }
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
         """Saves as Accelerate does; each divided model with its optimizers by `zk.save`, into a folder within."""
@@ -118,27 +120,27 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **settings: Any) -> None:
         """Loads what `save_state` saved, on any number of ranks and at any stage."""
-        found: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        folders: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
         try:
             with self._withheld() as held:
                 super().load_state(input_dir, load_kwargs, **settings)
         finally:
             handle.remove()
         for number, (model, optimizers) in enumerate(held):
-            checkpoint.load(Path(found[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+            checkpoint.load(Path(folders[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
 
     @contextmanager
     def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
         """Context manager that hides divided models and their optimizers from Accelerate; yields them, paired."""
         models, optimizers = self._models, self._optimizers
         divided = [model for model in models if is_sharded(model)]
-        pairs = [(model, [one for one in optimizers if trains(one, model)]) for model in divided]
-        taken = {id(one) for _, mine in pairs for one in mine}
+        pairs = [(model, [optimizer for optimizer in optimizers if trains(optimizer, model)]) for model in divided]
+        taken = {id(optimizer) for _, mine in pairs for optimizer in mine}
         self._models = [model for model in models if not is_sharded(model)]
-        self._optimizers = [one for one in optimizers if id(one) not in taken]
+        self._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in taken]
         try:
-            yield [(model, [unwrapped(one) for one in mine]) for model, mine in pairs]
+            yield [(model, [unwrapped(optimizer) for optimizer in mine]) for model, mine in pairs]
         finally:
             self._models, self._optimizers = models, optimizers
 

@@ -323,9 +323,9 @@ def _scaler(values: _Values) -> dict[str, Any] | None:
 
 def _optimizer(values: _Values, rank: int) -> tuple[type | None, dict[str, Any]]:
     """Returns the optimizer's class, if the configuration names one, and its keywords."""
-    params = _Values({path.removeprefix(PARAMS): one for path, one in values.items() if path.startswith(PARAMS)})
+    params = _Values({path.removeprefix(PARAMS): value for path, value in values.items() if path.startswith(PARAMS)})
     kwargs: dict[str, Any] = {}
-    found: type | None = None
+    optimizer_class: type | None = None
     name = values.get("optimizer.type")
     if name is None and any(map(_is_mapped, params)):
         raise ValueError(got("optimizer.type", name, "the name of an optimizer, since optimizer.params is there"))
@@ -333,25 +333,27 @@ def _optimizer(values: _Values, rank: int) -> tuple[type | None, dict[str, Any]]
         kind = str(name).lower()
         if kind == "adam" and params.flag("adam_w_mode", True):
             kind = "adamw"  # DeepSpeed's Adam decays as AdamW does, unless it is told otherwise
-        found = CLASSES[kind]
-        kwargs = _hyperparameters(found, kind, params)
+        optimizer_class = CLASSES[kind]
+        kwargs = _hyperparameters(optimizer_class, kind, params)
     kwargs["max_grad_norm"] = values.number("gradient_clipping", CLIPS_AT) or None
     if any(values.flag(f"{half}_master_weights_and_grads") for half in ("fp16.fp16", "bf16.bf16")):
         kwargs["master_format"] = "none"
     if values.flag("bf16.bf16_optimizer_states") or not params.flag("fp32_optimizer_states", True):
         kwargs["state_format"] = "bf16"
-    return found, kwargs | _tier(values, "offload_optimizer", "cpu_offload", f"rank{rank}")
+    return optimizer_class, kwargs | _tier(values, "offload_optimizer", "cpu_offload", f"rank{rank}")
 
 
-def _hyperparameters(found: type, kind: str, params: _Values) -> dict[str, Any]:
+def _hyperparameters(optimizer_class: type, kind: str, params: _Values) -> dict[str, Any]:
     theirs = DEFAULTS["adam" if kind == "adamw" else kind]
     if params.flag("torch_adam"):
         theirs = {}
     given = {name: value for name, value in params.items() if name not in SWITCHES and _is_mapped(name)}
-    allowed = [name for name in inspect.signature(found).parameters if _is_mapped(name)]
+    allowed = [name for name in inspect.signature(optimizer_class).parameters if _is_mapped(name)]
     unused = sorted(set(given) - set(allowed))
     if unused:
-        raise ValueError(got("optimizer.params", ", ".join(unused), f"for {found.__name__} {', '.join(allowed)}"))
+        raise ValueError(
+            got("optimizer.params", ", ".join(unused), f"for {optimizer_class.__name__} {', '.join(allowed)}")
+        )
     both = {**theirs, **given}
     kwargs = {name: both[name] for name in allowed if name in both}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}

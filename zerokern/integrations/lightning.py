@@ -74,11 +74,15 @@ class ZerokernStrategy(DDPStrategy):
         for name, param in self._module.named_parameters():
             if param.requires_grad and shard_of(param) is None:
                 raise ShardError(got("parameter", name, "those of what configure_model() shards: one module for all"))
-        for one in self._shardings():
-            if self.stage not in (None, one.stage):
-                raise ValueError(got("stage", self.stage, f"{one.stage}, which configure_model() has chosen, or None"))
-            if (one.group.size, one.group.device.type) != (self.world_size, self.root_device.type):
-                raise ShardError(got("mesh", str(one.group), f"none: {self.world_size} ranks on {self.root_device}"))
+        for sharding in self._shardings():
+            if self.stage not in (None, sharding.stage):
+                raise ValueError(
+                    got("stage", self.stage, f"{sharding.stage}, which configure_model() has chosen, or None")
+                )
+            if (sharding.group.size, sharding.group.device.type) != (self.world_size, self.root_device.type):
+                raise ShardError(
+                    got("mesh", str(sharding.group), f"none: {self.world_size} ranks on {self.root_device}")
+                )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -107,17 +111,17 @@ class ZerokernStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
-            _ = [stack.enter_context(one.no_sync()) for one in self._shardings() if one.stage < 2]
+            _ = [stack.enter_context(sharding.no_sync()) for sharding in self._shardings() if sharding.stage < 2]
             yield
 
     def on_train_end(self) -> None:
-        for optimizer in (one for one in self.optimizers if isinstance(one, FusedOptimizer)):
+        for optimizer in (optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)):
             optimizer.flush()  # a delayed update counts in what is left behind
 
     def teardown(self) -> None:
         self.model = self.lightning_module
-        for one in (self.cluster_environment, self.precision_plugin, self.accelerator):
-            one.teardown()  # type: ignore[union-attr]  # the model and the optimizers stay where they are
+        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            plugin.teardown()  # type: ignore[union-attr]  # the model and the optimizers stay where they are
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}  # save_checkpoint takes model and optimizers as they are
@@ -138,12 +142,17 @@ class ZerokernStrategy(DDPStrategy):
         path, trains = self.broadcast(checkpoint_path), self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if trains else []  # those of a fit before are of no use to a test
         if not Path(path).is_file():  # where nothing is trained, random numbers go on as they were
-            found = zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
-            return {key: one[0] if isinstance(one, EachRank) else one for key, one in found.items()}  # the first rank's
+            loaded = zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
+            return {
+                key: value[0] if isinstance(value, EachRank) else value for key, value in loaded.items()
+            }  # the first rank's
         checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
         self._module.load_state_dict(checkpoint["state_dict"], strict=self._module.strict_loading)
         states = checkpoint.get("optimizer_states", [])  # of a run that did not divide the model
-        _ = [one.load_state_dict(mine) for one, mine in zip(optimizers, states, strict=bool(optimizers and states))]
+        _ = [
+            optimizer.load_state_dict(mine)
+            for optimizer, mine in zip(optimizers, states, strict=bool(optimizers and states))
+        ]
         return checkpoint
 
 

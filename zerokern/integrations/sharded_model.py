@@ -64,9 +64,9 @@ def check_model(model: nn.Module, accelerator: Any) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     """Raises for an optimizer that would update, or judge by its own part alone, what is divided among ranks."""
-    pairs = [(one, shard_of(one)) for group in optimizer.param_groups for one in group["params"]]
-    divided = [(one, home) for one, home in pairs if home is not None and not home.sharding.replicated]
-    strangers = [home for one, home in divided if scaled or one is not home.piece]
+    pairs = [(param, shard_of(param)) for group in optimizer.param_groups for param in group["params"]]
+    divided = [(param, home) for param, home in pairs if home is not None and not home.sharding.replicated]
+    strangers = [home for param, home in divided if scaled or param is not home.piece]
     if strangers and not getattr(optimizer, "_zk_shards", False):
         what = f"{type(optimizer).__name__} for {strangers[0].name!r}, which zk.shard has divided"
         raise StateError(got("optimizer", what, "zk.AdamW, Adam, Lion, Adagrad or SGD on model.parameters()"))

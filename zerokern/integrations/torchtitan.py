@@ -127,7 +127,7 @@ def exchanged(container: OptimizersContainer, options: Options | None = None, **
     if isinstance(container, FTOptimizersContainer):
         raise ValueError(got("fault_tolerance.enable", True, "False with zerokern: torchft keeps copies of its own"))
     names = {param: name for part in container.model_parts for name, param in part.named_parameters()}
-    container.optimizers = [_replacement(one, names, options, settings) for one in container.optimizers]
+    container.optimizers = [_replacement(optimizer, names, options, settings) for optimizer in container.optimizers]
     container._zk_shards = True  # it is an Optimizer itself, whose step is that of ours
     return container
 
@@ -179,12 +179,12 @@ def pipelined(build: Callable[..., Any]) -> Callable[..., Any]:
     def pipeline(model: nn.Module, parallel_dims: Any, job_config: Any, *args: Any, **kwargs: Any) -> Any:
         whole = {"always": False, "never": True}.get(job_config.parallelism.fsdp_reshard_after_forward)
         with _pipeline_stages(whole) as made:
-            found = build(model, parallel_dims, job_config, *args, **kwargs)
+            built = build(model, parallel_dims, job_config, *args, **kwargs)
         if not made:
             raise StateError(
                 "this model's pipelining_fn makes stages of its own; let it call torchtitan's pipeline_llm"
             )
-        return found
+        return built
 
     return pipeline
 
@@ -218,9 +218,9 @@ def check(job_config: Any, stage: int) -> None:
         ("training.enable_cpu_offload", training.enable_cpu_offload, False, "use(..., shard={'tier': 'cpu'}) does it"),
         ("optimizer.early_step_in_backward", job_config.optimizer.early_step_in_backward, False, ""),
     ]
-    for name, found, allowed, do in refused:
-        if found != allowed:
-            raise ValueError(got(name, found, f"{allowed} with zk.shard", do))
+    for name, given, allowed, do in refused:
+        if given != allowed:
+            raise ValueError(got(name, given, f"{allowed} with zk.shard", do))
     if reshard == "never" and shards_parameters(stage) and parallelism.pipeline_parallel_degree == 1:
         do = "use(..., stage=2) keeps parameters whole"
         raise ValueError(got("parallelism.fsdp_reshard_after_forward", reshard, "default or always at stage 3", do))
@@ -248,7 +248,7 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
     if dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
         param, reduce = (
-            TORCH_DTYPE_MAP[one] for one in (training.mixed_precision_param, training.mixed_precision_reduce)
+            TORCH_DTYPE_MAP[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce)
         )
         policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         settings |= {"mesh": dims.get_mesh(names), "mp_policy": policy}
@@ -265,7 +265,7 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
         if has_dtensors:
             model.to_empty(device=device)
         else:  # as to_empty, in operators that zk.build can do again
-            model._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device))
+            model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         with torch.no_grad():
             model.init_weights(buffer_device=None)  # type: ignore[operator]
         return model
@@ -279,7 +279,8 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
 
 
 def _units(model: nn.Module) -> list[nn.Module] | None:
-    """Blocks, embeddings and output, as torchtitan's apply_fsdp has them; None: `zk.shard`'s own choice."""
+    """Returns blocks, embeddings and output, as torchtitan's apply_fsdp has them; None leaves the choice to
+    `zk.shard`."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
         return None

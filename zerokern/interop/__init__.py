@@ -1,4 +1,4 @@
-"""Reads and writes files of other libraries: Hugging Face safetensors, DCP, DeepSpeed's universal folder, torch.save.
+"""Reads checkpoints and weights of other libraries, and writes weights for them.
 
 Names are imported when they are first used, as those of the package itself are.
 """

@@ -1,10 +1,9 @@
-"""A folder of exported weights: the old ones are there until the new ones are, whole.
+"""A folder of exported weights, in which the old export stays whole until the new one is.
 
-One file takes its name when it is complete. Several are written under names that no index has yet; their index takes
-its name when they are complete. The small files beside them (`config.json`) take theirs right after: under
-`*.single.new` and `*.index.new` they wait for the one or the other, and where a kill comes between, the next export
-finishes that. What was begun and not finished is on record in `*.new`, what is being replaced in `*.old`, so that the
-next export clears away what a killed one left, and nothing else.
+A single file is renamed into place when it is complete. Several files are written under names that no index has yet;
+then their index is renamed. Small files (`config.json`) wait as `*.single.new` or `*.index.new` and are renamed right
+after; if a kill comes between, the next export does that. New files are on record in `*.new`, replaced ones in `*.old`,
+so that the next export removes what a killed one left, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import unfit
+from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 from zerokern.io.advice import on_disk, refused
@@ -29,7 +28,7 @@ from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
-__all__ = ["BESIDE", "Target", "begun", "file_names", "headers_of"]
+__all__ = ["BESIDE", "Target", "file_names", "headers_of", "open_begun"]
 
 NEW, OLD = ".new", ".old"
 WITH_SINGLE, WITH_INDEX = ".single.new", ".index.new"  # which weights a small file waits for
@@ -38,7 +37,7 @@ BESIDE = ("config.json", "generation_config.json")  # what goes with the weights
 
 
 def file_names(count: int, token: str = "") -> list[str]:
-    """What Hugging Face calls the files of one model; with a token where these names are taken.
+    """Returns Hugging Face's names for the files of one model; with a token if these names are taken.
 
     >>> file_names(2), file_names(1, "5f")
     (['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'], ['model-5f-00001-of-00001.safetensors'])
@@ -48,9 +47,9 @@ def file_names(count: int, token: str = "") -> list[str]:
 
 
 def headers_of(path: Path, held: OpenFiles) -> list[Header]:
-    """The checked headers of a safetensors file, or of the files that a folder's weights consist of; `held` has them.
+    """Returns the checked headers of a safetensors file, or of the files of a folder; `held` keeps the files open.
 
-    A single `model.safetensors` counts before an index, as it does for Hugging Face.
+    A single `model.safetensors` takes precedence over an index, as it does for Hugging Face.
     """
     if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
         raise IoError(
@@ -64,10 +63,10 @@ def headers_of(path: Path, held: OpenFiles) -> list[Header]:
         return [_header(path / SINGLE, held)]
     if (path / INDEX).exists():
         return _indexed(path, read_index(path / INDEX), held)
-    found = sorted(one.name for one in path.glob("*.safetensors"))
-    there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
-    do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
-    raise unfit(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    there = ", ".join(files or sorted(file.name for file in path.iterdir())[:10]) or "nothing"
+    do = "name one of the files" if files else "pickled weights (.bin, .pt) are not read: write them as safetensors"
+    raise file_error(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
 
 
 def _header(path: Path, held: OpenFiles) -> Header:
@@ -88,13 +87,13 @@ def _indexed(folder: Path, weight_map: Mapping[str, str], held: OpenFiles) -> li
                 says = f"{folder / file} does not hold {name!r}, which {INDEX} places there"
                 raise IoError(f"{says}: files of different models lie mixed", path=str(folder / file), key=name)
         # what is there beside the index's own counts too, unless the index knows it elsewhere
-        mine = {name: one for name, one in header.entries.items() if weight_map.get(name, file) == file}
+        mine = {name: entry for name, entry in header.entries.items() if weight_map.get(name, file) == file}
         headers.append(Header(header.path, mine, header.metadata))
     return headers
 
 
 class Target:
-    """The folder, locked, with new files in it that are not the export yet. The first rank alone has one."""
+    """The locked folder with new files that are not published yet. Only the first rank has one."""
 
     def __init__(self, folder: Path, nbytes: int, names_of: Sequence[Sequence[str]], total_size: int) -> None:
         """`nbytes` will be written, `total_size` of them of tensors; `names_of`: those of each file."""
@@ -119,15 +118,15 @@ class Target:
                 self._refuse_without_space(nbytes)
                 self.files = self._begin(names_of, total_size)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._lock.release()
         self._inside.close()
 
     def _begin(self, names_of: Sequence[Sequence[str]], total_size: int) -> list[str]:
-        """The names of the files to write, on record."""
+        """Records the names of the files to write, and returns them."""
         if len(names_of) == 1:
             self._index = b""
             return [SINGLE + NEW]
@@ -142,14 +141,14 @@ class Target:
         return files
 
     def start(self, number: int, first: bytes, nbytes: int) -> None:
-        """A file of that length, with its header."""
+        """Creates a file of that length, with its header."""
         path = self.folder / self.files[number]
         with on_disk(path, "cannot write"), self._inside.new(path.name) as file:
             reserve(file.fileno(), nbytes)
             file.write(first)
 
     def publish(self, beside: Mapping[str, bytes]) -> None:
-        """All bytes are on the disk: let the new files be the export. `beside`: small files that go with them."""
+        """Publishes the new files, which must be on disk. `beside`: small files that belong to them."""
         with on_disk(self.folder, "cannot publish in"):
             for name, content in beside.items():
                 if not self._holds(name, content):
@@ -161,7 +160,7 @@ class Target:
                 self._rename_beside(WITH_SINGLE)
                 self._inside.remove(*self._named_in(INDEX), INDEX)
             self._inside.sync()
-        self._let_go()
+        self._release()
 
     def _publish_index(self) -> None:
         # an index that a kill has left behind may name files that were gone, and are the new ones now
@@ -183,8 +182,9 @@ class Target:
         there = [name for name in BESIDE if (self.folder / (name + waiting)).exists()]
         self._inside.rename(*((name + waiting, name) for name in there))
 
-    def _settle_beside(self) -> None:
-        """What a kill left waiting: its weights have their name already, or else it never counts."""
+    def _finish_beside(self) -> None:
+        """Publishes or removes small files that a killed export left, depending on whether their weights were
+        published."""
         for waiting, weights in ((WITH_SINGLE, SINGLE), (WITH_INDEX, INDEX)):
             names = [name + waiting for name in BESIDE]
             if not any((self.folder / name).exists() for name in names):
@@ -198,18 +198,18 @@ class Target:
             self._rename_beside(waiting)
 
     def abandon(self) -> None:
-        """Clear away what was begun, unless it is published."""
+        """Removes the new files, unless they are published."""
         if self._inside.fd < 0:
             return
         try:
             with on_disk(self.folder, "cannot clear"):
                 self._clear_leftovers()
         finally:
-            self._let_go()
+            self._release()
 
     def _clear_leftovers(self) -> None:
-        """Files of an export that nobody finished, or whose removal nobody did."""
-        self._settle_beside()
+        """Removes files of exports that were killed, and old files that they did not remove."""
+        self._finish_beside()
         current = set(self._named_in(INDEX))
         for record in (INDEX + NEW, INDEX + OLD):
             self._inside.remove(*(name for name in self._named_in(record) if name not in current), record)
@@ -231,12 +231,12 @@ class Target:
 
 
 @contextmanager
-def begun(folder: Folder, name: str) -> Iterator[int]:
-    """A descriptor of a file that `Target.start` made in the folder: a plain file with this name and no other."""
+def open_begun(folder: Folder, name: str) -> Iterator[int]:
+    """Context manager that opens a file which `Target.start` made. It must be a regular file without another name."""
     fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder.fd)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise OSError(errno.ELOOP, "somebody has put another file in its place", name)
         yield fd
     finally:

@@ -1,4 +1,4 @@
-"""zk.export: a model's weights as Hugging Face has them, written by all ranks at once, gathered by none."""
+"""zk.export: writes a model's weights as Hugging Face stores them, by all ranks at once, without gathering them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.checkpoint.files import PartsWriter, Slots, put
+from zerokern.checkpoint.files import PartsWriter, Slots, copy_into
 from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.ranks import Ranks, absolute, refuse_unusable
+from zerokern.checkpoint.ranks import Ranks, absolute_path, refuse_unusable
 from zerokern.checkpoint.training_state import NamedSpan, layout_of, named_tensors, spans
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import parse_nbytes
-from zerokern.interop.exported import BESIDE, Target, begun
+from zerokern.interop.exported import BESIDE, Target, open_begun
 from zerokern.interop.tensorfile import FLOATS, Beginning, header
 from zerokern.io.advice import on_disk
 from zerokern.io.renaming import Folder
@@ -44,7 +44,8 @@ Values = Callable[[int, int], Tensor]  # returns elements from begin to end, 1-D
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements [start, start + numel) of a tensor; `take(begin, end)` gives some of them, 1-D, counted from `start`."""
+    """Elements [start, start + numel) of a tensor; `take(begin, end)` returns some of them, 1-D, counted from
+    `start`."""
 
     start: int
     numel: int
@@ -53,7 +54,7 @@ class Elements:
 
 @dataclass
 class Weight:
-    """A tensor under the name and in the dtype that it will have in the file, and what is here of it."""
+    """A tensor with the name and dtype that it has in the file, and the parts of it that are on this rank."""
 
     name: str
     dtype: torch.dtype
@@ -71,7 +72,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements [begin, end) of a part go to `offset` of a file."""
+    """Elements [begin, end) of a part, which are written at `offset` of a file."""
 
     file: int
     offset: int
@@ -125,11 +126,11 @@ def export(
     Unmatched(missing=[], unexpected=[])
     """
     ranks, model = Ranks.of(group, "zk.export"), model_of(model)
-    folder = absolute(path)
+    folder = absolute_path(path)
     mine: list[Weight] = []
     files: list[Beginning] = []
 
-    def look() -> None:
+    def check_arguments() -> None:
         refuse_unusable(model)
         refuse_no_progress(progress)
 
@@ -139,35 +140,35 @@ def export(
     def lay_out() -> tuple[str, list[list[Interval]]]:
         most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
         files.extend(_files(held, most, {"format": "pt", **_checked(dtype, opt, metadata)}))
-        return _digest(held), [one.intervals for one in held]
+        return _digest(held), [weight.intervals for weight in held]
 
-    ranks.each("look at the model", look)
+    ranks.all_gather("look at the model", check_arguments)
     copies = shared_weights(ranks, model, lambda: named_tensors(model)).copies
-    ranks.each("find the weights", find)
+    ranks.all_gather("find the weights", find)
     held = mine
     if isinstance(model, PartialModel):  # all weights of the whole model, of which nothing is here but these
-        there = {one.name: one for one in mine}
-        rows = model.merge_rows(ranks, _digest(mine), [(one.name, one.dtype, one.shape) for one in mine])
+        there = {weight.name: weight for weight in mine}
+        rows = model.merge_rows(ranks, _digest(mine), [(weight.name, weight.dtype, weight.shape) for weight in mine])
         held = [there.get(row[0]) or Weight(*row) for row in rows]
-    everyone = ranks.each("lay out the files", lay_out)
+    everyone = ranks.all_gather("lay out the files", lay_out)
     _refuse_incomplete(held, everyone)
     intervals = [[rows[number] for _, rows in everyone] for number in range(len(held))]
     target: list[Target] = []
 
     def begin() -> list[str]:
         names_of = [list(file.offsets) for file in files]
-        there = Target(folder, sum(file.nbytes for file in files), names_of, sum(one.nbytes for one in held))
+        there = Target(folder, sum(file.nbytes for file in files), names_of, sum(weight.nbytes for weight in held))
         target.append(there)
         for number, file in enumerate(files):
             there.start(number, file.first, file.nbytes)
         return there.files
 
     try:
-        names = ranks.lead("begin", begin)
+        names = ranks.broadcast("begin", begin)
         share = _share(files, held, intervals, ranks.rank)
-        with Progress("exporting", sum(one.nbytes for one in share), progress if ranks.rank == 0 else False) as moved:
-            ranks.each("write", lambda: _write(folder, names, share, moved))
-        ranks.lead("publish", lambda: target[0].publish(_beside(model, dtype)))
+        with Progress("exporting", sum(run.nbytes for run in share), progress if ranks.rank == 0 else False) as moved:
+            ranks.all_gather("write", lambda: _write(folder, names, share, moved))
+        ranks.broadcast("publish", lambda: target[0].publish(_beside(model, dtype)))
     except BaseException:
         for begun_one in target:
             begun_one.abandon()
@@ -194,12 +195,12 @@ def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> li
     """Lays tensors out in the model's order, as many into each file as fit; a larger one has a file of its own."""
     rows: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
     used = 0
-    for one in held:
-        if rows[-1] and used + one.nbytes > most:
+    for weight in held:
+        if rows[-1] and used + weight.nbytes > most:
             rows.append([])
             used = 0
-        rows[-1].append((one.name, one.dtype, one.shape))
-        used += one.nbytes
+        rows[-1].append((weight.name, weight.dtype, weight.shape))
+        used += weight.nbytes
     return [header(some, metadata) for some in rows]
 
 
@@ -212,13 +213,13 @@ def _share(
     """Returns what this rank writes, in the order of the files."""
     homes = {name: (number, offset) for number, file in enumerate(files) for name, offset in file.offsets.items()}
     runs, start_of = [], attrgetter("start")
-    for turn, (one, theirs) in enumerate(zip(held, intervals, strict=True)):
-        file, offset = homes[one.name]
-        parts = sorted((part for part in one.parts if part.numel), key=start_of)
-        for start, numel in portions(theirs, rank, one.dtype.itemsize, turn):
+    for turn, (weight, theirs) in enumerate(zip(held, intervals, strict=True)):
+        file, offset = homes[weight.name]
+        parts = sorted((part for part in weight.parts if part.numel), key=start_of)
+        for start, numel in portions(theirs, rank, weight.dtype.itemsize, turn):
             part = parts[bisect_right(parts, start, key=start_of) - 1]
-            at, begin = offset + start * one.dtype.itemsize, start - part.start
-            runs.append(_Run(file, at, one.dtype, part.take, begin, begin + numel))
+            at, begin = offset + start * weight.dtype.itemsize, start - part.start
+            runs.append(_Run(file, at, weight.dtype, part.take, begin, begin + numel))
     return sorted(runs, key=lambda run: (run.file, run.offset))
 
 
@@ -231,8 +232,8 @@ def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: 
             path = folder / name
             with (
                 on_disk(path, "cannot write"),
-                begun(inside, name) as direct,
-                begun(inside, name) as cached,
+                open_begun(inside, name) as direct,
+                open_begun(inside, name) as cached,
                 PartsWriter(slots, path, direct, cached) as file,
             ):
                 for run in (run for run in share if run.file == number):
@@ -243,22 +244,22 @@ def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: 
 def _write_run(file: PartsWriter, run: _Run, progress: Progress) -> None:
     begin = run.begin
     while begin < run.end:
-        room = file.room(run.offset + (begin - run.begin) * run.dtype.itemsize).view(run.dtype)[: run.end - begin]
-        put(room, run.take(begin, begin + len(room)))
-        file.took(room.nbytes)
+        room = file.buffer(run.offset + (begin - run.begin) * run.dtype.itemsize).view(run.dtype)[: run.end - begin]
+        copy_into(room, run.take(begin, begin + len(room)))
+        file.advance(room.nbytes)
         progress(room.nbytes)
         begin += len(room)
 
 
 def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """A transformers model knows its config; with it `from_pretrained` reads the folder."""
+    """Returns the config files of a transformers model, with which `from_pretrained` reads the folder."""
     if isinstance(model, PartialModel):
         model = next(model.children())
-    while (inner := next((one for name in AROUND if (one := getattr(model, name, None)) is not None), None)) and (
+    while (inner := next((child for name in AROUND if (child := getattr(model, name, None)) is not None), None)) and (
         isinstance(inner, nn.Module)
     ):
         model = inner
-    found = {}
+    configs = {}
     for name in BESIDE:
         config: Any = getattr(model, name.removesuffix(".json"), None)
         if not callable(getattr(config, "to_json_string", None)):
@@ -269,8 +270,8 @@ def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
             floats = [param.dtype for param in model.parameters() if param.dtype in FLOATS]
             if floats:
                 config.dtype = str(dtype or floats[0]).removeprefix("torch.")
-        found[name] = config.to_json_string().encode()
-    return found
+        configs[name] = config.to_json_string().encode()
+    return configs
 
 
 def weights(
@@ -280,7 +281,7 @@ def weights(
     rename: Callable[[str], str],
     left_out: Collection[str] = (),
 ) -> list[Weight]:
-    """Lists everything that this rank holds, in the model's order, but what is `left_out`.
+    """Lists what this rank holds, in the model's order, without the names in `left_out`.
 
     >>> [(one.name, one.intervals) for one in weights(nn.Linear(3, 2), None, None, str.upper)]
     [('WEIGHT', [(0, 6)]), ('BIAS', [(0, 2)])]
@@ -339,7 +340,7 @@ def _refuse_same_names(names: dict[str, str]) -> None:
 
 def _digest(held: Sequence[Weight]) -> str:
     """Returns what two ranks have in common that write the same tensors."""
-    rows = [(one.name, str(one.dtype), one.shape) for one in held]
+    rows = [(weight.name, str(weight.dtype), weight.shape) for weight in held]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -354,22 +355,22 @@ def _refuse_incomplete(held: Sequence[Weight], everyone: Sequence[tuple[str, lis
             f"ranks {', '.join(map(str, different))} have other tensors, shapes or dtypes than rank 0; one model is "
             "exported at a time, by the ranks that hold it (group=...)"
         )
-    for number, one in enumerate(held):
+    for number, weight in enumerate(held):
         end = 0
         for start, count in sorted({each for _, rows in everyone for each in rows[number]}):
             if start > end:
                 break
             end = max(end, start + count)
-        numel = math.prod(one.shape)
+        numel = math.prod(weight.shape)
         if end < numel:
             raise StateError(
-                f"no rank that takes part holds elements from {end} on of {one.name!r}, which has {numel}; all ranks "
-                "that the model is sharded over call this together"
+                f"no rank that takes part holds elements from {end} on of {weight.name!r}, which has {numel}; all "
+                "ranks that the model is sharded over call this together"
             )
 
 
 def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, turn: int) -> list[Interval]:
-    """Returns what `rank` writes of a tensor of which each rank has these intervals: who has the same shares it.
+    """Returns the part of a tensor that `rank` writes; ranks with the same interval divide it among them.
 
     >>> portions([[(0, 4)], [(4, 4)]], 1, 4, 0), portions([[(0, 1 << 20)]] * 2, 1, 4, 0)
     ([(4, 4)], [(524288, 524288)])
@@ -391,12 +392,12 @@ def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, t
 
 
 def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[Elements]]:
-    """Returns this rank's elements of the parameters that have a master, a remainder, or exact initial values.
+    """Returns this rank's elements of parameters that have a master, a remainder, or exact initial values.
 
     >>> exact_parts(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     {}
     """
-    found: dict[str, list[Elements]] = {}
+    parts_of: dict[str, list[Elements]] = {}
     layout = layout_of(model)
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
@@ -409,12 +410,12 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
             values, where = _initial(home, param), home
         name, _, before = layout.place(name, param.shape)
         if home is not None and not home.numel:
-            found.setdefault(name, [])  # its owner has them: what is whole here is rounded
+            parts_of.setdefault(name, [])  # its owner has them: what is whole here is rounded
         elif values is not None:
             runs = (here_of(param) if where is None else where.here).runs()
-            own = found.setdefault(name, [])
+            own = parts_of.setdefault(name, [])
             own += [Elements(before + start, numel, _from(values, first)) for start, numel, first in runs]
-    return found
+    return parts_of
 
 
 def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
@@ -427,7 +428,7 @@ def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
 
 
 def _of_state(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
-    if any(isinstance(one, Column) for one in entry.values()):
+    if any(isinstance(value, Column) for value in entry.values()):
         return _from_disk(piece, entry)
     if "master" in entry:
         return _within(entry["master"].detach().reshape(-1))
@@ -451,12 +452,12 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
             low, high = max(begin, place.start), min(end, place.start + place.numel)
             if low >= high:
                 break
-            found = column.read(place)[low - place.start : high - place.start]
+            saved = column.read(place)[low - place.start : high - place.start]
             if key == "master":
-                made[low - begin : high - begin] = found
+                made[low - begin : high - begin] = saved
                 continue
             with present(piece):  # a view that outlives this would keep its memory
-                made[low - begin : high - begin] = join(piece.detach().view(-1)[low:high], found)
+                made[low - begin : high - begin] = join(piece.detach().view(-1)[low:high], saved)
         return made
 
     return take

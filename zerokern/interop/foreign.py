@@ -1,4 +1,5 @@
-"""Opens checkpoints of others: torch.distributed.checkpoint's, DeepSpeed's universal one, a file of torch.save."""
+"""Opens checkpoints of other libraries: of torch.distributed.checkpoint, DeepSpeed's universal ones, files of
+torch.save."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.extra import encode
-from zerokern.checkpoint.folder import DATA, METADATA, likeness
+from zerokern.checkpoint.folder import DATA, METADATA, fingerprint
 from zerokern.checkpoint.index import NAME as INDEX_NAME
-from zerokern.checkpoint.index import Box, TensorRow, itemsize, refuse_uncovered, unfit
+from zerokern.checkpoint.index import Box, TensorRow, file_error, itemsize, refuse_uncovered
 from zerokern.checkpoint.source import BoxRead, Items, Report, Source, box_reads, dtype_name, no_report
 from zerokern.core.errors import IoError
 from zerokern.interop.naming import Named, bare, groups, named, parameter
-from zerokern.interop.torchfile import BROKEN, Archive, Stored, Unmade, damaged, dcp_metadata, loaded
+from zerokern.interop.torchfile import (
+    BROKEN,
+    Archive,
+    PickledObject,
+    StoredTensor,
+    damaged_error,
+    dcp_metadata,
+    load_restricted,
+)
 
 __all__ = ["Dcp", "Foreign", "TorchFile", "Universal", "open_foreign"]
 
@@ -33,7 +42,7 @@ _log = logging.getLogger("zerokern.checkpoint")
 
 
 def open_foreign(place: Path) -> Source | None:
-    """Opens what others have written; None where that is nothing known. A folder of weights alone is refused.
+    """Opens a checkpoint of another library; returns None if it is none. Refuses a folder that holds weights alone.
 
     >>> open_foreign(Path("no such folder")) is None
     True
@@ -52,7 +61,7 @@ def open_foreign(place: Path) -> Source | None:
 
 
 class Foreign(Source):
-    """A checkpoint of somebody else: `_load` brings one box of one tensor."""
+    """A checkpoint of another library. `_load` reads one box of one tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,24 +77,24 @@ class Foreign(Source):
 
     def read(self, items: Items, report: Report = no_report) -> None:
         by_box: dict[tuple[str, tuple[int, ...]], list[BoxRead]] = {}
-        for one in box_reads(items, self.tensors):
-            by_box.setdefault((one.key, one.box.offsets), []).append(one)
-        for place, some in sorted(by_box.items(), key=lambda one: one[0] != self._box):
+        for read in box_reads(items, self.tensors):
+            by_box.setdefault((read.key, read.box.offsets), []).append(read)
+        for place, some in sorted(by_box.items(), key=lambda entry: entry[0] != self._box):
             if place != self._box:
                 self._box, self._found = None, None  # before the next is read: two would be twice the memory
                 self._found = self.fetch(place[0], some[0].box)
                 self._box = place
                 report(self._found.nbytes)
             assert self._found is not None
-            for one in some:
-                one.target.copy_(one.cut(self._found))
+            for read in some:
+                read.target.copy_(read.cut(self._found))
 
     @property
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.tensors.values())
 
     def hold(self, key: str, tensor: Tensor) -> None:
-        """Takes in a tensor that is in memory already."""
+        """Adds a tensor that is in memory already."""
         self.held[key] = tensor
         self._describe(key, tensor.dtype, tuple(tensor.shape))
 
@@ -93,19 +102,20 @@ class Foreign(Source):
         self.tensors[key] = TensorRow(dtype_name(dtype), sizes, [Box(0, 0, (0,) * len(sizes), sizes, (0, 0))])
 
     def fetch(self, key: str, box: Box) -> Tensor:
-        """Reads one box, and compares it with its description."""
-        found = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
+        """Reads one box and compares it with its description."""
+        tensor = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
         row = self.tensors[key]
-        if dtype_name(found.dtype) != row.dtype or tuple(found.shape) != box.sizes:
+        if dtype_name(tensor.dtype) != row.dtype or tuple(tensor.shape) != box.sizes:
             raise IoError(
-                f"{self.path}: {key} at {box.offsets} is {dtype_name(found.dtype)} of {tuple(found.shape)}; its index "
-                f"says {row.dtype} of {box.sizes}. One of the two was exchanged: restore the checkpoint from a copy",
+                f"{self.path}: {key} at {box.offsets} is {dtype_name(tensor.dtype)} of {tuple(tensor.shape)}; its "
+                f"index says {row.dtype} of {box.sizes}. One of the two was exchanged: restore the checkpoint from a "
+                "copy",
                 path=str(self.path),
                 key=key,
             )
-        return found
+        return tensor
 
-    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+    def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
         for key, box in boxes[rank::world]:
             try:
@@ -114,12 +124,12 @@ class Foreign(Source):
                 yield error
             report(box.numel * itemsize(self.tensors[key].dtype))
 
-    def equal(self, one: str, other: str) -> bool:
-        rows = [self.tensors[key] for key in (one, other)]
+    def tensors_equal(self, a: str, b: str) -> bool:
+        rows = [self.tensors[key] for key in (a, b)]
         boxes = [{(box.offsets, box.sizes): box for box in row.boxes} for row in rows]
         if (rows[0].dtype, rows[0].shape) != (rows[1].dtype, rows[1].shape) or boxes[0].keys() != boxes[1].keys():
             return False
-        return all(_same(self.fetch(one, box), self.fetch(other, boxes[1][at])) for at, box in boxes[0].items())
+        return all(_same(self.fetch(a, box), self.fetch(b, boxes[1][at])) for at, box in boxes[0].items())
 
     def rename(self, keys: dict[str, str]) -> None:
         super().rename(keys)
@@ -127,20 +137,20 @@ class Foreign(Source):
         self._first |= {new: key for key, new in keys.items()}
         self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
 
-    def sort_in(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
-        """Returns the keys of tensors that lie in files, and takes in all else: groups, counters, `extra`."""
-        found = self._named(tensors, values)
-        self.numbered = found.numbered
-        for place, key in found.keys.items():
+    def classify(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
+        """Returns the keys of tensors that lie in files, and takes over everything else: groups, counters, `extra`."""
+        sorted_names = self._named(tensors, values)
+        self.numbered = sorted_names.numbered
+        for place, key in sorted_names.keys.items():
             if place in values and isinstance(values[place], bool | int | float | Tensor):
                 # torch keeps `step` as a tensor of its own kind; older ones kept a number
                 dtype = None if isinstance(values[place], Tensor) else torch.float32
                 self.hold(key, torch.as_tensor(values[place], dtype=dtype))
-        if found.options:
-            options = {where: values[place] for place, where in found.options.items() if place in values}
+        if sorted_names.options:
+            options = {where: values[place] for place, where in sorted_names.options.items() if place in values}
             self.values["groups"] = _with_names(groups(options))
         rest: dict[str, Any] = {}
-        for place in found.rest:
+        for place in sorted_names.rest:
             if place in values:
                 _put(rest, place, values[place])
         self.values["extra"] = {}
@@ -153,30 +163,30 @@ class Foreign(Source):
             self.values["extra"][name] = {"all": tree}
             for key, tensor in held_by.items():
                 self.hold(f"extra.{number}.{key.removeprefix('extra.')}", tensor)
-        keys = {place: key for place, key in found.keys.items() if place in tensors}
-        return keys | {place: f"rest.{'.'.join(map(str, place))}" for place in found.rest if place in tensors}
+        keys = {place: key for place, key in sorted_names.keys.items() if place in tensors}
+        return keys | {place: f"rest.{'.'.join(map(str, place))}" for place in sorted_names.rest if place in tensors}
 
     def _named(self, tensors: Iterable[Place], values: Iterable[Place]) -> Named:
         try:
             return named(list(tensors), list(values))
         except ValueError as error:
-            raise damaged(self.path, str(error)) from error
+            raise damaged_error(self.path, str(error)) from error
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors have the same bits."""
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return True
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return torch.equal(flat[0], flat[1])
 
 
 def _with_names(all_groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    for group in (one for some in all_groups for one in some):
-        names = [one for one in group.get("params", ()) if isinstance(one, str)]
+    for group in (group for some in all_groups for group in some):
+        names = [name for name in group.get("params", ()) if isinstance(name, str)]
         if names:
             short = bare(names)
-            group["params"] = [short.get(one, one) for one in group["params"]]
+            group["params"] = [short.get(name, name) for name in group["params"]]
         group.pop("param_names", None)
     return all_groups
 
@@ -204,31 +214,31 @@ class Dcp(Foreign):
             tensors, values = self._described(metadata)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             says = f"was edited, or a torch wrote it that is newer than this zerokern: {error}"
-            raise unfit(index, says) from error
-        keys = self.sort_in(set(tensors), {place: self._item(box, _joined(place)) for place, box in values.items()})
+            raise file_error(index, says) from error
+        keys = self.classify(set(tensors), {place: self._item(box, _joined(place)) for place, box in values.items()})
         self.tensors |= {keys[place]: row for place, row in tensors.items() if place in keys}
 
-    def _described(self, metadata: Unmade) -> tuple[dict[Place, TensorRow], dict[Place, Box]]:
+    def _described(self, metadata: PickledObject) -> tuple[dict[Place, TensorRow], dict[Place, Box]]:
         """Returns rows of tensors, and the boxes of other values, by their places."""
         self.files: list[str] = []
         stored = self._stored(metadata)
         paths = metadata.get("planner_data") or {}
         tensors: dict[Place, TensorRow] = {}
         values: dict[Place, Box] = {}
-        for key, one in metadata["state_dict_metadata"].items():
+        for key, described in metadata["state_dict_metadata"].items():
             place = tuple(paths[key]) if isinstance(paths, dict) and key in paths else (key,)
             if len(place) > MOST_PARTS:
                 raise ValueError(f"the name of {key!r} has {len(place)} parts")
             if place in tensors or place in values:
                 raise ValueError(f"two of its tensors are called {_joined(place)}")
-            if one.name.endswith("BytesStorageMetadata"):
+            if described.name.endswith("BytesStorageMetadata"):
                 number, *item = stored[key, None]
                 values[place] = Box(number, item[0], (), (), (item[0], item[1]))
                 continue
-            row = tensors[place] = TensorRow(_dtype(one["properties"]), tuple(one["size"]))
-            if len(one["chunks"]) > len(stored):
-                raise ValueError(f"{key!r} is in {len(one['chunks'])} boxes, and {len(stored)} are stored in all")
-            boxes = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in one["chunks"]]
+            row = tensors[place] = TensorRow(_dtype(described["properties"]), tuple(described["size"]))
+            if len(described["chunks"]) > len(stored):
+                raise ValueError(f"{key!r} is in {len(described['chunks'])} boxes, and {len(stored)} are stored in all")
+            boxes = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in described["chunks"]]
             refuse_uncovered(key, row.shape, boxes)
             for offsets, sizes in boxes:
                 number, start, length = stored[key, offsets]
@@ -238,7 +248,7 @@ class Dcp(Foreign):
                 row.boxes.append(box)
         return tensors, values
 
-    def _stored(self, metadata: Unmade) -> dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]]:
+    def _stored(self, metadata: PickledObject) -> dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]]:
         """Returns where each item lies: number of its file, offset and length."""
         numbers: dict[str, int] = {}
         stored: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
@@ -275,14 +285,16 @@ class Dcp(Foreign):
             )
 
     def _refuse_shorter(self, file: Path, nbytes: int) -> None:
-        found = os.stat(file).st_size if file.exists() else None
-        if found is None or found < nbytes:
-            says = "is missing" if found is None else f"is truncated: it has {found:,} bytes of at least {nbytes:,}"
-            number = errno.ENOENT if found is None else errno.ENODATA
-            raise unfit(file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=found or 0)
+        length = os.stat(file).st_size if file.exists() else None
+        if length is None or length < nbytes:
+            says = "is missing" if length is None else f"is truncated: it has {length:,} bytes of at least {nbytes:,}"
+            number = errno.ENOENT if length is None else errno.ENODATA
+            raise file_error(
+                file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=length or 0
+            )
 
-    def likeness(self) -> str:
-        return f"files with the digest {likeness([self.path / name for name in (METADATA, *self.files)])}"
+    def fingerprint(self) -> str:
+        return f"files with the digest {fingerprint([self.path / name for name in (METADATA, *self.files)])}"
 
     def _item(self, box: Box, key: str) -> Any:
         """Reads one item, a file of torch.save; checksums are compared where torch has written them."""
@@ -299,31 +311,31 @@ class Dcp(Foreign):
                 for entry in archive.infolist():
                     if entry.CRC:  # 0: the writer was told to leave it out
                         archive.read(entry)
-                    self.summed &= bool(entry.CRC or not entry.file_size)
+                    self.has_checksums &= bool(entry.CRC or not entry.file_size)
         except BROKEN as error:
-            raise unfit(
+            raise file_error(
                 file,
                 f"at offset {start}, {length} bytes: {key} is damaged: {error}. Restore the file from a copy",
                 offset=start,
                 nbytes=length,
                 key=key,
             ) from error
-        return loaded(io.BytesIO(data), file, key)
+        return load_restricted(io.BytesIO(data), file, key)
 
     def _load(self, key: str, box: Box) -> Tensor:
-        found = self._item(box, key)
-        return found if isinstance(found, Tensor) else torch.empty(0)
+        item = self._item(box, key)
+        return item if isinstance(item, Tensor) else torch.empty(0)
 
 
 def _joined(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def _dtype(properties: Unmade) -> str:
-    found = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
-    if not isinstance(getattr(torch, str(found), None), torch.dtype):
-        raise ValueError(f"{found!r} is no dtype")
-    return str(found)
+def _dtype(properties: PickledObject) -> str:
+    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
+    if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return str(dtype)
 
 
 class TorchFile(Foreign):
@@ -334,26 +346,26 @@ class TorchFile(Foreign):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._archive = Archive(path)
-        self.summed = self._archive.summed
-        found = self._archive.values()
-        if not isinstance(found, Mapping):
-            says = f"holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead"
-            raise unfit(path, says, errno.EINVAL)
-        leaves = _leaves(found, path)
-        tensors = {place: one for place, one in leaves.items() if isinstance(one, Tensor)}
-        others = {place: one for place, one in leaves.items() if place not in tensors}
+        self.has_checksums = self._archive.has_checksums
+        content = self._archive.values()
+        if not isinstance(content, Mapping):
+            says = f"holds a {type(content).__name__}, no dict of tensors by name: save model.state_dict() instead"
+            raise file_error(path, says, errno.EINVAL)
+        leaves = _leaves(content, path)
+        tensors = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        others = {place: leaf for place, leaf in leaves.items() if place not in tensors}
         # Tensors among the other values come with them: a scheduler's, a generator's state.
         beside = {place: tensors[place] for place in self._named(tensors, others).rest if place in tensors}
         stored = _leaves(self._archive.content, path)
         for place in beside:
             self._archive.check(stored.get(place), _joined(place))
         self._stored: dict[str, Any] = {}
-        for place, key in self.sort_in(set(tensors) - beside.keys(), others | beside).items():
+        for place, key in self.classify(set(tensors) - beside.keys(), others | beside).items():
             self.hold(key, tensors[place].detach())
             self._stored[key] = stored.get(place)
 
-    def likeness(self) -> str:
-        return f"a file with the digest {likeness([self.path])}"
+    def fingerprint(self) -> str:
+        return f"a file with the digest {fingerprint([self.path])}"
 
     def close(self) -> None:
         self._archive.close()
@@ -366,18 +378,18 @@ class TorchFile(Foreign):
         raise KeyError(f"{self.path} has no {key}")  # all of them are held
 
 
-def _leaves(found: Any, path: Path) -> dict[Place, Any]:
+def _leaves(content: Any, path: Path) -> dict[Place, Any]:
     """Returns the leaves of a file, which has more bytes than these, unless dictionaries hold each other repeatedly."""
     most = path.stat().st_size
     leaves: dict[Place, Any] = {}
     try:
-        for number, (place, value) in enumerate(flat(found)):
+        for number, (place, value) in enumerate(flat(content)):
             if number > most:
                 raise RecursionError
             if value is not None:
                 leaves[place] = value
     except RecursionError:
-        raise damaged(path, "its dictionaries are nested without end") from None
+        raise damaged_error(path, "its dictionaries are nested without end") from None
     return leaves
 
 
@@ -388,11 +400,11 @@ def flat(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     [(('a', 'b'), 1), (('c', 0, 'd'), 2), (('e',), [3, 4])]
     """
     if isinstance(value, Mapping) and value:
-        for key, one in value.items():
-            yield from flat(one, (*place, key))
-    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-        for at, one in enumerate(value):
-            yield from flat(one, (*place, at))
+        for key, item in value.items():
+            yield from flat(item, (*place, key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for at, item in enumerate(value):
+            yield from flat(item, (*place, at))
     else:
         yield place, value
 
@@ -422,57 +434,59 @@ class Universal(Foreign):
         for name in names:
             folder, ours = path / "zero" / name, short[name]
             states = [file.stem for file in folder.glob("*.pt") if file.stem not in ("fp32", "step")]
-            self._enter(f"model.{ours}", folder / "fp32.pt", shapes.get(name))
+            self._add_tensor(f"model.{ours}", folder / "fp32.pt", shapes.get(name))
             for state in sorted(states):
-                self._enter(f"optim.state.{ours}.{state}", folder / f"{state}.pt", shapes.get(name))
+                self._add_tensor(f"optim.state.{ours}.{state}", folder / f"{state}.pt", shapes.get(name))
             own = Archive(folder / "step.pt").values() if (folder / "step.pt").exists() else steps
             if states and own is not None:
                 self.hold(f"optim.state.{ours}.step", torch.as_tensor(own, dtype=torch.float32).reshape(()))
         for archive in archives:
-            self._take_buffers(archive, names)
+            self._add_buffers(archive, names)
         options = self._common.get("param_groups")
         if isinstance(options, list) and all(isinstance(group, Mapping) for group in options):
-            plain = [{key: one for key, one in group.items() if _plain(one) and key != "params"} for group in options]
+            plain = [
+                {key: value for key, value in group.items() if _plain(value) and key != "params"} for group in options
+            ]
             self.values["groups"] = [plain]
         self.values["extra"] = {}
 
-    def likeness(self) -> str:
-        return f"files with the digest {likeness(sorted(self.path.rglob('*.pt')))}"
+    def fingerprint(self) -> str:
+        return f"files with the digest {fingerprint(sorted(self.path.rglob('*.pt')))}"
 
-    def _take_buffers(self, archive: Archive, names: Sequence[str]) -> None:
+    def _add_buffers(self, archive: Archive, names: Sequence[str]) -> None:
         """Takes in buffers: they are in the model's own file alone, or in `zero` with another dtype."""
         described = _mapping(archive.content)
         buffers = described.get("buffer_names") or ()
-        for name, one in _mapping(described.get("module")).items():
+        for name, stored in _mapping(described.get("module")).items():
             ours = f"model.{parameter(name).removeprefix('module.')}"
-            there = isinstance(one, Stored) and (name in buffers or name not in names)
-            if there and ours not in self.held and torch.Size(one.size).numel():
-                self.hold(ours, archive.tensor(one, ours))
+            there = isinstance(stored, StoredTensor) and (name in buffers or name not in names)
+            if there and ours not in self.held and torch.Size(stored.size).numel():
+                self.hold(ours, archive.tensor(stored, ours))
         archive.close()
 
-    def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
+    def _add_tensor(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
         self._archives[key] = archive = Archive(file)
-        self.summed &= archive.summed
-        found = self._tensor(key)
-        sizes = tuple(found.shape) if shape is None or found.dim() != 1 else shape
-        if torch.Size(sizes).numel() != found.numel():
-            says = f"has {found.numel()} elements; the model's file says that its shape is {sizes}"
+        self.has_checksums &= archive.has_checksums
+        tensor = self._tensor(key)
+        sizes = tuple(tensor.shape) if shape is None or tensor.dim() != 1 else shape
+        if torch.Size(sizes).numel() != tensor.numel():
+            says = f"has {tensor.numel()} elements; the model's file says that its shape is {sizes}"
             raise IoError(f"{file}: {key} {says}", path=str(file), errno=errno.EBADMSG, key=key)
-        self._describe(key, found.dtype, sizes)
+        self._describe(key, tensor.dtype, sizes)
 
     def _tensor(self, key: str) -> Tensor:
         archive = self._archives[key]
-        found = archive.values(key)
-        found = found.get("param") if isinstance(found, Mapping) else found
-        if not isinstance(found, Tensor):
-            says = f"holds a {type(found).__name__}, no tensor of {key}: ds_to_universal writes other files"
-            raise unfit(archive.path, says, key=key)
-        return found
+        content = archive.values(key)
+        content = content.get("param") if isinstance(content, Mapping) else content
+        if not isinstance(content, Tensor):
+            says = f"holds a {type(content).__name__}, no tensor of {key}: ds_to_universal writes other files"
+            raise file_error(archive.path, says, key=key)
+        return content
 
     def _load(self, key: str, box: Box) -> Tensor:
         archive = self._archives[key]
-        found = archive.content.get("param") if isinstance(archive.content, Mapping) else archive.content
-        archive.check(found, key)
+        content = archive.content.get("param") if isinstance(archive.content, Mapping) else archive.content
+        archive.check(content, key)
         archive.close()  # there may be more of them than files may be open
         return self._tensor(key).reshape(box.sizes)
 
@@ -489,17 +503,17 @@ def _universal_folder(path: Path) -> Path | None:
     return None
 
 
-def _mapping(found: Any) -> Mapping[str, Any]:
-    return found if isinstance(found, Mapping) else {}
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _shapes(files: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of parameters, which stage 3 keeps flat, from the model's own files."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for described in files:
         for some in described.get("param_shapes") or ():
-            found |= {name: tuple(shape) for name, shape in some.items() if isinstance(shape, tuple)}
-    return found
+            shapes |= {name: tuple(shape) for name, shape in some.items() if isinstance(shape, tuple)}
+    return shapes
 
 
 def _number_of_steps(common: Any) -> float | None:
@@ -508,26 +522,28 @@ def _number_of_steps(common: Any) -> float | None:
     counted: list[Any] = list(_mapping(inner.get("state")).values())
     for some in (common.get("param_groups"), inner.get("param_groups")):
         counted += some if isinstance(some, list) else []
-    steps = [one["step"] for one in counted if isinstance(one, Mapping) and isinstance(one.get("step"), int | float)]
+    steps = [
+        entry["step"] for entry in counted if isinstance(entry, Mapping) and isinstance(entry.get("step"), int | float)
+    ]
     return float(max(steps)) if steps else None
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(_plain(one) for one in value)
+        return all(_plain(item) for item in value)
     return value is None or type(value) in (bool, int, float, str)
 
 
 def _refuse_safetensors(path: Path, files: list[Path]) -> None:
     if files and all(file.suffix == ".safetensors" for file in files):
         says = f"holds weights alone ({files[0].name}), no checkpoint: zk.load_pretrained(model, path) reads them"
-        raise unfit(path, says, errno.EINVAL)
+        raise file_error(path, says, errno.EINVAL)
 
 
 def _refuse_unconverted(path: Path) -> None:
     shards = [*path.glob("*zero_pp_rank_*_optim_states.pt"), *path.glob("*/*zero_pp_rank_*_optim_states.pt")]
     if shards:
-        raise unfit(
+        raise file_error(
             path,
             f"is a checkpoint of DeepSpeed as its ranks wrote it ({shards[0].name}); it can be read once "
             "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --input_folder PATH "

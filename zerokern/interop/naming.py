@@ -1,4 +1,4 @@
-"""Which of somebody else's entries are the model, which are optimizer state, and by what names we know them."""
+"""Sorts the entries of foreign checkpoints into model and optimizer state, and translates their names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Named:
 
 
 def parameter(name: str) -> str:
-    """The name of a parameter without those of the wrappers around modules.
+    """Returns the name of a parameter without the names of wrapper modules.
 
     >>> parameter("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
@@ -37,7 +37,7 @@ def parameter(name: str) -> str:
 
 
 def bare(names: Iterable[str]) -> dict[str, str]:
-    """Every name, and the same without wrappers; `module.` of DDP goes where all of them have it.
+    """Maps every name to itself without wrappers; DDP's `module.` is removed if all of them have it.
 
     >>> bare(["module.a.weight", "module.b"])
     {'module.a.weight': 'a.weight', 'module.b': 'b'}
@@ -56,7 +56,7 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
     >>> list(found.keys.values()), list(found.options.values()), found.rest
     (['model.w', 'optim.state.w.exp_avg'], [(('optim',), 0, 'lr')], [('epoch',)])
     """
-    found = Named()
+    result = Named()
     dense = set(tensors)
     states: dict[Path, tuple[Path, str, str]] = {}
     left: list[Path] = []
@@ -67,7 +67,7 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
             states[path] = (root, *inside.removeprefix("state.").rpartition(".")[::2])
         elif at is not None and inside.startswith("param_groups."):
             name, _, option = inside.removeprefix("param_groups.").rpartition(".")
-            found.options[path] = (root, int(name) if name.isdigit() else parameter(name), option)
+            result.options[path] = (root, int(name) if name.isdigit() else parameter(name), option)
         else:
             left.append(path)
     model = _root([path for path in left if path in dense])
@@ -76,24 +76,24 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
         for path in left
         if model is not None and path in dense and path[: len(model)] == model and (model or len(path) == 1)
     }
-    found.rest = [path for path in left if path not in names]
-    unknown = next((path for path in found.rest if path in dense and _optimizer(path) is not None), None)
+    result.rest = [path for path in left if path not in names]
+    unknown = next((path for path in result.rest if path in dense and _optimizer(path) is not None), None)
     if unknown is not None and not states:
         raise ValueError(f"{'.'.join(map(str, unknown))} is of an optimizer, and is no state of it that can be told")
     short = bare(names.values())
-    found.keys = {path: f"model.{short[name]}" for path, name in names.items()}
+    result.keys = {path: f"model.{short[name]}" for path, name in names.items()}
     roots = sorted({root for root, _, _ in states.values()}, key=str)
-    found.numbered = bool(states) and all(name.isdigit() for _, name, _ in states.values())
+    result.numbered = bool(states) and all(name.isdigit() for _, name, _ in states.values())
     owner = bare(name for _, name, _ in states.values())
     for path, (root, name, key) in states.items():
         # Two optimizers may both have a parameter number 0.
-        place = f"{roots.index(root)}." if found.numbered and len(roots) > 1 else ""
-        found.keys[path] = f"optim.state.{place}{owner[name]}.{key.removesuffix(CODES)}"
-    return found
+        place = f"{roots.index(root)}." if result.numbered and len(roots) > 1 else ""
+        result.keys[path] = f"optim.state.{place}{owner[name]}.{key.removesuffix(CODES)}"
+    return result
 
 
 def _optimizer(path: Path) -> int | None:
-    """Where in the path the optimizer's own state_dict begins."""
+    """Returns where in the path the optimizer's own state_dict begins."""
     for at, part in enumerate(path[:-1], 1):
         if part in OPTIMIZERS:
             return at + 1 if len(path) > at + 1 and str(path[at]).isdigit() else at
@@ -101,7 +101,7 @@ def _optimizer(path: Path) -> int | None:
 
 
 def _root(tensors: Sequence[Path]) -> Path | None:
-    """What the paths of the model's tensors begin with: a part that is called as models are, or nothing."""
+    """Returns the common prefix of the model's tensors: a part named as models are, or nothing."""
     for depth in range(max(map(len, tensors), default=0)):
         for name in MODELS:
             roots = {path[: depth + 1] for path in tensors if len(path) > depth + 1 and path[depth] == name}
@@ -111,7 +111,7 @@ def _root(tensors: Sequence[Path]) -> Path | None:
 
 
 def groups(options: Mapping[tuple[Path, Any, str], Any]) -> list[list[dict[str, Any]]]:
-    """The parameter groups of each optimizer, from options by group or, as torch flattens them, by parameter.
+    """Returns the param_groups of each optimizer, from options by group or, as torch flattens them, by parameter.
 
     >>> groups({((), "w", "lr"): 0.1, ((), "b", "lr"): 0.1, ((), "e", "lr"): 0.2})
     [[{'lr': 0.1, 'params': ['w', 'b']}, {'lr': 0.2, 'params': ['e']}]]
@@ -126,10 +126,10 @@ def _merged(options: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
     if all(isinstance(of, int) for of in options):
         return [options[number] for number in sorted(options)]
     made: list[dict[str, Any]] = []
-    for name, one in options.items():
-        same = next((group for group in made if {**group, "params": 0} == {**one, "params": 0}), None)
+    for name, option in options.items():
+        same = next((group for group in made if {**group, "params": 0} == {**option, "params": 0}), None)
         if same is None:
-            made.append({**one, "params": [name]})
+            made.append({**option, "params": [name]})
         else:
             same["params"].append(name)
     return made

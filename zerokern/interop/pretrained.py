@@ -16,7 +16,7 @@ from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.formats import overflowed
 from zerokern.checkpoint.partial import SharedWeights, model_of, names_elsewhere, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.ranks import Ranks, open_alike, refuse_unusable
+from zerokern.checkpoint.ranks import Ranks, open_same, refuse_unusable
 from zerokern.checkpoint.training_state import NamedSpan, aliases, announce_writes, named_tensors, spans
 from zerokern.core.errors import IoError, StateError
 from zerokern.interop.exported import headers_of
@@ -82,7 +82,7 @@ def load_pretrained(
     """
     path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), model_of(model)
     known = str if rename is None else rename
-    found: list[tuple[list[_Load], Unmatched]] = []
+    compared: list[tuple[list[_Load], Unmatched]] = []
     opened = Opened(path)
     ties: list[SharedWeights] = []
 
@@ -92,19 +92,19 @@ def load_pretrained(
         return opened.look(ranks.size > 1)
 
     def compare() -> None:
-        found.append(_compared(model, opened, known, strict, elsewhere, ties[0]))
+        compared.append(_compared(model, opened, known, strict, elsewhere, ties[0]))
 
     try:
-        open_alike(ranks, path, look)
+        open_same(ranks, path, look)
         ties.append(shared_weights(ranks, model, lambda: named_tensors(model)))
         elsewhere = names_elsewhere(
-            ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
+            ranks, model, lambda: [known(name) for some in _names(model).values() for name in some]
         )
-        ranks.each("compare the files with the model", compare)
-        loads, unmatched = found[0]
+        ranks.all_gather("compare the files with the model", compare)
+        loads, unmatched = compared[0]
         total = sum(load.span.numel * load.itemsize for load in loads)
         with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
-            ranks.each("read", lambda: _read(model, loads, opened.files, moved))
+            ranks.all_gather("read", lambda: _read(model, loads, opened.files, moved))
     finally:
         opened.files.close()
     return unmatched
@@ -128,7 +128,7 @@ class Opened:
                         says = f"{name!r} is in {self.entries[name].path} and in {entry.path}"
                         raise IoError(f"{says}; files of different models lie mixed", path=str(entry.path), key=name)
                     self.entries[name] = entry
-            return f"files with the digest {self.files.likeness()}" if alike else ""
+            return f"files with the digest {self.files.fingerprint()}" if alike else ""
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,11 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     for name in there:
         if name.endswith(f".{missing[0]}"):
             prefix = name.removesuffix(missing[0])
-            if all(prefix + one in there for one in missing):
+            if all(prefix + name in there for name in missing):
                 return f"The files' names begin with {prefix!r}: rename=lambda name: {prefix!r} + name. "
         if missing[0].endswith(f".{name}"):
             prefix = missing[0].removesuffix(name)
-            if all(one.startswith(prefix) and one.removeprefix(prefix) in there for one in missing):
+            if all(name.startswith(prefix) and name.removeprefix(prefix) in there for name in missing):
                 return f"The files' names lack {prefix!r}: rename=lambda name: name.removeprefix({prefix!r}). "
     return ""
 
@@ -253,13 +253,13 @@ def _refuse_untied(name: str, entries: Sequence[TensorBytes], files: OpenFiles) 
             )
 
 
-def _equal(one: TensorBytes, other: TensorBytes, files: OpenFiles) -> bool:
-    if (one.code, one.shape) != (other.code, other.shape):
+def _equal(a: TensorBytes, b: TensorBytes, files: OpenFiles) -> bool:
+    if (a.code, a.shape) != (b.code, b.shape):
         return False
-    with on_disk(one.path, "cannot read"), files.open(one.path) as first, files.open(other.path) as second:
-        for at in range(0, one.nbytes, PIECE_NBYTES):
-            count = min(PIECE_NBYTES, one.nbytes - at)
-            left, right = (os.pread(fd, count, entry.offset + at) for fd, entry in ((first, one), (second, other)))
+    with on_disk(a.path, "cannot read"), files.open(a.path) as first, files.open(b.path) as second:
+        for at in range(0, a.nbytes, PIECE_NBYTES):
+            count = min(PIECE_NBYTES, a.nbytes - at)
+            left, right = (os.pread(fd, count, entry.offset + at) for fd, entry in ((first, a), (second, b)))
             if left != right:
                 return False
     return True
@@ -304,9 +304,9 @@ def _read_into(flat: Tensor, fd: int, load: _Load, home: Shard | None, lost: Ten
         values = into if straight else room[: len(into)]
         _fill(fd, values.view(torch.uint8).numpy().data, load, begin)
         if not straight:
-            found = values.to(flat.device)
-            _convert(found, into, load, begin, home, lost)
-            if beyond := overflowed(found, into):
+            on_device = values.to(flat.device)
+            _convert(on_device, into, load, begin, home, lost)
+            if beyond := overflowed(on_device, into):
                 raise StateError(
                     f"{beyond} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, "
                     "and a part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"

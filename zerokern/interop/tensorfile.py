@@ -1,6 +1,6 @@
-"""The safetensors format: a length, a header in JSON, and the tensors' bytes behind it, without a gap.
+"""The safetensors format: a length, a header in JSON, and the bytes of the tensors behind it, without gaps.
 
-A header is believed only after every number in it has been compared with the file; reading one runs nothing.
+Every number in a header is checked against the file before it is used; reading a header runs no code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerokern.checkpoint.index import unfit
+from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import IoError, got
 from zerokern.io.advice import on_disk
 
@@ -159,31 +159,31 @@ def read_index(path: Path) -> dict[str, str]:
     """Reads which file of the folder holds which tensor, of a `model.safetensors.index.json`."""
     with on_disk(path, "cannot read"):
         text = path.read_bytes()
-    found = _parsed(path, text).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    weight_map = _parsed(path, text).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
         raise _bad(path, "it has no weight_map of tensors' names to files' names")
-    for name, file in found.items():
+    for name, file in weight_map.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise _bad(path, f"it places {name!r} in {file!r}, which is no name of a file beside it", key=name)
-    return found
+    return weight_map
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise _bad(path, f"its JSON cannot be read ({error}): damaged, or of another format") from error
-    if not isinstance(found, dict):
-        raise _bad(path, f"its JSON is a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(parsed, dict):
+        raise _bad(path, f"its JSON is a {type(parsed).__name__}, not an object")
+    return parsed
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
+    return parsed
 
 
 def _no_header(first: bytes, length: int, size: int) -> str:
@@ -213,7 +213,7 @@ def _entry(path: Path, name: str, row: Any, data: int) -> TensorBytes:
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(one) is int and one >= 0 for one in values)
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _without_gaps(path: Path, entries: Sequence[TensorBytes], data: int, size: int) -> None:
@@ -232,4 +232,4 @@ def _without_gaps(path: Path, entries: Sequence[TensorBytes], data: int, size: i
 
 
 def _bad(path: Path, why: str, *, key: str | None = None, offset: int = 0) -> IoError:
-    return unfit(path, f"is no good safetensors file: {why}. Fetch or write it anew", 0, offset=offset, key=key)
+    return file_error(path, f"is no good safetensors file: {why}. Fetch or write it anew", 0, offset=offset, key=key)

@@ -1,5 +1,4 @@
-"""Memory that state passes through: an arena, leases of it, the ring that slow tiers are staged in, copies to and from
-a GPU.
+"""Memory that state passes through: arenas and leases, the ring buffer for slow tiers, copies to and from a GPU.
 
 >>> from zerokern import memory
 >>> with memory.Arena(1 << 20).lease(100, "example") as lease:
@@ -16,21 +15,6 @@ from zerokern.memory.staging import CudaDriver
 from zerokern.memory.tier import DeviceTier, HostTier, Tier, TierConfig, Wanted
 
 __all__ = [
-    "Arena",
-    "Copies",
-    "CudaDriver",
-    "DeviceTier",
-    "FreeSpans",
-    "HostTier",
-    "Lease",
-    "NextRest",
-    "Rest",
-    "Rests",
-    "Ring",
-    "Slot",
-    "Tier",
-    "TierConfig",
-    "Wanted",
-    "flow",
-    "flowing",
-]
+    "Arena", "Copies", "CudaDriver", "DeviceTier", "FreeSpans", "HostTier", "Lease", "NextRest", "Rest", "Rests",
+    "Ring", "Slot", "Tier", "TierConfig", "Wanted", "flow", "flowing",
+]  # fmt: skip

@@ -1,9 +1,9 @@
-"""Where many tensors and their gradients lie, in one native call.
+"""Reads the addresses of many tensors and their gradients in one native call.
 
 Reading `p.grad`, its address, dtype and layout from Python takes a microsecond per parameter, nearly all of it in cache
-misses that wait for each other. The native loop lets them overlap. It asks torch itself, through its C interface
-(`aoti_torch_*`) and `c10::TensorImpl::grad`, found by name in the libraries that torch has loaded: nothing is linked.
-One thing is assumed of an object, that an `at::Tensor` is the address of its `TensorImpl`; a trial shows it.
+misses, which the native loop overlaps. It calls torch through its C interface (`aoti_torch_*`) and
+`c10::TensorImpl::grad`, looked up by name in the libraries that torch has loaded. It assumes that an `at::Tensor` is
+the address of its `TensorImpl`, which a trial verifies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerokern.core import native
 
-__all__ = ["Cells", "GradientReader", "Whereabouts", "reader_of"]
+__all__ = ["AddressRecord", "GradientReader", "TensorBodies", "gradient_reader"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -38,7 +38,7 @@ _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
     "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
 )
-_WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which is its cell
+_WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which points to its TensorImpl
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
 _pointer_of = torch.Tensor.data_ptr
@@ -47,16 +47,16 @@ Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
 
 @functools.cache
 def torch_calls() -> Calls | None:
-    """torch's functions, its numbers for dtypes and for the strided layout; None where this torch lacks one of them."""
+    """Returns torch's functions, its numbers for dtypes and for the strided layout; None if this torch lacks one."""
     folder = Path(torch.__file__).parent / "lib"
     try:
-        found = {
+        functions = {
             name: ctypes.cast(getattr(ctypes.CDLL(str(folder / file)), symbol), ctypes.c_void_p).value
             for name, (file, symbol) in _IMPORTS.items()
         }
         interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
         numbers = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
-        calls = native.TensorCalls(**found), numbers, int(interface.aoti_torch_layout_strided())
+        calls = native.TensorCalls(**functions), numbers, int(interface.aoti_torch_layout_strided())
         why = "" if _works(calls) else "a trial found another address than torch's own"
     except (AttributeError, OSError) as error:
         why = str(error)
@@ -67,24 +67,24 @@ def torch_calls() -> Calls | None:
 
 
 def _works(calls: Calls) -> bool:
-    """Whether a gradient is found where it is."""
+    """Returns whether a trial finds a gradient at its address."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
     weight.grad = torch.ones_like(weight)
-    found = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
-    return found is not None and found.tolist() == [weight.grad.data_ptr()]
+    addresses = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
+    return addresses is not None and addresses.tolist() == [weight.grad.data_ptr()]
 
 
-def reader_of(
+def gradient_reader(
     params: Sequence[Tensor],
     addresses: Sequence[int] | None,
     numels: Sequence[int],
     dtypes: Sequence[torch.dtype],
     grad_dtypes: Sequence[torch.dtype],
 ) -> GradientReader | None:
-    """A reader for these parameters, or None where torch does not offer what it needs.
+    """Returns a reader for these parameters; None if torch does not offer what it needs.
 
     >>> weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)
-    >>> reader = reader_of([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
+    >>> reader = gradient_reader([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
     >>> reader is None or reader.read().tolist() == [weight.grad.data_ptr()]
     True
     """
@@ -93,7 +93,7 @@ def reader_of(
 
 
 class GradientReader:
-    """Parameters and what was found of them and their gradients, which `read` compares with what is there now."""
+    """Compares parameters and their gradients with what was recorded, and reads the gradients' addresses."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class GradientReader:
     ) -> None:
         """`addresses`: None where the parameters themselves may be anywhere."""
         self._calls, numbers, strided = calls
-        self.cells = Cells(params)
+        self.cells = TensorBodies(params)
         self._columns = (
             self.cells.bodies,
             array("Q", addresses or ()),
@@ -120,71 +120,73 @@ class GradientReader:
         self._read = native.library().zk_gradients
 
     def read(self, grads: Sequence[Tensor] | None = None) -> array[int] | None:
-        """The addresses of the parameters' gradients, or of these; None where one is missing or not as it was, or where
-        a parameter is not.
+        """Returns the addresses of the parameters' gradients, or of `grads`.
 
-        A parameter may have been given another tensor's body (`torch.utils.swap_tensors`), so these are read first.
+        None if one is missing, or a gradient or parameter is not as recorded.
+
+        `torch.utils.swap_tensors` may have exchanged TensorImpls, so these are compared first.
         """
         if not self.cells.unchanged():
             return None
         bodies = None if grads is None else array("Q", map(_tensor_of, grads))
         self._list.gradients = None if bodies is None else bodies.buffer_info()[0]
-        found = array("Q", bytes(8 * len(self.cells.bodies)))
-        count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), found.buffer_info()[0])
-        return found if count == len(found) else None
+        addresses = array("Q", bytes(8 * len(self.cells.bodies)))
+        count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), addresses.buffer_info()[0])
+        return addresses if count == len(addresses) else None
 
 
 @functools.cache
-def _cell() -> int | None:
-    """Where in a tensor's Python object the cell is that holds its body; None: not known."""
+def _body_offset() -> int | None:
+    """Returns the offset in a tensor's Python object of the pointer to its TensorImpl; None if that is not known."""
     trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.ones(2, device="cpu")]
-    words = [(ctypes.c_uint64 * _WORDS).from_address(id(one)) for one in trials]
+    words = [(ctypes.c_uint64 * _WORDS).from_address(id(trial)) for trial in trials]
     places = [place for place in range(_WORDS) if all(w[place] == t._cdata for w, t in zip(words, trials, strict=True))]
     return 8 * places[0] if len(places) == 1 else None
 
 
 @functools.cache
-def _raising() -> int | None:
-    """torch's function that counts a write to the tensor in a cell; None: this torch has none."""
+def _bump_version_function() -> int | None:
+    """Returns torch's function that bumps a version counter; None if this torch has none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    found = [getattr(library, name) for name in _COUNTS_A_WRITE if hasattr(library, name)]
-    return ctypes.cast(found[0], ctypes.c_void_p).value if found else None
+    functions = [getattr(library, name) for name in _COUNTS_A_WRITE if hasattr(library, name)]
+    return ctypes.cast(functions[0], ctypes.c_void_p).value if functions else None
 
 
-class Cells:
-    """The cells of tensors whose objects we keep; each holds whatever body its object has been given since.
+class TensorBodies:
+    """The TensorImpls of tensors whose Python objects we keep; `torch.utils.swap_tensors` exchanges them.
 
-    >>> weight = torch.nn.Parameter(torch.ones(3)); cells = Cells([weight])
-    >>> cells.raise_versions(); weight._version, cells.unchanged()
+    >>> weight = torch.nn.Parameter(torch.ones(3)); cells = TensorBodies([weight])
+    >>> cells.bump_versions(); weight._version, cells.unchanged()
     (1, True)
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, place = tensors, _cell()
+        self._tensors, place = tensors, _body_offset()
         self._known = place is not None
         self.bodies = array("Q", map(_tensor_of, tensors))
-        self._cells = array("Q", [id(one) + (place or 0) for one in tensors])
+        self._cells = array("Q", [id(tensor) + (place or 0) for tensor in tensors])
 
     def unchanged(self) -> bool:
-        """Whether every tensor has the body that it had (`torch.utils.swap_tensors` exchanges them)."""
+        """Returns whether every tensor still has the TensorImpl that it had."""
         if not self._known:
             return array("Q", map(_tensor_of, self._tensors)) == self.bodies
         (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
         return bool(native.library().zk_in_cells(cells, bodies, count) == count)
 
-    def raise_versions(self) -> None:
-        """Autograd hears of a write to each of them, by kernels that torch does not know of."""
-        raising = _raising() if self._known else None
+    def bump_versions(self) -> None:
+        """Bumps the version counter of each tensor, for autograd, after kernels that torch does not know of wrote to
+        it."""
+        raising = _bump_version_function() if self._known else None
         if raising is None:
             torch.autograd.graph.increment_version(self._tensors)
         else:
             native.library().zk_raise_versions(raising, *self._cells.buffer_info())
 
 
-class Whereabouts:
-    """Tensors and where they lie at first. Memory that is exchanged (`.data =`) leaves no other trace.
+class AddressRecord:
+    """Tensors and their first addresses. Memory that is exchanged (`.data =`) leaves no other trace.
 
-    >>> moment = torch.zeros(3); known = Whereabouts([moment]); known.unchanged()
+    >>> moment = torch.zeros(3); known = AddressRecord([moment]); known.unchanged()
     True
     >>> moment.data = torch.ones(3); known.unchanged()
     False
@@ -202,7 +204,7 @@ class Whereabouts:
             self._look = native.library().zk_in_place
 
     def unchanged(self) -> bool:
-        """Whether every one of them lies there still."""
+        """Returns whether every tensor is still at its first address."""
         count = len(self._tensors)
         if self._calls is None:
             return array("Q", map(_pointer_of, self._tensors)) == self._addresses

@@ -1,7 +1,7 @@
-"""One private mapping that state is staged in, and leases of it: huge pages, locked, exact sizes, not shared by a fork.
+"""A private memory mapping for staging state, and leases of it: huge pages, locked, not shared with forked children.
 
-Disks and GPUs write to this memory by its physical pages. So it is touched before it is used, kept out of children
-(after a fork, a write to a shared page would move the parent to another page, away from a transfer under way), and
+Disks and GPUs write to this memory by physical address. So its pages are touched before use, it is not inherited by
+forked children (after a fork, a write would move the parent to another page, away from a running transfer), and it is
 unmapped only when nothing refers to it any more.
 """
 
@@ -29,8 +29,8 @@ from zerokern.core import env, native
 from zerokern.core.errors import BudgetError, ZerokernError, got, say_once
 from zerokern.memory import placement
 from zerokern.memory.layout import PAGE, FreeSpans
-from zerokern.memory.room import amount, refuse_beyond
-from zerokern.memory.staging import forget_error
+from zerokern.memory.room import amount, check_fits
+from zerokern.memory.staging import clear_cuda_error
 
 __all__ = ["PAGE", "Arena", "Lease"]
 
@@ -43,9 +43,9 @@ _CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process
 
 @dataclass(eq=False)
 class Lease:
-    """A borrowed piece of an arena: exactly ``nbytes`` at ``ptr``. The owner releases it, once nothing moves there.
+    """A lease of an arena: exactly ``nbytes`` at ``ptr``. The owner releases it once nothing moves there.
 
-    A lease that is dropped unreleased leaves its bytes taken: something may still move there.
+    A lease that is dropped without release() keeps its bytes allocated: something may still move there.
 
     >>> arena = Arena(1 << 20)
     >>> with arena.lease(100, "example") as lease:
@@ -62,7 +62,8 @@ class Lease:
     released: bool = field(default=False, repr=False)
 
     def tensor(self, dtype: torch.dtype = torch.uint8, shape: Sequence[int] | None = None, offset: int = 0) -> Tensor:
-        """A view of the bytes from ``offset`` on; without a shape, of all. It keeps the memory alive, not the lease."""
+        """Returns a view of the bytes from ``offset`` on; without a shape, of all. It keeps the memory alive, not the
+        lease."""
         if self.released:
             raise ZerokernError(f"the lease of {self.owner!r} was released: its memory may belong to another owner now")
         width = dtype.itemsize
@@ -85,8 +86,8 @@ class Lease:
         return self.arena.view_at(self.ptr + offset, dtype, numel).view(tuple(shape))
 
     def release(self) -> None:
-        """Gives the bytes back. Releasing twice is a bug of the owner, and raises."""
-        self.arena._take_back(self)
+        """Gives the bytes back to the arena. Raises if they were released before."""
+        self.arena._reclaim(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -98,8 +99,8 @@ class Lease:
 class Arena:
     """A mapping of ``nbytes`` (rounded up to 4096), resident from the start, that leases are taken from.
 
-    Without ``poison``, ZEROKERN_POISON decides whether leases are filled with 0xFF when they begin and end. Asking for
-    more than there is raises BudgetError before anything is taken; the message shows who holds what.
+    Without ``poison``, ZEROKERN_POISON decides whether leases are filled with 0xFF when they begin and end. A lease
+    that does not fit raises BudgetError with a table of who holds what.
 
     >>> arena = Arena(1 << 20)
     >>> one, two = arena.lease(5000, "exp_avg"), arena.lease(100, "scales")
@@ -147,7 +148,7 @@ class Arena:
         return self._free.total
 
     def lease(self, nbytes: int, owner: str) -> Lease:
-        """Exactly nbytes at a multiple of 4096; what lies between its end and the next multiple belongs to it too."""
+        """Returns a lease of nbytes at a multiple of 4096; the bytes up to the next multiple belong to it too."""
         self.check()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
@@ -167,20 +168,20 @@ class Arena:
         return lease
 
     def find(self, ptr: int, nbytes: int) -> Lease | None:
-        """The live lease that [ptr, ptr + nbytes) lies in, if one does."""
+        """Returns the live lease that contains [ptr, ptr + nbytes); None if none does."""
         with self._lock:
             i = bisect_right(self._ptrs, ptr)
             lease = self._taken[self._ptrs[i - 1]].lease() if i else None
         return lease if lease is not None and ptr + nbytes <= lease.ptr + lease.nbytes else None
 
     def table(self) -> str:
-        """Who holds how much: a line for each owner, the largest first."""
+        """Returns a table of the bytes that each owner holds, the largest first."""
         self.check()
         with self._lock:
             return self._table()
 
     def close(self, force: bool = False) -> None:
-        """Gives the memory back, once the last tensor in it is gone. Leases still out are an error, unless forced."""
+        """Frees the memory once the last tensor in it is gone. Raises if leases are not released, unless forced."""
         if self._mapping is None:
             return
         self.check()
@@ -190,7 +191,7 @@ class Arena:
                     f"the arena cannot close: {len(self._taken)} leases are out; release them, or pass force=True "
                     f"if nothing moves there any more.\n{self._table()}"
                 )
-            for lease in [one.lease() for one in self._taken.values()]:
+            for lease in [taken.lease() for taken in self._taken.values()]:
                 if lease is not None:
                     lease.released = True
             self._taken.clear()
@@ -202,8 +203,8 @@ class Arena:
 
     def _table(self) -> str:
         held: dict[str, list[int]] = {}
-        for one in self._taken.values():
-            held.setdefault(one.owner, []).append(one.nbytes)
+        for taken in self._taken.values():
+            held.setdefault(taken.owner, []).append(taken.nbytes)
         rows = sorted(((owner, len(sizes), sum(sizes)) for owner, sizes in held.items()), key=lambda row: -row[2])
         width = max([len("owner"), len("free"), *(len(row[0]) for row in rows)])
         lines = [f"{'owner':<{width}}{'leases':>9}{'bytes':>18}"]
@@ -214,7 +215,7 @@ class Arena:
         self.check()
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=ptr - self.base + self._skip)
 
-    def _take_back(self, lease: Lease) -> None:
+    def _reclaim(self, lease: Lease) -> None:
         self.check()
         with self._lock:
             if lease.released:
@@ -230,7 +231,7 @@ class Arena:
             ctypes.memset(lease.ptr, POISON, _round_up(lease.nbytes))
 
     def check(self) -> None:
-        """Raises where the memory is not: once the arena is closed, and in a forked child."""
+        """Raises if the memory is not there: after the arena was closed, and in a forked child."""
         if os.getpid() != self._pid:
             raise ZerokernError(
                 f"this arena belongs to process {self._pid}, and this is {os.getpid()}, forked from it: the memory is "
@@ -240,11 +241,11 @@ class Arena:
             raise ZerokernError("the arena is closed; make another one")
 
     def _register_with_cuda(self) -> None:
-        """Pins the arena for copies to and from GPUs; only once CUDA is in use, an arena alone makes no context."""
+        """Pins the arena for copies to and from GPUs, once CUDA is in use: an arena alone creates no context."""
         refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
-        self._offered_to_cuda = True  # at last: an interrupt before it is no answer
+        self._offered_to_cuda = True  # set last, so that an interrupted attempt is repeated
         if int(refused):
-            forget_error()  # else torch would find it and blame its next call
+            clear_cuda_error()  # else torch would find it and blame its next call
             say_once(
                 "zerokern.memory",
                 f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour",
@@ -255,8 +256,8 @@ class Arena:
 
 
 class _Taken(NamedTuple):
-    """What an arena notes of a lease. A lease keeps its arena; the arena must not keep it, or both would wait for the
-    garbage collector, which training loops switch off (torchtitan does)."""
+    """An arena's record of a lease. It must not keep the lease alive, which keeps the arena: a reference cycle would
+    wait for the garbage collector, which training loops switch off (torchtitan does)."""
 
     nbytes: int
     owner: str
@@ -264,7 +265,7 @@ class _Taken(NamedTuple):
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that CUDA forgets before it is unmapped: tensors over it may outlive their arena."""
+    """A mapping that is unregistered from CUDA before it is unmapped: tensors in it may outlive their arena."""
 
     registered_at = pid = 0
 
@@ -283,18 +284,18 @@ def _round_up(nbytes: int) -> int:
 
 
 def _map(nbytes: int, usable: int) -> _Mapping:
-    refuse_beyond(usable, "an arena")
+    check_fits(usable, "an arena")
     try:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE)
     except OSError as error:
-        refuse_beyond(usable, "an arena", because=f"mmap said {error.strerror}")
+        check_fits(usable, "an arena", because=f"mmap said {error.strerror}")
         raise
     mapping.pid = os.getpid()
     return mapping
 
 
 def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
-    """Asks for huge pages, then touches every page: none is missing, or slow, once transfers run."""
+    """Asks for huge pages and touches every page, so that no page fault comes once transfers run."""
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
         if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
@@ -310,15 +311,15 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
             mapping.madvise(_MADV_POPULATE_WRITE, at, piece)
         except OSError as error:
             if error.errno != EINVAL:
-                refuse_beyond(nbytes, "an arena", because=f"the system said {error.strerror} while touching it")
+                check_fits(nbytes, "an arena", because=f"the system said {error.strerror} while touching it")
             torch.frombuffer(mapping, dtype=torch.uint8, count=piece, offset=at).zero_()  # before Linux 5.14
 
 
 def never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:
-    """In a forked child the memory is not there; by the time the object dies, its addresses may hold something else."""
-    found = mapping()
-    if found is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    """Keeps a mapping from being unmapped in a forked child, where its addresses may hold something else by then."""
+    alive = mapping()
+    if alive is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))
 
 
 def _name(code: int) -> str:

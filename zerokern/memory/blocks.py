@@ -1,4 +1,4 @@
-"""Host memory in blocks that are used again, and the tier that they are, or lead to, for tensors of a device."""
+"""A pool of reusable host memory blocks, and the tier that stores a device's tensors in them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.staging import Ticket
 from zerokern.memory.tier import HostTier, Tier, Wanted
 
-__all__ = ["Block", "BlockTier", "Blocks"]
+__all__ = ["BlockPool", "BlockTier", "HostBlock"]
 
 SLACK = 2  # a block serves what is smaller, down to this part of it
 
 
-class Block:
-    """Host memory, and the last copy to or from it."""
+class HostBlock:
+    """A block of host memory, and the last copy to or from it."""
 
     __slots__ = ("last", "memory")
 
@@ -28,13 +28,13 @@ class Block:
         self.last: Copy | None = None
 
 
-class Blocks:
-    """Pinned memory costs a system call for each page, so blocks are kept for the next who asks.
+class BlockPool:
+    """A pool of pinned memory blocks. Pinning costs a system call for each page, so blocks are kept for reuse.
 
-    There are never more bytes in blocks than were in use at once: where sizes change from step to step, the smallest
-    free blocks make way for a larger one.
+    The pool never holds more bytes than were in use at once: if sizes change, the smallest free blocks make way for a
+    larger one.
 
-    >>> blocks = Blocks("example")
+    >>> blocks = BlockPool("example")
     >>> one = blocks.take(8192); blocks.give(one)
     >>> blocks.take(5000) is one, blocks.nbytes
     (True, 8192)
@@ -43,38 +43,38 @@ class Blocks:
     def __init__(self, owner: str) -> None:
         self._host = HostTier(owner)
         self._owner = owner
-        self._free: list[Block] = []
+        self._free: list[HostBlock] = []
         self.nbytes = 0  # of all blocks
         self._most_nbytes = 0  # that were in use at once
 
-    def take(self, nbytes: int) -> Block:
-        """A block of at least so many bytes, the smallest of those that are free."""
-        fitting = [one for one in self._free if one.memory.numel() >= nbytes]
-        best = min(fitting, key=lambda one: one.memory.numel(), default=None)
-        # one that is far too large serves where there may be no more memory
+    def take(self, nbytes: int) -> HostBlock:
+        """Returns the smallest free block of at least nbytes."""
+        fitting = [block for block in self._free if block.memory.numel() >= nbytes]
+        best = min(fitting, key=lambda block: block.memory.numel(), default=None)
+        # a far too large block is used only if no more memory may be allocated
         if best is None or (best.memory.numel() > SLACK * nbytes and self.nbytes + nbytes <= self._most_nbytes):
             return self._new(nbytes)
         self._free.remove(best)
         self._count()
         return best
 
-    def _new(self, nbytes: int) -> Block:
+    def _new(self, nbytes: int) -> HostBlock:
         most = max(self._most_nbytes, self._in_use + nbytes)
-        self._free.sort(key=lambda one: one.memory.numel(), reverse=True)
+        self._free.sort(key=lambda block: block.memory.numel(), reverse=True)
         while self._free and self.nbytes + nbytes > most:
             self.nbytes -= self._free.pop().memory.numel()
         (memory,) = self._host.lay_out([Wanted(self._owner, torch.Size([nbytes]), torch.uint8)])
         self.nbytes += nbytes
         self._count()
-        return Block(memory)
+        return HostBlock(memory)
 
-    def give(self, block: Block) -> None:
-        """Takes back a block that is of no more use to whoever took it."""
+    def give(self, block: HostBlock) -> None:
+        """Gives a block back to the pool."""
         self._free.append(block)
 
     @property
     def _in_use(self) -> int:
-        return self.nbytes - sum(one.memory.numel() for one in self._free)
+        return self.nbytes - sum(block.memory.numel() for block in self._free)
 
     def _count(self) -> None:
         self._most_nbytes = max(self._most_nbytes, self._in_use)
@@ -87,30 +87,30 @@ class BlockPart:
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
-        self.block: Block | None = None
+        self.block: HostBlock | None = None
         self.part: Any = None  # in the tier behind
         self.going: Ticket | None = None
 
 
 class BlockTier:
-    """Where bytes of a device's tensors rest: in blocks of host memory, or in a tier `behind` these.
+    """A tier for a device's tensors: blocks of host memory, or a tier `behind` these.
 
-    A device's copies are put in order by its streams, so that nobody waits for host memory. A tier behind is given what
-    has arrived in the block when the ticket of the store is waited for, or the part is fetched.
+    Copies of a device are ordered by its streams, so the host does not wait. A tier behind receives a block's content
+    when the ticket of the store is waited for, or the part is fetched.
     """
 
     budget = None
 
-    def __init__(self, blocks: Blocks, copies: Copies, behind: Tier[Any] | None = None) -> None:
+    def __init__(self, blocks: BlockPool, copies: Copies, behind: Tier[Any] | None = None) -> None:
         self.blocks, self.copies, self.behind = blocks, copies, behind
         self._held: Counter[str] = Counter()
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[BlockPart]:
-        """Parts whose room is taken when they are stored."""
-        return [BlockPart(one) for one in wanted]
+        """Returns parts that take memory when they are stored."""
+        return [BlockPart(spec) for spec in wanted]
 
     def store(self, part: BlockPart, value: Tensor, after: Ticket | None = None) -> Ticket:
-        """From the device into a block, once what last used that has ended."""
+        """Starts to copy a device tensor into a block, after the last copy of that block."""
         if after is not None:
             after.wait()
         if part.block is None:
@@ -119,10 +119,10 @@ class BlockTier:
         block = part.block
         block.last = self.copies.to_host(value, block.memory[: value.numel()], after=block.last)
         part.going = block.last
-        return block.last if self.behind is None else _Onward(self, part, value.numel())
+        return block.last if self.behind is None else _StoreBehind(self, part, value.numel())
 
-    def go_on(self, part: BlockPart, nbytes: int) -> None:
-        """Hands a block that has arrived to the tier behind, and gives it back once it is stored there."""
+    def store_behind(self, part: BlockPart, nbytes: int) -> None:
+        """Stores a block that has arrived in the tier behind, then returns the block to the pool."""
         block, going = part.block, part.going
         if block is None or going is None or self.behind is None:
             return
@@ -133,22 +133,23 @@ class BlockTier:
         self._release(part)
 
     def fetch(self, part: BlockPart, out: Tensor, after: Ticket | None = None) -> Ticket:
-        """To the device; from a tier behind through a block, which the host waits for at the ticket's `gate`."""
+        """Starts to copy a part to the device; from a tier behind through a block, which the ticket's `gate` waits
+        for."""
         if after is not None:
             after.wait()
         if self.behind is None:
             assert part.block is not None
             part.block.last = self.copies.to_device(part.block.memory[: out.numel()], out, after=part.block.last)
             return part.block.last
-        self.go_on(part, out.numel())
+        self.store_behind(part, out.numel())
         block = self.blocks.take(out.numel())
         if block.last is not None:
-            block.last.wait()  # of what it served before: the tier behind knows nothing of the device's streams
+            block.last.wait()  # its last copy: the tier behind knows nothing of the device's streams
         memory = block.memory[: out.numel()]
-        return _Arrival(self, block, self.behind.fetch(part.part, memory), memory, out)
+        return _FetchBehind(self, block, self.behind.fetch(part.part, memory), memory, out)
 
     def evict(self, parts: Iterable[BlockPart]) -> None:
-        """Gives blocks back, and room in the tier behind."""
+        """Frees the parts' blocks and their room in the tier behind."""
         for part in parts:
             self._release(part)
             if part.part is not None and self.behind is not None:
@@ -156,11 +157,11 @@ class BlockTier:
                 part.part = None
 
     def held(self) -> dict[str, int]:
-        """Bytes in blocks, and in the tier behind, by role."""
+        """Returns the bytes in blocks and in the tier behind, by role."""
         return dict(Counter({} if self.behind is None else self.behind.held()) + self.held_in_blocks())
 
     def held_in_blocks(self) -> Counter[str]:
-        """Bytes in blocks, by role."""
+        """Returns the bytes in blocks, by role."""
         return +self._held
 
     def _release(self, part: BlockPart) -> None:
@@ -170,29 +171,29 @@ class BlockTier:
             self.blocks.give(block)
 
 
-class _Onward:
-    """The ticket of a store that goes on from a block to the tier behind when it is waited for."""
+class _StoreBehind:
+    """The ticket of a store that continues from a block to the tier behind when it is waited for."""
 
     def __init__(self, tier: BlockTier, part: BlockPart, nbytes: int) -> None:
         self._tier, self._part, self._nbytes = tier, part, nbytes
 
     def wait(self) -> None:
-        self._tier.go_on(self._part, self._nbytes)
+        self._tier.store_behind(self._part, self._nbytes)
 
     def done(self) -> bool:
         return self._part.block is None
 
 
-class _Arrival:
-    """The ticket of a fetch from the tier behind: into a block first, from there to the device."""
+class _FetchBehind:
+    """The ticket of a fetch from the tier behind: first into a block, then to the device."""
 
-    def __init__(self, tier: BlockTier, block: Block, coming: Ticket, memory: Tensor, out: Tensor) -> None:
+    def __init__(self, tier: BlockTier, block: HostBlock, coming: Ticket, memory: Tensor, out: Tensor) -> None:
         self._tier, self._coming, self._memory, self._out = tier, coming, memory, out
-        self._block: Block | None = block
+        self._block: HostBlock | None = block
         self._copy: Copy | None = None
 
     def gate(self) -> None:
-        """The host waits for the tier behind; what the current stream is given from then on comes after the copy."""
+        """Waits on the host for the tier behind; later work of the current stream waits for the copy to the device."""
         block = self._block
         if block is not None:
             self._coming.wait()

@@ -1,7 +1,7 @@
-"""Copies between a device and host memory: one stream out, one stream in, made once; a ticket for each call.
+"""Copies between a device and host memory: one stream for each direction, and a ticket for each call.
 
-A copy keeps its tensors until it has ended, so no memory is given to somebody else below it, and nothing needs
-`record_stream`. No copy changes a dtype: bytes cross the link as they are, and casts run where memory is fast.
+A copy keeps its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy
+changes a dtype: casts run on the device.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ __all__ = ["Copies", "Copy", "Driver", "Mark"]
 
 
 class Mark(Protocol):
-    """A point in what a stream has been given."""
+    """A point in the work queued on a stream (an event)."""
 
     def wait(self) -> None:
-        """Returns once the stream has passed it; raises if the device failed."""
+        """Waits until the stream has passed it; raises if the device failed."""
 
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Returns whether the stream has passed it."""
 
 
 class Driver(Protocol):
-    """What copies need of a device. `zerokern.memory.staging.CudaDriver` is CUDA; tests play streams with threads."""
+    """What copies need of a device. `zerokern.memory.staging.CudaDriver` is CUDA; tests emulate
+    streams with threads."""
 
     device: torch.device
 
     def stream(self) -> Any:
-        """A new stream."""
+        """Returns a new stream."""
 
     def mark(self, stream: Any | None) -> Mark:
-        """A mark behind everything that the stream has been given; None: the caller's current stream."""
+        """Records an event behind all work queued on the stream; None is the caller's current stream."""
 
     def follow(self, stream: Any | None, mark: Mark) -> None:
-        """What the stream is given from now on begins when the mark has been passed."""
+        """Makes later work of the stream wait for the mark."""
 
     def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Queues copies (dst, src), in any order among themselves. Nobody waits."""
+        """Queues copies (dst, src), in any order among themselves. The host does not wait."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is launched within does not come behind what the program launches."""
+        """Context manager that makes a side stream current, whose work does not wait for the program's."""
 
     def pinned(self, tensor: Tensor) -> bool:
-        """Whether copies to and from this host tensor run beside the program."""
+        """Returns whether copies to and from this host tensor run asynchronously."""
 
 
 class Copy:
-    """The ticket of copies that were asked for together.
+    """The ticket of copies that were requested together.
 
     >>> from zerokern.memory import Copies
     >>> Copies.to_host.__annotations__["return"]
@@ -69,10 +70,10 @@ class Copy:
         self._pairs: Sequence[tuple[Tensor, Tensor]] = pairs
         self._mark: Mark | None = None
         self._failure: Exception | None = None
-        self._ended = self._told = False
+        self._ended = self._reported = False
 
     def done(self) -> bool:
-        """Whether the copies have ended, well or not; ``wait()`` says which."""
+        """Returns whether the copies have ended, successfully or not; ``wait()`` says which."""
         if self._ended or self._mark is None:
             return self._ended
         try:
@@ -81,30 +82,31 @@ class Copy:
             return True
 
     def wait(self) -> None:
-        """The host waits until they have ended; raises what went wrong, each time."""
-        self._settle()
+        """Waits on the host until the copies have ended; raises their error, each time."""
+        self._finish()
         if self._failure is not None:
-            self._told = True
+            self._reported = True
             raise self._failure
 
     def times(self) -> tuple[int, int] | None:
-        """When they began and ended (`perf_counter_ns`), where the device's marks know that."""
+        """Returns when the copies began and ended (`perf_counter_ns`), if the device's marks know that."""
         known = getattr(self._mark, "times", None)
         return None if known is None else known()
 
     def gate(self) -> None:
-        """What the current stream is given from now on begins when they have ended; the host does not wait."""
+        """Makes later work of the current stream wait for the copies; the host does not wait."""
         if not self._ended:
             self._driver.follow(None, self._marked())
 
     def _marked(self) -> Mark:
-        """The mark behind the copies. Where an interrupt came before it was set, a later one serves as well."""
+        """Returns the mark behind the copies. If an interrupt came before it was recorded, a later one serves as
+        well."""
         if self._mark is None:
             self._mark = self._driver.mark(self._stream)
         return self._mark
 
-    def _settle(self) -> None:
-        """Waits and keeps the result; the tensors are let go."""
+    def _finish(self) -> None:
+        """Waits, keeps the result, and releases the tensors."""
         if self._ended:
             return
         try:
@@ -116,11 +118,11 @@ class Copy:
 
 
 class Copies:
-    """The two streams of a device, and what is under way on them.
+    """The two copy streams of a device, and the copies in flight on them.
 
-    ``ready`` says when the tensors may be touched: a ticket, or, without one, the point that the current stream has
-    reached. ``after`` is one more ticket to come after, as `flow` passes it; one of another engine is waited for by the
-    host. Methods may be called from any thread.
+    ``ready``: a ticket after which the tensors may be read or written; by default the point that the current stream has
+    reached. ``after``: one more such ticket, as `flow` passes it; for a ticket of another engine the host waits.
+    Methods may be called from any thread.
 
     >>> class NoDevice:
     ...     device = torch.device("cuda", 0)
@@ -138,12 +140,12 @@ class Copies:
         self.driver = driver
         self._out, self._in = driver.stream(), driver.stream()
         self._pending: deque[Copy] = deque()
-        self._untold: list[Copy] = []  # failed, and let go of before anybody had asked
+        self._unreported: list[Copy] = []  # failed, and let go of before anybody had asked
         self._lock = threading.RLock()
         self._closed = False
 
     def here(self) -> Copy:
-        """A ticket for the point that the current stream has reached: kernels that were launched before it."""
+        """Returns a ticket for all work that the current stream has been given so far."""
         copy = Copy(self.driver, None, ())
         copy._mark = self.driver.mark(None)
         return copy
@@ -157,10 +159,10 @@ class Copies:
         after: Ticket | None = None,
         checked: bool = False,
     ) -> Copy:
-        """Device tensors to pinned host tensors of the same dtypes and lengths, as one batch.
+        """Copies device tensors to pinned host tensors of the same dtypes and lengths, as one batch.
 
-        The copies of a batch run in any order, so no two of them may touch the same memory. `checked`: they have been
-        looked at before, and nobody has exchanged their memory since.
+        The copies of a batch run in any order, so no two of them may touch the same memory. `checked`: the arguments
+        were checked in an earlier call and are unchanged.
         """
         return self._submit(self._out, _pairs(src, dst), ready, after, checked)
 
@@ -173,22 +175,22 @@ class Copies:
         after: Ticket | None = None,
         checked: bool = False,
     ) -> Copy:
-        """Pinned host tensors to device tensors of the same dtypes and lengths, as one batch, as `to_host`."""
+        """Copies pinned host tensors to device tensors of the same dtypes and lengths, as one batch, as `to_host`."""
         return self._submit(self._in, _pairs(src, dst), ready, after, checked)
 
     def close(self) -> None:
-        """Waits for everything that is under way; raises the first failure that nobody has been told of."""
+        """Waits for all copies; raises the first error that was not reported."""
         with self._lock:
             self._closed = True
             while self._pending:
-                self._let_go(self._pending[0])
-            untold = [copy for copy in self._untold if not copy._told]
-            self._untold.clear()
-        if untold:
-            untold[0].wait()
+                self._retire(self._pending[0])
+            unreported = [copy for copy in self._unreported if not copy._reported]
+            self._unreported.clear()
+        if unreported:
+            unreported[0].wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # what it could raise has nobody to hear it; what it keeps has moved
+        with contextlib.suppress(Exception):  # nobody could handle an error here
             self.close()
 
     def __enter__(self) -> Copies:
@@ -217,7 +219,7 @@ class Copies:
         with self._lock:
             if self._closed:
                 raise StateError("these copies are closed; make others")
-            self._sweep()
+            self._retire_ended()
             before = [ticket for ticket in (ready, after) if isinstance(ticket, Copy)]
             if ready is None:
                 before.append(self.here())
@@ -256,7 +258,7 @@ class Copies:
                 )
 
     def _check_pinned(self, i: int, host: Tensor, known: dict[int, bool]) -> None:
-        """Asks once for each memory that a list of views lies in."""
+        """Checks that host memory is pinned, once for each storage that a list of views lies in."""
         memory = host.untyped_storage().data_ptr()
         if memory not in known:
             known[memory] = self.driver.pinned(host)
@@ -266,15 +268,15 @@ class Copies:
                 "is in use, or tensors made with pin_memory=True"
             )
 
-    def _sweep(self) -> None:
-        """Lets go of what has ended; a slow copy in one direction does not keep those of the other."""
-        for copy in [one for one in self._pending if one.done()]:
-            self._let_go(copy)
+    def _retire_ended(self) -> None:
+        """Releases copies that have ended; a slow copy in one direction does not keep those of the other."""
+        for copy in [pending for pending in self._pending if pending.done()]:
+            self._retire(copy)
 
-    def _let_go(self, copy: Copy) -> None:
-        copy._settle()
-        if copy._failure is not None and not copy._told:
-            self._untold.append(copy)
+    def _retire(self, copy: Copy) -> None:
+        copy._finish()
+        if copy._failure is not None and not copy._reported:
+            self._unreported.append(copy)
         self._pending.remove(copy)
 
 

@@ -1,5 +1,5 @@
-"""Which elements of a tensor are here: a span of a box of it. As boxes, as
-torch.distributed.checkpoint asks for them, and as runs."""
+"""Which elements of a tensor this rank holds: a span of a box of it; as boxes, as torch.distributed.checkpoint asks for
+them, and as runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Cuboid = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, its fir
 
 @dataclass(frozen=True)
 class Here:
-    """This rank's elements of a tensor: of its box at `offsets` with `sizes`, flat, [start, start + numel).
+    """This rank's elements of a tensor: elements [start, start + numel) of its box at `offsets` with `sizes`,
+    flattened.
 
-    A plain tensor is all here. Who divides flat memory leaves a span of it, who divides dimensions a box, and both at
-    once a span of a box. `group`: the ranks that it is divided among, where that is known.
+    Of a plain tensor that is everything. Sharding flat memory leaves a span, sharding dimensions a box, both a span of
+    a box. `group`: the ranks that it is sharded over, if known.
 
     >>> here = Here.span(torch.Size([3, 4]), 2, 6); here.boxes()
     [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2)]
@@ -43,7 +44,7 @@ class Here:
 
     @staticmethod
     def span(shape: torch.Size, start: int, numel: int) -> Here:
-        """Of the whole tensor, flat, [start, start + numel)."""
+        """Returns elements [start, start + numel) of the whole flattened tensor."""
         return Here(shape, (0,) * len(shape), tuple(shape), start, numel)
 
     @property
@@ -64,7 +65,8 @@ class Here:
         return ""
 
     def of(self, key: str) -> Here:
-        """What is here of the parameter's state of that name: of its elements, or of the scales of their blocks."""
+        """Returns this rank's elements of a state with this key: the same elements, or the scales of their int8
+        blocks."""
         if not key.endswith("_scale"):
             return self
         shape = torch.Size([blocks(self.shape.numel())])
@@ -73,44 +75,45 @@ class Here:
         )
 
     def within(self, begin: int, numel: int) -> Here:
-        """Of the elements here, [begin, begin + numel)."""
+        """Returns [begin, begin + numel) of these elements."""
         return Here(self.shape, self.offsets, self.sizes, self.start + begin, numel)
 
     def boxes(self) -> list[Cuboid]:
-        """The fewest boxes of the tensor that these elements make up, in their order."""
-        found = boxes(self.sizes, self.start, self.numel)
+        """Returns the fewest boxes of the tensor that make up these elements, in order."""
+        cuboids = boxes(self.sizes, self.start, self.numel)
         return [
-            (tuple(a + b for a, b in zip(self.offsets, at, strict=True)), sizes, first) for at, sizes, first in found
+            (tuple(a + b for a, b in zip(self.offsets, at, strict=True)), sizes, first) for at, sizes, first in cuboids
         ]
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """The same as (start in the tensor, numel, first among these elements)."""
-        end, found = self.start + self.numel, []
+        """Returns these elements as runs: (start in the tensor, numel, first among these elements)."""
+        end, local_runs = self.start + self.numel, []
         for at, numel, first in runs(self.shape, self.offsets, self.sizes):
             begin = max(first, self.start)
             count = min(first + numel, end) - begin
             if count > 0:
-                found.append((at + begin - first, count, begin - self.start))
-        return found
+                local_runs.append((at + begin - first, count, begin - self.start))
+        return local_runs
 
     def alike(self, other: Here) -> bool:
-        """Whether another tensor that is divided like this one is divided like that one too."""
+        """Returns whether a tensor that is divided like this one is also divided like `other`."""
         return self.runs() == other.runs()
 
     def cut(self, whole: Tensor) -> Tensor:
-        """These elements of a plain tensor of the shape, 1-D; a view of it where that is possible."""
+        """Returns these elements of a plain tensor, 1-D; a view of it if possible."""
         box = whole.detach()
         if self.sizes != self.shape:
             box = box[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
         return box.reshape(-1)[self.start : self.start + self.numel]
 
     def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
-        """These elements, flat, as a tensor of the shape over the same memory; `before`, if it shows them already."""
+        """Returns flat memory of these elements as a tensor of the whole shape; `before`: an
+        earlier result to reuse."""
         return local.view(self.shape)
 
 
 def boxes(shape: Sequence[int], start: int, numel: int) -> list[Cuboid]:
-    """The fewest boxes of a tensor of `shape` that its elements [start, start + numel) make up, in their order.
+    """Returns the fewest boxes of a tensor of `shape` that make up its elements [start, start + numel), in order.
 
     >>> boxes((3, 4), 2, 8)
     [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2), ((2, 0), (1, 2), 6)]
@@ -123,7 +126,8 @@ def boxes(shape: Sequence[int], start: int, numel: int) -> list[Cuboid]:
 
 
 def _cut(fixed: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int, first: int) -> Iterator[Cuboid]:
-    """Of the part of a tensor with these leading indices, elements [begin, end); `first` is where the span begins."""
+    """Yields the boxes of elements [begin, end) of the part with these leading indices; `first` is where the span
+    begins."""
     if len(shape) == 1:
         yield (*fixed, begin), (*(1 for _ in fixed), end - begin), begin - first
         return
@@ -149,7 +153,7 @@ def _within(
 
 
 def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The other way: a box's elements, in its own order, as (start in the tensor, numel, first within the box).
+    """Returns the elements of a box, in its own order, as (start in the tensor, numel, first within the box).
 
     >>> runs((3, 4), (1, 0), (2, 4)), runs((3, 4), (0, 2), (2, 2))
     ([(4, 8, 0)], [(2, 2, 0), (6, 2, 2)])
@@ -168,7 +172,7 @@ def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def write_items(fqn: str, shape: torch.Size, dtype: torch.dtype, cuboids: Sequence[Cuboid]) -> list[Any]:
-    """What is to be written for these boxes of a tensor.
+    """Returns torch's WriteItems for these boxes of a tensor.
 
     >>> [item.index.offset for item in write_items("w", torch.Size([3, 4]), torch.float32, boxes((3, 4), 2, 6))]
     [torch.Size([0, 2]), torch.Size([1, 0])]
@@ -188,7 +192,7 @@ def write_items(fqn: str, shape: torch.Size, dtype: torch.dtype, cuboids: Sequen
 
 
 def chunk_list(cuboids: Sequence[Cuboid]) -> list[Any]:
-    """The boxes as torch spells them.
+    """Returns the boxes as torch's ChunkStorageMetadata.
 
     >>> chunk_list(boxes((3, 4), 4, 8))
     [ChunkStorageMetadata(offsets=torch.Size([1, 0]), sizes=torch.Size([2, 4]))]

@@ -1,10 +1,10 @@
-"""Where tensors lie in one mapping, and which spans of a range are free: pure arithmetic, without torch.
+"""Computes offsets of tensors in one mapping, and keeps track of free spans. Pure arithmetic, without torch.
 
-It is the same for who plans memory and for who takes it.
+Planner and allocator use the same functions, so they count the same bytes.
 
-Tensors begin at multiples of a cache line, in the order in which they were asked for. Streams that lie a large power of
-two apart take turns on the same banks of memory (0.71 ns per parameter for two states of 256 MiB side by side, 0.42
-with 16 KiB or more between them), so a large tensor has a gap behind it, of less than a hundredth of its size.
+Tensors begin at multiples of a cache line, in order. Streams that are a large power of two apart use the same memory
+banks in turn (0.71 ns per parameter for two states of 256 MiB side by side, 0.42 with 16 KiB or more between them), so
+a large tensor is followed by a gap of less than a hundredth of its size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Itemsize(Protocol):
 
 
 def offsets_of(nbytes: Iterable[int]) -> tuple[list[int], int]:
-    """The first byte of each tensor, by their sizes, and the end of the last one.
+    """Returns the offset of each tensor, given their sizes, and the end of the last one.
 
     >>> offsets_of([100, 0, 5])
     ([0, 0, 128], 133)
@@ -42,15 +42,15 @@ def offsets_of(nbytes: Iterable[int]) -> tuple[list[int], int]:
     """
     offsets: list[int] = []
     free = end = 0
-    for one in nbytes:
-        offsets.append(free if one else 0)  # nothing is anywhere, and so never beyond the end
-        end = free + one if one else end
-        free += -(-one // LINE) * LINE + (SKEW if one >= 100 * SKEW else 0)
+    for size in nbytes:
+        offsets.append(free if size else 0)  # an empty tensor is put at 0, so that it is never beyond the end
+        end = free + size if size else end
+        free += -(-size // LINE) * LINE + (SKEW if size >= 100 * SKEW else 0)
     return offsets, end
 
 
 def nbytes_of(wanted: Sequence[tuple[Sequence[int], Itemsize | int]]) -> int:
-    """The bytes of a mapping for tensors of these shapes and dtypes (or bytes per element), in whole pages.
+    """Returns the size of a mapping for tensors of these shapes and dtypes (or bytes per element), in whole pages.
 
     >>> nbytes_of([((1000, 3), 4), ((7,), 1)]), nbytes_of([])
     (12288, 0)
@@ -60,12 +60,12 @@ def nbytes_of(wanted: Sequence[tuple[Sequence[int], Itemsize | int]]) -> int:
 
 
 def width_of(dtype: Itemsize | int) -> int:
-    """Bytes of one element of a dtype, or of what stands for it."""
+    """Returns the bytes per element of a dtype, or the number itself."""
     return dtype if isinstance(dtype, int) else dtype.itemsize
 
 
 class FreeSpans:
-    """The free spans of [0, nbytes). Who holds the others is not known here.
+    """The free spans of [0, nbytes). It does not know who holds the others.
 
     >>> free = FreeSpans(100)
     >>> free.take(30), free.take(30), free.take(50)
@@ -86,7 +86,7 @@ class FreeSpans:
             self.give(0, nbytes)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of nbytes that are now taken, the first that fit; None where no span is long enough."""
+        """Takes the first free nbytes and returns their offset; None if no span is long enough."""
         if nbytes <= 0:
             raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
         for i, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True)):
@@ -100,7 +100,7 @@ class FreeSpans:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Frees [offset, offset + nbytes); beyond the end of what there was, the range grows."""
+        """Frees [offset, offset + nbytes). Beyond the end of the range, the range grows."""
         end = offset + nbytes
         i = bisect_right(self._begins, offset)  # the first free span that begins behind it
         overlaps = (i > 0 and self._ends[i - 1] > offset) or (i < len(self._begins) and self._begins[i] < end)
@@ -128,5 +128,5 @@ class FreeSpans:
         return max((end - begin for begin, end in self.rows()), default=0)
 
     def rows(self) -> list[tuple[int, int]]:
-        """The free spans as (begin, end), in order; no two of them touch."""
+        """Returns the free spans as (begin, end), in order; no two of them touch."""
         return list(zip(self._begins, self._ends, strict=True))

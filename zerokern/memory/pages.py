@@ -1,7 +1,7 @@
-"""Huge pages that change their address: what one stretch of addresses has no more use for, the next one takes.
+"""Moves huge pages between address ranges, so that pages that one range no longer needs are reused by the next.
 
-A page that is given back to the system comes again as zeros, which somebody has to write, and on a virtual machine from
-a host that may have taken it away: 0.3 GB/s where a disk reads 2 (`bench/FACTS.md`). To move it costs a system call.
+A page that was returned to the system comes back as zeros, which the system has to write; on a virtual machine its host
+may have taken it away: 0.3 GB/s where a disk reads 2 (`bench/FACTS.md`). Moving a page costs one system call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAILED = -1  # of calls that return an address, of which 32 bits tell that it i
 
 
 def on_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
-    """The same host memory, which nobody has touched yet: what fits into whole huge pages comes as these.
+    """Asks for huge pages where they fit into the memory of a tensor that nobody has touched yet; returns the tensor.
 
     >>> on_huge_pages(torch.empty(1 << 20)).shape
     torch.Size([1048576])
@@ -42,7 +42,7 @@ def on_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
 
 
 def reserve(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Addresses without memory, for this process alone, and where in the mapping the first huge page begins."""
+    """Reserves addresses without memory; returns the mapping and the offset of its first huge page."""
     slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
     mapping = mmap.mmap(-1, nbytes + slack, flags=_PRIVATE)
     os.register_at_fork(after_in_child=functools.partial(never_unmap, weakref.ref(mapping)))
@@ -52,13 +52,13 @@ def reserve(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _appear(address: int, nbytes: int) -> None:
-    """Reserved addresses have memory, zeros. Raises OSError."""
+    """Backs reserved addresses with memory, which is zeros. Raises OSError."""
     if nbytes and _LIBC.mprotect(c_void_p(address), c_size_t(nbytes), _ALL):
         raise OSError(ctypes.get_errno(), f"mprotect of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
 def _disappear(address: int, nbytes: int) -> None:
-    """Addresses are reserved, and nothing is there: one mapping, of however many it has come to consist."""
+    """Replaces whatever is mapped at these addresses by one reservation without memory."""
     where, size = c_void_p(address), c_size_t(nbytes)
     if _LIBC.mmap(where, size, _NOTHING, _PRIVATE | _MAP_FIXED, c_int(-1), c_long(0)) == _FAILED:
         raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
@@ -67,7 +67,7 @@ def _disappear(address: int, nbytes: int) -> None:
 
 
 class Pages:
-    """Huge pages that no address needs, `most_nbytes` of them at most; the system gets what is more.
+    """A stock of huge pages for reuse, at most `most_nbytes`; what is more is returned to the system.
 
     >>> pages = Pages(1 << 30)
     >>> mapping, skip = reserve(HUGE_PAGE)
@@ -93,7 +93,7 @@ class Pages:
         return len(self._full) * HUGE_PAGE
 
     def take(self, address: int, nbytes: int) -> None:
-        """The addresses are reserved, and nothing is there any more."""
+        """Takes the pages at these addresses into stock; the addresses stay reserved without memory."""
         for page in range(address, address + nbytes - HUGE_PAGE + 1, HUGE_PAGE):
             if self.nbytes + HUGE_PAGE > self.most_nbytes or not self._can_move:
                 break
@@ -105,8 +105,8 @@ class Pages:
         _disappear(address, nbytes)
 
     def give(self, address: int, nbytes: int) -> int:
-        """The addresses have memory. Returns at how many bytes from the first on lies what was last in the pages; at
-        the others are zeros. Raises OSError where there is no memory."""
+        """Backs these addresses with memory, first with pages from stock. Returns how many bytes come from stock, with
+        their old content; the others are zeros. Raises OSError if there is no memory."""
         given = 0
         while self._full and given + HUGE_PAGE <= nbytes:
             page = self._full.pop()  # before it moves: Ctrl-C may come at any line
@@ -123,7 +123,7 @@ class Pages:
         return given
 
     def drop(self) -> None:
-        """The system gets all of them."""
+        """Gives all pages back to the system."""
         while self._full:
             self._empty.append(self._full.pop())
             _disappear(self._empty[-1], HUGE_PAGE)
@@ -134,7 +134,7 @@ class Pages:
         self._empty.append(torch.frombuffer(mapping, dtype=torch.uint8, count=1, offset=skip).data_ptr())
 
     def _move(self, source: int, target: int) -> bool:
-        """Of one at a time: addresses side by side may be parts of several mappings."""
+        """Moves one page. One at a time, because addresses side by side may belong to several mappings."""
         size = c_size_t(HUGE_PAGE)
         if _LIBC.mremap(c_void_p(source), size, size, _MOVE, c_void_p(target)) == _FAILED:
             # no memory: a cap counts what is moved twice, and whoever asked does without; else this system cannot

@@ -1,7 +1,7 @@
-"""Which CPUs and NUMA nodes to use: plain choices from what the system says of itself, and who asks for them.
+"""Chooses CPUs and NUMA nodes from what the system says of itself.
 
-An update in native threads is as fast as memory, so one core less costs it little; a framework's own thread that finds
-no core free makes a device wait. And memory is slower from the other side of a machine with several nodes.
+An update is limited by memory, so one core less costs it little, while a framework's thread without a free core makes a
+device wait. Memory of another NUMA node is slower.
 """
 
 from __future__ import annotations
@@ -19,16 +19,9 @@ from zerokern.core import env, native
 from zerokern.core.errors import say_once
 
 __all__ = [
-    "Node",
-    "bind",
-    "cores",
-    "cpus_near",
-    "cpus_to_leave",
-    "keep_to",
-    "nodes",
-    "nodes_for",
-    "settle_beside",
-]
+    "Node", "bind", "cores", "cpus_near", "nodes", "nodes_for", "reserve_device_cores", "reserved_cpus",
+    "restrict_to_cpus",
+]  # fmt: skip
 
 _PCI = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
@@ -37,7 +30,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node: its CPUs (memory of a device has none), whether it has memory, how far it is from each other."""
+    """A NUMA node: its CPUs (a device's memory has none), whether it has memory, and its distances to other nodes."""
 
     cpus: frozenset[int]
     memory: bool
@@ -45,7 +38,7 @@ class Node:
 
 
 def nodes(folder: Path = _NODES, status: Path = Path("/proc/self/status")) -> dict[int, Node]:
-    """The nodes of this machine, without the memory that the control group keeps from this process.
+    """Returns the NUMA nodes of this machine, without memory that the control group keeps from this process.
 
     >>> all(isinstance(node.cpus, frozenset) for node in nodes().values())
     True
@@ -58,19 +51,19 @@ def nodes(folder: Path = _NODES, status: Path = Path("/proc/self/status")) -> di
         with_memory = set(env.cpu_numbers((folder / "has_memory").read_text()))
         if allowed is not None:
             with_memory &= set(env.cpu_numbers(allowed))
-        found = {}
+        by_number = {}
         for number in numbers:
             own = folder / f"node{number}"
             cpus = frozenset(env.cpu_numbers((own / "cpulist").read_text()))
             distances = map(int, (own / "distance").read_text().split())
-            found[number] = Node(cpus, number in with_memory, dict(zip(numbers, distances, strict=True)))
+            by_number[number] = Node(cpus, number in with_memory, dict(zip(numbers, distances, strict=True)))
     except (OSError, ValueError, IndexError):  # a kernel without NUMA, or a container that hides it
         return {}
-    return found
+    return by_number
 
 
 def nodes_for(nodes: Mapping[int, Node], cpus: Collection[int]) -> tuple[int, ...]:
-    """The nodes whose memory is nearest to these CPUs; none where there is nothing to choose.
+    """Returns the nodes whose memory is nearest to these CPUs; none if there is nothing to choose.
 
     >>> near, far = Node(frozenset({0, 1}), True, {0: 10, 1: 21}), Node(frozenset({2, 3}), True, {0: 21, 1: 10})
     >>> nodes_for({0: near, 1: far}, {2}), nodes_for({0: near, 1: far}, {0, 1, 2}), nodes_for({0: near}, {0})
@@ -87,9 +80,9 @@ def nodes_for(nodes: Mapping[int, Node], cpus: Collection[int]) -> tuple[int, ..
 
 
 def bind(base: int, nbytes: int) -> tuple[int, ...]:
-    """Asks for pages, before they are touched, near the CPUs that the native pool runs on. Returns the nodes, if any.
+    """Asks for pages, before they are touched, near the CPUs of the native thread pool. Returns the nodes, if any.
 
-    A refusal is logged once: the pages lie then where the thread that touches them runs.
+    A refusal is logged once: the pages then lie at the node of the thread that touches them.
     """
     wanted = nodes_for(nodes(), native.cpus() or env.process_cpus())
     if not wanted:
@@ -106,7 +99,7 @@ def bind(base: int, nbytes: int) -> tuple[int, ...]:
 
 
 def cores(folder: Path = _CPUS) -> list[frozenset[int]]:
-    """The CPUs of each physical core, in the order of their first ones; nothing where the system does not tell.
+    """Returns the CPUs of each physical core, ordered by their first ones; nothing if the system does not say.
 
     >>> all(len(core) >= 1 for core in cores())
     True
@@ -118,11 +111,11 @@ def cores(folder: Path = _CPUS) -> list[frozenset[int]]:
         return []
 
 
-def cpus_to_leave(usable: Iterable[int], cores: Iterable[frozenset[int]], ranks: int = 1) -> frozenset[int]:
-    """CPUs for a framework's own threads: a physical core for each rank, none where that is over a quarter of all.
+def reserved_cpus(usable: Iterable[int], cores: Iterable[frozenset[int]], ranks: int = 1) -> frozenset[int]:
+    """Returns CPUs to reserve for a framework's own threads: one core per rank; none if that is over a quarter of all.
 
     >>> pairs = [frozenset({core, core + 8}) for core in range(8)]
-    >>> sorted(cpus_to_leave(range(16), pairs)), sorted(cpus_to_leave(range(2), []))
+    >>> sorted(reserved_cpus(range(16), pairs)), sorted(reserved_cpus(range(2), []))
     ([0, 8], [])
     """
     free = sorted(set(usable))
@@ -137,7 +130,7 @@ def cpus_to_leave(usable: Iterable[int], cores: Iterable[frozenset[int]], ranks:
 
 
 def cpus_near(device: torch.device, folder: Path = _PCI) -> frozenset[int]:
-    """The CPUs on a GPU's side of the machine; none where the system does not tell, or there is one side.
+    """Returns the CPUs on a GPU's side of the machine; none if the system does not say, or there is only one side.
 
     >>> cpus_near(torch.device("cpu"))
     frozenset()
@@ -145,20 +138,20 @@ def cpus_near(device: torch.device, folder: Path = _PCI) -> frozenset[int]:
     if device.type != "cuda":
         return frozenset()
     try:
-        found: Any = torch.cuda.get_device_properties(device)
-        name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(device)
+        name = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         return frozenset(env.cpu_numbers((folder / name / "local_cpulist").read_text()))
     except (AttributeError, OSError, ValueError):  # a torch that does not say, a container that hides it
         return frozenset()
 
 
-def keep_to(cpus: Iterable[int], ranks: int = 1) -> tuple[int, ...] | None:
-    """Keeps the native pool's threads to these CPUs, and takes no more threads than its share of so many ranks.
+def restrict_to_cpus(cpus: Iterable[int], ranks: int = 1) -> tuple[int, ...] | None:
+    """Restricts the native pool's threads to these CPUs, and to its share of threads among so many ranks.
 
-    What ``ZEROKERN_CPUS`` or ``native.set_cpus`` gave stays, and a pool is not left without a CPU. Returns what
-    ``native.cpus`` does from now on.
+    ``ZEROKERN_CPUS`` and ``native.set_cpus`` take precedence, and a pool is never left without a CPU. Returns the new
+    ``native.cpus()``.
 
-    >>> keep_to(env.process_cpus()) == native.cpus()
+    >>> restrict_to_cpus(env.process_cpus()) == native.cpus()
     True
     """
     chosen = sorted(set(env.process_cpus()).intersection(cpus))
@@ -168,19 +161,19 @@ def keep_to(cpus: Iterable[int], ranks: int = 1) -> tuple[int, ...] | None:
     return native.cpus()
 
 
-def settle_beside(device: torch.device) -> tuple[int, ...] | None:
-    """Leaves a core for each rank of this machine to the threads that feed a device (see ``cpus_to_leave``).
+def reserve_device_cores(device: torch.device) -> tuple[int, ...] | None:
+    """Reserves a core for each rank of this machine for the threads that feed a device (see ``reserved_cpus``).
 
-    Of several ranks each keeps to its GPU's side of the machine, and so do its pages: the copies then cross no link
-    between sockets. A rank that is alone has the memory of both sides to itself, which is worth more.
+    Each of several ranks keeps to its GPU's side of the machine, and so do its pages, so copies cross no link between
+    sockets. A single rank uses the memory of both sides, which is worth more.
 
-    >>> settle_beside(torch.device("cpu")) == native.cpus()
+    >>> reserve_device_cores(torch.device("cpu")) == native.cpus()
     True
     >>> native.set_cpus(None)
     """
     ranks, usable = env.local_ranks(), set(env.process_cpus())
-    chosen = usable.difference(cpus_to_leave(usable, cores(), ranks))
+    chosen = usable.difference(reserved_cpus(usable, cores(), ranks))
     near = chosen.intersection(cpus_near(device)) if ranks > 1 else set()
     if not near:
-        return keep_to(chosen, ranks)
-    return keep_to(near, -(-ranks * len(near) // len(chosen)))  # the others are on the other sides
+        return restrict_to_cpus(chosen, ranks)
+    return restrict_to_cpus(near, -(-ranks * len(near) // len(chosen)))  # the others are on the other sides

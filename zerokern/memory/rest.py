@@ -25,7 +25,7 @@ from torch import Tensor
 from zerokern.core.errors import ShardError, ZerokernError
 from zerokern.memory.arena import PAGE
 from zerokern.memory.pages import Pages, reserve
-from zerokern.memory.room import refuse_beyond
+from zerokern.memory.room import check_fits
 from zerokern.memory.staging import Ticket
 from zerokern.memory.tier import Tier, Wanted
 
@@ -345,7 +345,7 @@ class Rest:
             given = self.rests.pages.give(self._address, self.nbytes)
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                refuse_beyond(
+                check_fits(
                     self.nbytes, "memory for what is fetched", because=f"the system said {os.strerror(error.errno)}"
                 )
             raise

@@ -1,8 +1,7 @@
-"""The ring that spans of a slow tier pass through, and the one loop that keeps disk and cores busy at the same time.
+"""A ring buffer that spans of a slow tier pass through, and the loop that overlaps fetch, compute and store.
 
-Item i lives in slot i % N. While it is computed, the items after it are on their way in and those before it on their
-way out. A slot is fetched into again after its store has ended (``after``), never earlier: the tier's engine keeps that
-order, so nobody waits here for a store that nobody needs yet.
+Item i uses slot i % N. While it is computed, later items are fetched and earlier ones stored. A slot is fetched into
+again only after its store has ended (``after``): the tier's engine keeps that order, so the loop does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.staging import Ticket
 
-__all__ = ["HeldSignals", "Ring", "Slot", "flow", "flowing"]
+__all__ = ["DeferredSignals", "Ring", "Slot", "flow", "flowing"]
 
 
 @dataclass(eq=False)
 class Slot:
-    """One cell of a ring. ``drained``: the ticket of the last store from it, until that is known to have ended.
+    """One slot of a ring. ``drained``: the ticket of the last store from it, until that is known to have ended.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=2, nbytes=8192, owner="example")
@@ -39,7 +38,7 @@ class Slot:
 
 
 class Ring:
-    """``slots`` leases of ``nbytes`` each, used in turn.
+    """A ring of ``slots`` leases of ``nbytes`` each, used in turn.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=3, nbytes=8192, owner="example")
@@ -72,7 +71,7 @@ class Ring:
         return made
 
     def close(self) -> None:
-        """Releases the leases. Nothing moves in them: flow never leaves anything behind."""
+        """Releases the leases. Nothing moves in them: flow never leaves a transfer behind."""
         if self.flowing:
             raise StateError("the ring is in use by flow(), which is not over yet")
         while self.slots:
@@ -89,13 +88,13 @@ def flow(
 ) -> None:
     """Runs items 0 to count - 1 through the ring: fetch, compute, store, each overlapped with those of other items.
 
-    ``fetch(i, slot, after)`` submits and returns a ticket, or None where there is nothing to fetch; the transfer may
-    begin only when ``after`` has ended (None: at once), which is for the engine to keep. It must not touch the slot
-    itself: ``compute(i, slot)`` may, and is called in order, when both have ended well. ``store(i, slot)`` submits and
-    returns a ticket or None. ``progress`` is told how many items are through.
+    ``fetch(i, slot, after)`` starts a transfer and returns its ticket, or None if there is nothing to fetch; the engine
+    starts it when ``after`` has ended (None: at once). It must not touch the slot itself: ``compute(i, slot)`` may, and
+    is called in order, when both have ended well. ``store(i, slot)`` returns a ticket or None. ``progress`` is called
+    with the number of finished items.
 
-    Returns when everything has ended, and raises not before that: the first error, with the others in its notes.
-    Signals are heard between items.
+    Returns or raises only when everything has ended: the first error, with the others in its notes. Signals are handled
+    between items.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
@@ -107,7 +106,7 @@ def flow(
     item 2 in slot 0
     >>> ring.close(); arena.close()
     """
-    with HeldSignals() as signals:
+    with DeferredSignals() as signals:
         for _ in flowing(ring, count, fetch, compute, store, progress, signals.deliver):
             pass
 
@@ -121,10 +120,10 @@ def flowing(
     progress: Callable[[int], object] | None = None,
     between: Callable[[], object] | None = None,
 ) -> Generator[int, None, None]:
-    """As `flow`, item by item: how many have been computed, while those after them are on their way in.
+    """Does the same as `flow`, item by item: yields how many have been computed, while later ones are being fetched.
 
-    The end waits for what is on its way out; `close` breaks it off, and waits for whatever is under way. `between` is
-    called before each item. Signals are not held: it is for threads that they do not reach.
+    Its end waits for the stores; `close` stops it early, and waits for all transfers. `between` is called before each
+    item. Signals are not deferred: it is for threads that do not receive them.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
@@ -193,7 +192,7 @@ def flowing(
 
 
 def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseException) -> None:
-    """Waits for all of them, whatever they raise: a transfer that outlives its flow would write to memory of others."""
+    """Waits for all tickets, whatever they raise: a transfer that outlives its flow would write to others' memory."""
     for ticket in tickets:
         if ticket is None or (ticket is raised_it and ticket.done()):
             continue
@@ -212,19 +211,19 @@ def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseEx
 
 
 def _note(first: BaseException, other: BaseException) -> None:
-    """What ``first.add_note`` does from Python 3.11 on."""
+    """Adds a note to an exception, as ``add_note`` does from Python 3.11 on."""
     vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), f"and then {type(other).__name__}: {other}"]
 
 
-class HeldSignals:
-    """Keeps back signals with a handler in Python, which may raise anywhere, until ``deliver`` or the end of the block.
+class DeferredSignals:
+    """Context manager that defers signals with Python handlers until ``deliver`` or the end of the block.
 
-    Ctrl-C between a submission and the keeping of its ticket would leave nobody to wait for it.
+    A Ctrl-C between the start of a transfer and the assignment of its ticket would leave nobody to wait for it.
 
-    Python runs handlers in the main thread alone, so on other threads there is nothing to hold.
+    Python runs handlers only in the main thread; on other threads this does nothing.
 
     >>> import signal
-    >>> with HeldSignals() as held:
+    >>> with DeferredSignals() as held:
     ...     signal.raise_signal(signal.SIGINT)
     ...     before = "undisturbed"
     ...     try:
@@ -238,7 +237,7 @@ class HeldSignals:
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._arrived: list[tuple[int, FrameType | None]] = []
 
-    def __enter__(self) -> HeldSignals:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
             try:
                 for number in signal.valid_signals():
@@ -258,7 +257,7 @@ class HeldSignals:
             self.deliver()
 
     def deliver(self) -> None:
-        """Runs the handlers of what arrived; they may raise, and what arrived behind stays for the next time."""
+        """Runs the handlers of the signals that arrived; they may raise, and later ones stay for the next call."""
         while self._arrived:
             number, frame = self._arrived.pop(0)
             self._handlers[number](number, frame)
@@ -267,7 +266,7 @@ class HeldSignals:
         self._arrived.append((number, frame))
 
     def _restore(self, numbers: list[int]) -> None:
-        """A handler that is back may raise while the others are not yet: they come back all the same."""
+        """Restores the handlers one by one: a restored handler may raise before the others are restored."""
         if numbers:
             try:
                 signal.signal(numbers[0], self._handlers[numbers[0]])

@@ -1,4 +1,4 @@
-"""How much more memory this process may have, by everything that limits it, and the refusal of more; bytes in words."""
+"""How much more memory this process may use under everything that limits it, and the refusal of more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerokern.core import env
 from zerokern.core.errors import BudgetError
 from zerokern.core.units import parse_nbytes
 
-__all__ = ["amount", "refuse_beyond", "room", "takes_half"]
+__all__ = ["amount", "check_fits", "exceeds_half_of_memory", "memory_left"]
 
 _FREE, _GROUP = "free memory and swap", "control group"
 _SHARED = (_FREE, _GROUP)  # by all ranks of a machine
@@ -21,7 +21,7 @@ _GROUP_FILES = (  # version 2, then version 1: limit, usage, and the cache in it
 
 
 def amount(nbytes: int) -> str:
-    """A number of bytes as people read it.
+    """Formats a number of bytes for people.
 
     >>> amount(1000), amount(5 * 2**20), amount(3 * 2**29)
     ('1,000 B', '5.0 MiB', '1.5 GiB')
@@ -32,16 +32,16 @@ def amount(nbytes: int) -> str:
     return f"{nbytes:,} B"
 
 
-def room() -> dict[str, int]:
-    """Bytes that are left under each limit that there is.
+def memory_left() -> dict[str, int]:
+    """Returns the bytes that are left under each limit.
 
-    >>> room()["free memory and swap"] > 0
+    >>> memory_left()["free memory and swap"] > 0
     True
     """
     left = {}
     machine, process = _kilobytes("/proc/meminfo"), _kilobytes("/proc/self/status")
     given = env.read("ZEROKERN_MEMORY")
-    if given is not None:  # a machine that grows as it is asked says little of what it could have
+    if given is not None:  # for machines that grow on demand and report less than they can have
         left["ZEROKERN_MEMORY"] = max(0, parse_nbytes("ZEROKERN_MEMORY", given) - process.get("VmRSS", 0))
     elif "MemAvailable" in machine:
         left[_FREE] = machine["MemAvailable"] + machine.get("SwapFree", 0)
@@ -58,34 +58,37 @@ def room() -> dict[str, int]:
     return left
 
 
-def takes_half(nbytes: int, left: Mapping[str, int] | None = None, ranks: int | None = None) -> bool:
-    """Whether so many bytes of a rank, and those of the other `ranks` on this machine, take more than half of what is
-    left (`room`): gradients then wait on a disk, where there is one, and freed memory is not kept.
+def exceeds_half_of_memory(nbytes: int, left: Mapping[str, int] | None = None, ranks: int | None = None) -> bool:
+    """Returns whether nbytes on each of the `ranks` of this machine take more than half of the memory that is left.
 
-    >>> takes_half(5 << 30, {"ZEROKERN_MEMORY": 8 << 30}), takes_half(5 << 30, {"control group": 16 << 30})
-    (True, False)
+    Gradients then wait on a disk, where there is one, and freed memory is not kept.
+
+    >>> exceeds_half_of_memory(5 << 30, {"ZEROKERN_MEMORY": 8 << 30})
+    True
+    >>> exceeds_half_of_memory(5 << 30, {"control group": 16 << 30})
+    False
     """
-    left = room() if left is None else left
+    left = memory_left() if left is None else left
     ranks = env.local_ranks() if ranks is None else ranks
     shares = {name: most // ranks if name in _SHARED else most for name, most in left.items()}
     return 2 * nbytes > min(shares.values(), default=2 * nbytes)
 
 
-def refuse_beyond(nbytes: int, what: str, because: str = "") -> None:
-    """Raises where nbytes do not fit under every limit, or where the system already said so (``because``)."""
-    left = room()
+def check_fits(nbytes: int, what: str, because: str = "") -> None:
+    """Raises BudgetError if nbytes do not fit under every limit, or if the system already said so (``because``)."""
+    left = memory_left()
     most = min(left.values(), default=nbytes)
     if nbytes <= most and not because:
         return
     lines = [f"{what} of {amount(nbytes)} does not fit{': ' + because if because else ''}. What is left:"]
-    lines += [f"  {name:<22}{amount(one):>12}" for name, one in left.items()]
+    lines += [f"  {name:<22}{amount(nbytes_left):>12}" for name, nbytes_left in left.items()]
     grows = "; where the system has more to give than it says, ZEROKERN_MEMORY=64G (or what is true) says so"
     do = f"Ask for less than {amount(min(most, nbytes))}, or raise the limit"
     raise BudgetError("\n".join([*lines, do + (grows if most == left.get(_FREE) else "")]))
 
 
 def _kilobytes(path: str) -> dict[str, int]:
-    """The lines "name:  123 kB" of a file of /proc, in bytes."""
+    """Returns the lines "name: 123 kB" of a file of /proc, in bytes."""
     try:
         lines = [line.split() for line in Path(path).read_text().splitlines()]
     except OSError:
@@ -94,7 +97,7 @@ def _kilobytes(path: str) -> dict[str, int]:
 
 
 def _group_room() -> int | None:
-    """Bytes that the control group grants yet; None where it sets no limit."""
+    """Returns the bytes that the control group still grants; None if it sets no limit."""
     for mount, limit, usage, cache in _GROUP_FILES:
         for folder in (Path(mount) / _own_group(mount), Path(mount)):
             try:
@@ -110,7 +113,7 @@ def _group_room() -> int | None:
 
 
 def _own_group(mount: str) -> str:
-    """The path of this process's group below a mount of the memory controller."""
+    """Returns the path of this process's group below a mount of the memory controller."""
     wanted = "memory" if mount.endswith("memory") else ""
     try:
         rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

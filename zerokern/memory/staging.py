@@ -1,7 +1,7 @@
-"""Tickets, and CUDA's streams and events, where copies to and from a GPU are put in order.
+"""Tickets, and the CUDA streams and events that order copies to and from a GPU.
 
-Many copies are one call of the CUDA runtime: cudaMemcpyBatchAsync where it is there, else cudaMemcpyAsync for each. The
-library is the one that torch has loaded; its version says which signature it has, the driver's whether it works.
+Many copies are one call of cudaMemcpyBatchAsync if it is available, else cudaMemcpyAsync for each. The runtime library
+is the one that torch has loaded; its version determines the signature, the driver's whether it works.
 """
 
 from __future__ import annotations
@@ -22,34 +22,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerokern.core.errors import BackendError, ZerokernError, got, say_once
 
 __all__ = [
-    "OTHERS",
-    "Batches",
-    "CudaDriver",
-    "CudaMark",
-    "Ticket",
-    "driver_of",
-    "forget_error",
-    "given",
-    "passed",
-    "runtime_library",
-]
+    "EMULATED_DRIVERS", "Batches", "CudaDriver", "CudaMark", "Ticket", "clear_cuda_error", "driver_of",
+    "runtime_library", "stream_gate", "stream_ticket",
+]  # fmt: skip
 
 BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
 WITHOUT_FAULT = 13000
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-OTHERS = WeakTensorKeyDictionary()
+EMULATED_DRIVERS = WeakTensorKeyDictionary()
 """Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
 
 class Ticket(Protocol):
-    """What fetch and store return: something that ends, well or not."""
+    """What fetch and store return: a transfer that ends, successfully or not."""
 
     def wait(self) -> None:
-        """Returns once it has ended; raises what went wrong."""
+        """Waits until it has ended; raises its error."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
 
 
 class _Location(Structure):
@@ -68,7 +60,7 @@ class Attributes(Structure):
 
 
 class Batches:
-    """Copies on streams, by address, with the functions of one runtime library.
+    """Batched copies by address on streams, through the functions of one CUDA runtime library.
 
     >>> class Runtime:  # stands in for libcudart
     ...     pass
@@ -84,7 +76,7 @@ class Batches:
         self._attributes = Attributes(src_access_order=_STREAM_ORDER)
 
     def copy(self, stream: int, dsts: array[int], srcs: array[int], sizes: array[int]) -> None:
-        """Queues copies that no two of which touch the same memory; in which order they run is open."""
+        """Queues copies that must not overlap in memory; they run in any order."""
         if stream == 0:
             raise ZerokernError(
                 "copies were asked for on the legacy default stream, which waits for all others; make one"
@@ -109,7 +101,7 @@ class Batches:
         self._check("cudaMemcpyBatchAsync", code, len(sizes), sum(sizes))
 
     def _function(self, name: str, *signature: Any) -> Any:
-        """A function of the library, looked up once; it releases the GIL."""
+        """Returns a function of the library, looked up once; it releases the GIL."""
         if name not in self._functions:
             self._functions[name] = CFUNCTYPE(*signature)((name, self._library))
         return self._functions[name]
@@ -125,7 +117,7 @@ class Batches:
 
 
 def runtime_library() -> Batches | None:
-    """The runtime that torch uses; None where torch has none that can be called, which is said once."""
+    """Returns batched copies through the runtime that torch uses; None, with one warning, if that cannot be called."""
     try:
         library = _cudart()
     except OSError as error:
@@ -139,19 +131,19 @@ def runtime_library() -> Batches | None:
         if CFUNCTYPE(c_int, POINTER(c_int))((function, library))(byref(version)):
             return None
         versions[function] = version.value
-    found = Batches(
+    batches = Batches(
         library, runtime_version=versions["cudaRuntimeGetVersion"], driver_version=versions["cudaDriverGetVersion"]
     )
-    if not found.batched:
+    if not batches.batched:
         say_once(
             "zerokern.memory",
             f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both",
         )
-    return found
+    return batches
 
 
-def forget_error() -> None:
-    """The error of a call of the runtime that was refused, which it keeps for whoever asks next."""
+def clear_cuda_error() -> None:
+    """Clears the error of a refused call, which the runtime would otherwise report at the next call."""
     with contextlib.suppress(OSError):
         library = _cudart()
         if library is not None:
@@ -159,36 +151,37 @@ def forget_error() -> None:
 
 
 def _cudart() -> Any:
-    """The CUDA runtime that torch has loaded; None for a torch without CUDA."""
+    """Returns the CUDA runtime that torch has loaded; None for a torch without CUDA."""
     if torch.version.cuda is None:
         return None
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
 class CudaMark:
-    """An event: a point in what a CUDA stream has been given.
+    """An event: a point in the work queued on a CUDA stream.
 
     >>> CudaMark.done.__doc__
-    'Whether the stream has passed it.'
+    'Returns whether the stream has passed it.'
     """
 
     def __init__(self, stream: torch.cuda.Stream, clock: _CudaClock | None = None) -> None:
-        # who waits sleeps: the cores have an optimizer step to do
+        # waiting threads sleep: the cores are needed for the optimizer step
         self.event = torch.cuda.Event(blocking=True, enable_timing=clock is not None)
         self.event.record(stream)
         self.begin: CudaMark | None = None  # where the copies began that it stands behind
         self._clock = clock
 
     def wait(self) -> None:
-        """Returns once the stream has passed it; raises if the device failed."""
+        """Waits until the stream has passed it; raises if the device failed."""
         self.event.synchronize()
 
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Returns whether the stream has passed it."""
         return bool(self.event.query())
 
     def times(self) -> tuple[int, int] | None:
-        """When the copies before it began and ended (`perf_counter_ns`); None: nobody measures, or not there yet."""
+        """Returns when the copies before it began and ended (`perf_counter_ns`); None if nobody
+        measures, or not yet."""
         if self._clock is None or not self.done():
             return None
         end = self._clock.at(self.event)
@@ -196,7 +189,7 @@ class CudaMark:
 
 
 class _CudaClock:
-    """Turns events into the host's time: one event whose time both sides know, and what passed since then."""
+    """Converts times of events to the host's clock, by one event whose time is known on both."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._origin = torch.cuda.Event(enable_timing=True)
@@ -208,10 +201,11 @@ class _CudaClock:
         return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
 
 
-def passed(device: torch.device) -> Callable[[], None]:
-    """A mark behind what the current stream has been given. Called, it makes the stream that is current then follow.
+def stream_gate(device: torch.device) -> Callable[[], None]:
+    """Records the work that the current stream has been given. The result, when called, makes the then current stream
+    wait for it.
 
-    >>> passed(torch.device("cpu"))()
+    >>> stream_gate(torch.device("cpu"))()
     """
     if device.type != "cuda":
         return lambda: None
@@ -219,24 +213,24 @@ def passed(device: torch.device) -> Callable[[], None]:
     return lambda: torch.cuda.current_stream(device).wait_event(mark.event)
 
 
-class Ended:
-    """The ticket of what has ended before anybody could wait."""
+class DoneTicket:
+    """The ticket of a transfer that ended before anybody could wait."""
 
     def wait(self) -> None:
         """Returns at once."""
 
     def done(self) -> bool:
-        """It has ended."""
+        """Returns True."""
         return True
 
 
-def given(device: torch.device) -> Ticket:
-    """The ticket of all that the current stream has been given; a CPU has done it already.
+def stream_ticket(device: torch.device) -> Ticket:
+    """Returns a ticket for all work that the current stream has been given; on a CPU it has ended.
 
-    >>> given(torch.device("cpu")).done()
+    >>> stream_ticket(torch.device("cpu")).done()
     True
     """
-    return CudaMark(torch.cuda.current_stream(device)) if device.type == "cuda" else Ended()
+    return CudaMark(torch.cuda.current_stream(device)) if device.type == "cuda" else DoneTicket()
 
 
 class CudaDriver:
@@ -262,23 +256,23 @@ class CudaDriver:
         self._begun: dict[int, CudaMark] = {}
 
     def measure(self) -> None:
-        """From now on marks know when they were passed, and copies when they began."""
+        """Makes marks record their times from now on, and when copies began."""
         if self._clock is None:
             self._clock = _CudaClock(torch.cuda.current_stream(self.device))
 
     def stream(self) -> torch.cuda.Stream:
-        """A new stream; it does not wait for the legacy default stream."""
+        """Returns a new stream, which does not wait for the legacy default stream."""
         return torch.cuda.Stream(self.device)
 
     def mark(self, stream: torch.cuda.Stream | None) -> CudaMark:
-        """An event behind everything that the stream has been given; None: torch's current stream."""
+        """Records an event behind all work queued on the stream; None is torch's current stream."""
         stream = self._this_or_current(stream)
         mark = CudaMark(stream, self._clock)
         mark.begin = self._begun.pop(stream.cuda_stream, None)
         return mark
 
     def follow(self, stream: torch.cuda.Stream | None, mark: CudaMark) -> None:
-        """What the stream is given from now on begins when the mark has been passed."""
+        """Makes later work of the stream wait for the mark."""
         self._this_or_current(stream).wait_event(mark.event)
 
     def copy(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -297,13 +291,13 @@ class CudaDriver:
             self._batches.copy(stream.cuda_stream, dsts, srcs, sizes)
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is launched within does not come behind what the program launches: a stream of its own is current."""
+        """Context manager that makes a side stream current, whose work does not wait for the program's."""
         if self._aside is None:
             self._aside = self.stream()
         return torch.cuda.stream(self._aside)
 
     def pinned(self, tensor: Tensor) -> bool:
-        """Whether CUDA knows the memory: only then does a copy run beside the program."""
+        """Returns whether CUDA knows the memory: only then is a copy asynchronous."""
         return tensor.is_pinned()
 
     def _this_or_current(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
@@ -311,9 +305,9 @@ class CudaDriver:
 
 
 def driver_of(tensor: Tensor) -> Any:
-    """What copies between a tensor's device and host memory go through; None for one in host memory.
+    """Returns the driver for copies between a tensor's device and host memory; None for a tensor in host memory.
 
     >>> driver_of(torch.ones(1)) is None
     True
     """
-    return CudaDriver(tensor.device) if tensor.is_cuda else OTHERS.get(tensor)
+    return CudaDriver(tensor.device) if tensor.is_cuda else EMULATED_DRIVERS.get(tensor)

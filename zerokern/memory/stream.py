@@ -1,4 +1,4 @@
-"""Parts of a tier that pass through a ring: fetched into a slot of host memory, used there, and stored from it."""
+"""Streams parts of a tier through a ring buffer: fetched into a slot of host memory, used there, stored from there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE, SKEW = 4 << 20, 16 << 10
 
 
 class Record:
-    """A part that passes through the ring: bytes, whatever they mean to its owner."""
+    """A part that passes through the ring: bytes, whose meaning only its owner knows."""
 
     __slots__ = ("dropped", "part", "stored", "unsettled", "wanted")
 
@@ -41,7 +41,7 @@ class Record:
 
 
 class Stream:
-    """A tier and its ring, which are taken when room is first asked for.
+    """A tier and its ring buffer, both of which are opened when room is first requested.
 
     >>> import tempfile; from zerokern.io import Nvme
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ class Stream:
         self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
         self.tier, self._owner = tier, owner
         self.records: dict[int, Record] = {}  # by id
-        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read before it is asked for: slots, and tickets
+        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # records read ahead: their slots and tickets
         self.version = 0  # counts what may have changed records
         self._reserved: list[Record] = []  # room for what is about to be laid out
         self._closed = False
@@ -68,7 +68,7 @@ class Stream:
         return hasattr(self, "ring") and not self._closed
 
     def open(self) -> None:
-        """Takes memory for the ring, then opens the tier."""
+        """Allocates the ring, then opens the tier."""
         if self.is_open or self._closed:
             self.tier.open()  # which says why it is closed
             return
@@ -77,7 +77,7 @@ class Stream:
         self.ring = ring
 
     def close(self, because: str) -> None:
-        """Gives the tier and the ring's memory back; nothing is kept. From here on whoever uses it is told why."""
+        """Closes the tier and frees the ring; nothing is kept. Later uses raise with the reason."""
         opened, self._closed = self.is_open, True
         if opened:
             self.stop_reading()
@@ -88,44 +88,45 @@ class Stream:
                 self.ring.arena.close()
 
     def check(self) -> None:
-        """Raises in a forked child: the ring's memory is not there, and an update would write to it all the same."""
+        """Raises in a forked child, where the ring's memory does not exist: an update would write
+        to it all the same."""
         if self.is_open:
             self.ring.slots[0].lease.tensor(torch.uint8, (1,))
         elif self._closed:
             self.tier.open()
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Record]:
-        """Room for all of these, or an error."""
+        """Allocates all of these, or raises."""
         self.reserve(wanted)
         made, self._reserved = self._reserved, []
         self.records.update((id(record), record) for record in made)
         return made
 
     def reserve(self, wanted: Sequence[Wanted]) -> None:
-        """Takes the room for what is to be laid out next: a tier that is too small shows before anything is changed."""
+        """Reserves room for the next `lay_out`, so that a tier that is too small raises before anything is changed."""
         self.open()
         if [record.wanted for record in self._reserved] == list(wanted):
             return
         before, self._reserved = self._reserved, []
         self.tier.evict([record.part for record in before])
-        self._reserved = [Record(part, one) for part, one in zip(self.tier.lay_out(wanted), wanted, strict=True)]
+        self._reserved = [Record(part, spec) for part, spec in zip(self.tier.lay_out(wanted), wanted, strict=True)]
 
     def evict(self, records: Iterable[Record]) -> None:
-        """Gives their room back."""
+        """Frees the records."""
         for record in list(records) if not self._closed else ():
             self.tier.evict([record.part])
             record.dropped = True
             del self.records[id(record)]
 
     def held(self) -> dict[str, int]:
-        """Bytes of all records, by role."""
+        """Returns the bytes of all records, by role."""
         held: Counter[str] = Counter()
         for record in self.records.values():
             held[record.wanted.role] += record.nbytes
         return dict(held)
 
     def view(self, slot: Slot, record: Record) -> Tensor:
-        """What a record has in a slot."""
+        """Returns the content of a record in a slot."""
         return slot.lease.tensor(record.wanted.dtype, record.wanted.shape)
 
     def fetch(self, record: Record, out: Tensor, after: Ticket | None = None) -> Ticket:
@@ -133,13 +134,13 @@ class Stream:
         return self.tier.fetch(record.part, out, after)
 
     def store(self, record: Record, value: Tensor, after: Ticket | None = None) -> Ticket:
-        """Starts to store what host memory holds."""
+        """Starts to store the content of host memory."""
         ticket = self.tier.store(record.part, value, after)
         record.stored = True
         return ticket
 
     def stop_reading(self) -> None:
-        """Returns once nothing is on its way into the ring that nobody has asked for yet."""
+        """Waits for reads that were started ahead and that nobody has asked for, and forgets them."""
         while self.ahead:
             _, ticket = self.ahead.popitem()[1]
             if ticket is not None:
@@ -147,12 +148,12 @@ class Stream:
                     ticket.wait()
 
     def begin_change(self) -> None:
-        """Records are about to be written: what was read of them ahead is of no more use, nor what will be."""
+        """Declares that records are about to be written: what was read ahead of them is discarded."""
         self.stop_reading()
         self.version += 1
 
     def read_through(self, records: Sequence[Record], use: Callable[[Record, Slot], object]) -> None:
-        """Fetches each into the ring and uses it there, in order."""
+        """Fetches each record into the ring and uses it there, in order."""
         self.stop_reading()
         flow(
             self.ring,
@@ -163,7 +164,7 @@ class Stream:
         )
 
     def write_through(self, records: Sequence[Record], fill: Callable[[Record, Slot], object]) -> None:
-        """Fills each in the ring and stores it from there, in order."""
+        """Fills each record in the ring and stores it from there, in order."""
         self.begin_change()
         flow(
             self.ring,

@@ -26,8 +26,8 @@ from zerokern.memory.arena import HUGE_PAGE, Arena
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.pages import on_huge_pages
-from zerokern.memory.room import amount, refuse_beyond
-from zerokern.memory.staging import Ticket, given
+from zerokern.memory.room import amount, check_fits
+from zerokern.memory.staging import Ticket, stream_ticket
 
 __all__ = [
     "AnyTier",
@@ -239,7 +239,7 @@ def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
     if after is not None:
         after.wait()
     dst.detach().copy_(src.detach())
-    return given(dst.device if src.is_cuda else src.device)
+    return stream_ticket(dst.device if src.is_cuda else src.device)
 
 
 class DeviceTier(_InMemory):
@@ -278,7 +278,7 @@ class DeviceTier(_InMemory):
         slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
         if slack:  # beyond a control group's limit the system grants all, and ends the process when it is touched
             with _explained(wanted, self._advice):
-                refuse_beyond(nbytes, self._owner)
+                check_fits(nbytes, self._owner)
         try:
             mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -349,7 +349,7 @@ class HostTier(_InMemory):
             return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in wanted])
         with _explained(wanted, self._advice):
             self._refuse_beyond_budget(wanted)
-            refuse_beyond(nbytes, f"host memory for {self._owner}")
+            check_fits(nbytes, f"host memory for {self._owner}")
             arena = Arena(nbytes)
         lease = arena.lease(nbytes, self._owner)
         if arena.poison:

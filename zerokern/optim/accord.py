@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokern.comm import Group, Party, Team, during
+from zerokern.comm import Group, MeshGroups, during
 from zerokern.core.errors import StateError, ZerokernError
 from zerokern.optim.survey import added
 
@@ -35,7 +35,7 @@ class Accord:
     (4.0, False)
     """
 
-    def __init__(self, shardings: Sequence[Any], party: Party | None = None) -> None:
+    def __init__(self, shardings: Sequence[Any], party: Group | MeshGroups | None = None) -> None:
         """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline."""
         divided = [team for sharding in shardings for team in sharding.teams]
         self.teams = list({id(team): team for team in divided}.values())
@@ -179,7 +179,7 @@ class Accord:
         return said
 
 
-def norm_of_all(team: Group | Team | Party, own: Tensor, op: str, call: str) -> None:
+def norm_of_all(team: Group | MeshGroups, own: Tensor, op: str, call: str) -> None:
     """A norm over all ranks in place, for this call of theirs and no other."""
     with during(call, of=f"the norm in {call}"):
         team.follow(call)

@@ -347,7 +347,7 @@ class Binding:
         except BaseException:
             self._give_back()
             if self.torn:
-                self.survey.cells.raise_versions()
+                self.survey.cells.bump_versions()
             raise
 
     def take_turn(self, turn: int, scale: float) -> None:
@@ -455,7 +455,7 @@ class Binding:
     def stepped(self) -> None:
         """Counts an update that was made."""
         self.compute.count(self.tier)
-        self.survey.cells.raise_versions()
+        self.survey.cells.bump_versions()
         self.witness.stepped()
 
     def shown(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from zerokern.comm import Party
+from zerokern.comm import Group, MeshGroups, user_group
 from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     divided = [(param, home) for param, home in homes if home.team is not None]
     tensors = [param for param in params if shard_of(param) is None and is_divided(param)]
     place = next((home.sharding.group.device for _, home in homes), params[0].device if params else "cpu")
-    party = Party.of(group, place)
+    party = user_group(group, place)
     if not divided and not tensors and party is None:
         return clip_plain(params, max_norm, norm_type, error_if_nonfinite, foreach)
     kind = float(norm_type)
@@ -117,7 +117,7 @@ def _total(
     plain: list[Tensor],
     kind: float,
     foreach: bool | None,
-    party: Party | None,
+    party: Group | MeshGroups | None,
 ) -> Tensor:
     """The norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
     sums: dict[Any, list[Tensor]] = {}

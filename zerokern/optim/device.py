@@ -17,12 +17,12 @@ from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.backend import capturing
 from zerokern.kernels.triton.upload import upload
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.copies import Driver
-from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
 
 __all__ = [
-    "OTHERS",
+    "EMULATED_DRIVERS",
     "DeviceSteps",
     "Kernels",
     "capturing",
@@ -94,12 +94,12 @@ def driver_of(param: Tensor) -> Any:
     """
     if serves(param.device):
         return CudaDriver(param.device)
-    return OTHERS.get(param)
+    return EMULATED_DRIVERS.get(param)
 
 
 def is_apart(param: Tensor) -> bool:
     """Whether a parameter lies on a device, so that host memory is elsewhere."""
-    return serves(param.device) or (len(OTHERS) > 0 and param in OTHERS)
+    return serves(param.device) or (len(EMULATED_DRIVERS) > 0 and param in EMULATED_DRIVERS)
 
 
 def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -194,7 +194,7 @@ class DeviceSteps:
             self.steps.index_copy_(0, upload(array("q", numbers), self.place), values)
 
     def _look(self) -> None:
-        self._whereabouts = Whereabouts([self._views[number] for number in self._adopted])
+        self._whereabouts = AddressRecord([self._views[number] for number in self._adopted])
         self._version = self.steps._version
 
     def _settle(self) -> None:

@@ -115,7 +115,7 @@ class HostCopies:
         if self.link is not None:
             return
         if device.serves(param.device):
-            placement.settle_beside(param.device)
+            placement.reserve_device_cores(param.device)
         self.driver = driver_of(param)
         if self.driver is not None:
             if measured:

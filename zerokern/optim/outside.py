@@ -3,7 +3,7 @@
 Looking at 10,000 parameters' state tensors one by one costs more than the rest of a step's bookkeeping, nearly all of
 it in cache misses. Frameworks do replace them (a move to another device, a cast), always by assignment into these
 dicts; so the assignment is noticed instead. Parameters that somebody wrote show by their version, and their masters
-begin anew. Memory that was exchanged shows by its address (`gradients.Whereabouts`).
+begin anew. Memory that was exchanged shows by its address (`gradients.AddressRecord`).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm import Party, during
+from zerokern.comm import during, user_group
 from zerokern.core.errors import StateError, got
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
@@ -86,7 +86,7 @@ class Shards:
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
         self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
-        self.accord = Accord(self.shardings, Party.of(group, self.near[0].device if self.near else "cpu"))
+        self.accord = Accord(self.shardings, user_group(group, self.near[0].device if self.near else "cpu"))
         self.shares = self.accord.share_out(self.homes)
         self.starts = [shard.start for shard in self.homes]
         self._trained = [one.requires_grad for one in self.near]
@@ -105,7 +105,7 @@ class Shards:
         self.state = WatchedState()
         self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
-        self._views = Whereabouts([])
+        self._views = AddressRecord([])
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
         self._fold: float | Tensor = 1.0
@@ -307,7 +307,7 @@ class Shards:
         self._exported = {id(piece): dict(outer[param]) for param, piece in pairs if param in outer}
         wholes = [piece for piece, shard in zip(self.pieces, self._shown, strict=True) if shard.sharding is not None]
         shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
-        self._views = Whereabouts([one for one in shown if type(one) is Tensor])
+        self._views = AddressRecord([one for one in shown if type(one) is Tensor])
         self._outer = outer
 
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:

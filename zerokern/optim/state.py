@@ -15,7 +15,7 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
 from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
-from zerokern.memory.addresses import Whereabouts
+from zerokern.memory.addresses import AddressRecord
 from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided, present, rest_of
@@ -264,7 +264,7 @@ class StepBook:
                 entry["step"] = each[number].copy_(torch.as_tensor(entry["step"], device="cpu").reshape(()))
                 self._counts[number] = 1.0
                 mine.append(each[number])
-        self._whereabouts = Whereabouts(mine)
+        self._whereabouts = AddressRecord(mine)
         self.choose([])
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
@@ -399,7 +399,7 @@ class StateTier:
     def locate(self) -> None:
         """Notes where the state is that the update is about."""
         self._found = [self.rows[id(param)] for param in self.survey.params]
-        self._whereabouts = Whereabouts([tensor for row in self._found for tensor in row.tensors])
+        self._whereabouts = AddressRecord([tensor for row in self._found for tensor in row.tensors])
 
     def in_place(self) -> bool:
         """Whether nobody has exchanged its memory since."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.cpu import sumsq_pointers
-from zerokern.memory.addresses import Cells, reader_of
+from zerokern.memory.addresses import TensorBodies, gradient_reader
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of
@@ -115,8 +115,8 @@ class Survey:
         self.numels = list(map(_numel_of, dense_grads))
         self.param_dtypes = list(map(_dtype_of, self.params))
         dtypes = self.param_dtypes, self.grad_dtypes
-        self._reader = reader_of(self.params, self.param_pointers, self.numels, *dtypes)
-        self.cells = Cells(self.params) if self._reader is None else self._reader.cells
+        self._reader = gradient_reader(self.params, self.param_pointers, self.numels, *dtypes)
+        self.cells = TensorBodies(self.params) if self._reader is None else self._reader.cells
         self.nshares = max(shares, default=0) + 1
         self.shares = list(compress(shares, active)) if self.nshares > 1 else [0] * len(self.params)
         terms = {(share, dtype) for share, dtype in zip(self.shares, self.grad_dtypes, strict=True)}

@@ -73,7 +73,7 @@ def _join_ranks(root: RankGroups, experts: RankGroups, params: Sequence[tuple[st
     experts.hearing = experts.everyone
     for one in root.group.join():
         for other in experts.group.join():
-            one.tie(other)
+            one.link_failures(other)
 
 
 class _ExpertGroups(ModuleGroups):

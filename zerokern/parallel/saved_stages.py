@@ -61,7 +61,7 @@ class Stages(PartialModel):
             found = tensors()
             return [(*self._tied[id(one)], name) for name, one in found.items() if id(one) in self._tied], list(found)
 
-        each = ranks.each("weights that stages share", mine)
+        each = ranks.all_gather("weights that stages share", mine)
         told: dict[str, dict[int, str]] = {}
         rows: set[tuple[str, int, str]] = {(key, stage, name) for some, _ in each for key, stage, name in some}
         for key, stage, name in sorted(rows):
@@ -82,7 +82,7 @@ class Stages(PartialModel):
         return SharedWeights(names, frozenset(name for key, stage, name in mine_only if stage != min(told[key])))
 
     def names_elsewhere(self, ranks: Ranks, names: Callable[[], Iterable[str]]) -> frozenset[str]:
-        each = ranks.each("stages", lambda: list(names()))
+        each = ranks.all_gather("stages", lambda: list(names()))
         return frozenset(name for some in each for name in some).difference(each[ranks.rank])
 
     def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], found: Mapping[str, Any], nbytes: int) -> Any:
@@ -91,15 +91,15 @@ class Stages(PartialModel):
             own = {"values": found["values"], "places": found["places"], "names": names, "nbytes": nbytes}
             return {"numbers": self.numbers, "count": self.count, "digest": digest, **own}
 
-        told = ranks.each("stages", mine)
-        return ranks.each("one model", lambda: _merged(told))[0]
+        told = ranks.all_gather("stages", mine)
+        return ranks.all_gather("one model", lambda: _merged(told))[0]
 
     def merge_rows(self, ranks: Ranks, digest: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Any]:
         def mine() -> dict[str, Any]:
             names = [name for name, *_ in rows]
             return {"numbers": self.numbers, "count": self.count, "digest": digest, "names": names, "rows": rows}
 
-        return [row for part in parts_of_one_model(ranks.each("stages", mine)) for row in part["rows"]]
+        return [row for part in parts_of_one_model(ranks.all_gather("stages", mine)) for row in part["rows"]]
 
 
 def parts_of_one_model(each: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from zerokern.comm import Group, Team
+from zerokern.comm import Group, MeshGroups
 from zerokern.core.errors import ShardError, got
 from zerokern.zero.kinds import here_of, is_placed, local_of
 from zerokern.zero.units import RankGroups
@@ -26,8 +26,8 @@ def groups_on(mesh: DeviceMesh | None, group: Group, *, replicated: bool) -> Ran
     """
     if mesh is None:
         return RankGroups.of(group, replicated=replicated)
-    team = Team(mesh, range(mesh.ndim), [] if replicated else [group])
-    everyone = Team(mesh, range(mesh.ndim), [group.everyone])
+    team = MeshGroups(mesh, range(mesh.ndim), [] if replicated else [group])
+    everyone = MeshGroups(mesh, range(mesh.ndim), [group.everyone])
     for one in (everyone, team):
         one.join()
     return RankGroups(group, team, everyone, group.everyone, copies=mesh.size(), place=mesh.get_coordinate())

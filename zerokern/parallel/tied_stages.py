@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerokern.comm import Group, Party, during
+from zerokern.comm import Group, during, user_group
 from zerokern.core.errors import StateError, got
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import Shard, shard_of
@@ -262,9 +262,9 @@ class Ties:
 
 
 def _joined(pg: Any, device: torch.device) -> Group:
-    party = Party.of(pg, device)
-    assert party is not None
-    return party.join()[0]
+    group = user_group(pg, device)
+    assert group is not None
+    return group.join()[0]
 
 
 def _whole(grad: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ Memory = int | str | Sequence[int | str] | Mapping[str, int | str] | None
 
 
 def parse_numel(value: int | str, argument: str = "numel") -> int:
-    """A number of parameters; K, M, B (or G) and T are powers of 1000.
+    """Parses a number of parameters; K, M, B (or G) and T are powers of 1000.
 
     >>> parse_numel("7.5B"), parse_numel("1T"), parse_numel(1234)
     (7500000000, 1000000000000, 1234)
@@ -57,7 +57,7 @@ def parse_numel(value: int | str, argument: str = "numel") -> int:
 
 
 def parse_device_memory(value: Memory) -> dict[str, int]:
-    """Bytes of each device to fit into, by name.
+    """Parses the memory of each device to fit into, by name.
 
     >>> parse_device_memory("h100, 32GB")
     {'h100 (80 GB)': 80000000000, '32GB': 32000000000}
@@ -76,11 +76,11 @@ def parse_device_memory(value: Memory) -> dict[str, int]:
         value = [value]
     if not isinstance(value, Sequence):
         raise TypeError(got("device_memory", value, _ALLOWED_MEMORY + ", ".join(DEVICES)))
-    return dict(_one_memory(one) for one in value)
+    return dict(_one_memory(item) for item in value)
 
 
 def parse_memory(argument: str, value: int | str) -> int:
-    """Bytes of host memory or disk.
+    """Parses bytes of host memory or disk.
 
     >>> parse_memory("host_memory", "128GiB"), parse_memory("disk", "4TB")
     (137438953472, 4000000000000)
@@ -111,7 +111,7 @@ def _nbytes(argument: str, value: object, allowed: str) -> tuple[str, int]:
 
 
 def gigabytes(nbytes: float) -> str:
-    """Bytes in GB (10^9), to three digits.
+    """Formats bytes in GB (10^9), to three digits.
 
     >>> [gigabytes(n) for n in (16e12, 31.40625e9, 7.5e9, 117187500, 3072, 0)]
     ['16,000', '31.4', '7.50', '0.117', '0.000003', '0']
@@ -124,7 +124,7 @@ def gigabytes(nbytes: float) -> str:
 
 
 def count(numel: int) -> str:
-    """A number of parameters as people say it; small ones in full.
+    """Formats a number of parameters as people say it; small ones in full.
 
     >>> count(7_500_000_000), count(10_774_272), count(1234)
     ('7.5B', '10.8M', '1,234')
@@ -137,7 +137,7 @@ def count(numel: int) -> str:
 
 
 def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns, the first `left` of them to the left.
+    """Formats rows as aligned columns, the first `left` of them to the left.
 
     >>> print(table_of(["role", "GB"], [["gradients", "4"]]))
     | role      | GB |

@@ -23,17 +23,8 @@ from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "LANES",
-    "STATES",
-    "WORKING",
-    "Footprint",
-    "HeldMemory",
-    "Holding",
-    "Move",
-    "Share",
-    "lanes_to",
-    "with_recipe",
-]
+    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "lanes_to", "with_recipe",
+]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
@@ -73,17 +64,17 @@ class HeldMemory:
     @property
     def roles(self) -> dict[str, int]:
         """Bytes per rank by role, all tiers together."""
-        return _summed(self.held, lambda one: one.role)
+        return _summed(self.held, lambda holding: holding.role)
 
     @property
     def tiers(self) -> dict[str, int]:
         """Bytes per rank by tier, all roles together; "device" is where parameters are computed with."""
-        return _summed(self.held, lambda one: one.tier)
+        return _summed(self.held, lambda holding: holding.tier)
 
     @property
     def states(self) -> int:
         """Bytes per rank of parameters, gradients and optimizer state: what the ZeRO paper counts."""
-        return sum(one.nbytes for one in self.held if one.role in STATES)
+        return sum(holding.nbytes for holding in self.held if holding.role in STATES)
 
     @property
     def total(self) -> int:
@@ -93,8 +84,8 @@ class HeldMemory:
 
 def _summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for one in held:
-        found[key(one)] = found.get(key(one), 0) + one.nbytes
+    for holding in held:
+        found[key(holding)] = found.get(key(holding), 0) + holding.nbytes
     return found
 
 
@@ -155,7 +146,7 @@ class Footprint(HeldMemory):
         if self.settings.device != "cpu":
             ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
         found = [*_states(self), *working(self), Holding("ring", "", "cpu", ring), *_activations(self)]
-        return tuple(one for one in found if one.nbytes)
+        return tuple(part for part in found if part.nbytes)
 
     @cached_property
     def share(self) -> Share:
@@ -195,8 +186,8 @@ class Footprint(HeldMemory):
     def moves(self) -> list[Move]:
         """What a rank moves over its link and to and from its disk; what ranks send each other is `traffic`."""
         sums: dict[tuple[str, str], int] = {}
-        for one in _moves(self):
-            sums[one.role, one.lane] = sums.get((one.role, one.lane), 0) + one.nbytes
+        for move in _moves(self):
+            sums[move.role, move.lane] = sums.get((move.role, move.lane), 0) + move.nbytes
         return [Move(role, lane, nbytes) for (role, lane), nbytes in sums.items() if nbytes]
 
     def moved(self, lane: str) -> int:
@@ -206,12 +197,12 @@ class Footprint(HeldMemory):
         >>> {lane: on_disk.moved(lane) / 1e9 for lane in ("up", "down", "read", "write")}
         {'up': 4.0, 'down': 2.0, 'read': 14.0, 'write': 12.0}
         """
-        return sum(one.nbytes for one in self.moves if one.lane == lane)
+        return sum(move.nbytes for move in self.moves if move.lane == lane)
 
     @property
     def kept(self) -> int:
         """Bytes of inputs that leave the device in a step, and come back."""
-        return max((one.nbytes for one in self.moves if one.role == "checkpoints"), default=0)
+        return max((move.nbytes for move in self.moves if move.role == "checkpoints"), default=0)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -279,16 +270,20 @@ class Footprint(HeldMemory):
         [('cpu', 'nvme', False), ('nvme', 'nvme', False), ('cpu', 'nvme', True)]
         """
         exact, dtype = self.recipe, self.subject.main_dtype
-        lossy = [one for one in (exact if exact.is_lossy() else None, exact.smallest_lossy(dtype)) if one is not None]
+        lossy = [
+            recipe
+            for recipe in (exact if exact.is_lossy() else None, exact.smallest_lossy(dtype))
+            if recipe is not None
+        ]
         if exact.is_lossy():
             exact = replace(exact, state_format="fp32", master_format=None)
-        recipes = [exact, *sorted(lossy, key=lambda one: one.state_nbytes(dtype))[:1]]
+        recipes = [exact, *sorted(lossy, key=lambda recipe: recipe.state_nbytes(dtype))[:1]]
         keeps = dict.fromkeys((self.recipe.keep, *(("cpu", "nvme") if self.recipe.keep else ())))
         found: list[_F] = []
         for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
-            one = with_recipe(self, recipe.placed(tier, param_tier, keep).on(self.settings.device, 3), 3)
-            if not one.missing and all(one.recipe != other.recipe for other in found):
-                found.append(one)
+            candidate = with_recipe(self, recipe.placed(tier, param_tier, keep).on(self.settings.device, 3), 3)
+            if not candidate.missing and all(candidate.recipe != other.recipe for other in found):
+                found.append(candidate)
         return found
 
 
@@ -329,7 +324,8 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
 
 
 def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
-    """Below stage 2 the reduced shard lies in the whole bucket, unless the next micro-batch needs that again."""
+    """Returns the elements of gradients; below stage 2 the reduced shard lies in the whole bucket, unless the next
+    micro-batch needs that."""
     if shards_gradients(run.stage):
         return kind.shard_numel
     settings = run.settings
@@ -338,7 +334,7 @@ def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
 
 
 def _working(run: Footprint) -> Iterator[Holding]:
-    """What exists besides the states while a step runs."""
+    """Yields what exists besides the states while a step runs."""
     settings, buckets, stage = run.settings, run.buckets, run.stage
     if not settings.has_others:
         return
@@ -359,7 +355,8 @@ def _working(run: Footprint) -> Iterator[Holding]:
 
 
 def _working_at_rest(run: Footprint) -> Iterator[Holding]:
-    """A unit that computes, one on its way, on a CPU one that its update has handed over, and gradients that leave."""
+    """Yields fetched parameters: the unit that computes, the next one, on a CPU one that its update handed over; and
+    gradients that leave."""
     settings, buckets, recipe = run.settings, run.buckets, run.recipe
     if run.subject.units:
         hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
@@ -381,7 +378,7 @@ def _working_at_rest(run: Footprint) -> Iterator[Holding]:
 
 
 def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
-    """What the spans of other ranks are received into: of the largest bucket, and in the round among copies of it.
+    """Returns the scratch memory that spans of other ranks are received into, for the largest bucket.
 
     >>> [_scratch_nbytes(1024, stage, Arrangement(2, "cpu", 1, 1, False, replicate=2)) for stage in (0, 1)]
     [512, 768]
@@ -394,8 +391,8 @@ def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
 
 
 def _activations(run: Footprint) -> Iterator[Holding]:
-    """Activations, logits and loss; or what checkpoints keep, off the device all but the last one's and room for one
-    that comes, and what computes beside them."""
+    """Yields activations, logits and loss; or what checkpoints keep: off the device all but the last and the next, and
+    what computes beside them."""
     shape, keep = run.subject.activated, run.recipe.keep
     if shape is None:
         return
@@ -418,16 +415,16 @@ def _pinned(run: Footprint) -> int:
 
     pieces = run.subject.pieces(run.stage, run.world, settings.bucket_bytes)
     nbytes = _with_host_copies(pieces, recipe) if has_copies else _state_alone(pieces, recipe)
-    return nbytes_of([((one,), 1) for one in nbytes])
+    return nbytes_of([((size,), 1) for size in nbytes])
 
 
 def _kept_state(recipe: Recipe, dtype: str) -> list[StateRole]:
-    """In the order of the optimizers: moments, then what makes the parameter exact."""
-    return sorted(recipe.state_of(dtype), key=lambda one: one.role in ("master", "remainder"))
+    """Returns the roles of state in the order of the optimizers: moments, then what makes the parameter exact."""
+    return sorted(recipe.state_of(dtype), key=lambda role: role.role in ("master", "remainder"))
 
 
 def _with_host_copies(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
-    """All values, all gradients, then all tensors of one key after those of another, if they are not on disk."""
+    """Yields tensors in host memory: all values, all gradients, then the state key by key, unless it is on disk."""
     yield from (numel * itemsize(dtype) for numel, dtype in pieces)
     yield from (numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces)
     here = () if recipe.tier == "nvme" else pieces
@@ -436,7 +433,7 @@ def _with_host_copies(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iter
 
 
 def _state_alone(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
-    """State, parameter by parameter."""
+    """Yields state parameter by parameter."""
     for numel, dtype in pieces:
         for role in _kept_state(recipe, dtype):
             yield from (nbytes for _, nbytes in role.tensors(numel))
@@ -462,8 +459,8 @@ def _moves(run: Footprint) -> Iterator[Move]:
             yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
             yield Move("parameters", "up", numel * kind.itemsize)
     if recipe.tier == "nvme":
-        for one in _optimizer_state(run):
-            yield from (Move(one.role, lane, one.nbytes) for lane in ("read", "write"))
+        for state in _optimizer_state(run):
+            yield from (Move(state.role, lane, state.nbytes) for lane in ("read", "write"))
     shape = run.subject.activated
     if shape is not None:
         away = (shape.checkpoints - shape.checkpoint) * settings.accumulate
@@ -473,8 +470,8 @@ def _moves(run: Footprint) -> Iterator[Move]:
 
 
 def _moves_at_rest(run: Footprint) -> Iterator[Move]:
-    """Parameters are fetched and stored. Gradients of each micro-batch leave, and what waits on the disk is read to
-    add to it, then by the update."""
+    """Yields the moves of resting parameters: they are fetched and stored, gradients of each micro-batch leave, and
+    those on disk are read to add to them and by the update."""
     recipe, settings, buckets = run.recipe, run.settings, run.buckets
     whole, root = (sum(bucket.shard_nbytes for bucket in some) for some in (buckets.sizes, buckets.root))
     for lane in lanes_to(recipe.param_tier, settings.device):
@@ -514,7 +511,7 @@ def _sent(run: Footprint) -> dict[str, int | None]:
 
 
 def _all_reduced(amount: int, size: int) -> int:
-    """What each of `size` ranks sends: a reduce-scatter and an all-gather.
+    """Returns what each of `size` ranks sends for a reduce-scatter and an all-gather.
 
     >>> _all_reduced(128, 2), _all_reduced(128, 4)
     (128, 192)

@@ -86,7 +86,7 @@ def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hidi
 
 
 def _both_ways(machine: Machine, read: float, written: float) -> float:
-    """Seconds for so many GB: both until the shorter is over, then the other alone."""
+    """Returns seconds for so many GB in two directions: both until the shorter ends, then the other alone."""
     rates = machine.rate("read", {"write"}), machine.rate("write", {"read"})
     both = min(read / rates[0], written / rates[1])
     left = (read - both * rates[0]) / machine.rate("read"), (written - both * rates[1]) / machine.rate("write")
@@ -174,7 +174,9 @@ class Forecast:
         return {
             "machine": self.machine.name,
             "predictions": [vars(row) for row in self.rows],
-            "hides_from": {name: {one.what: one.tokens for one in found} for name, found in self.hidings.items()},
+            "hides_from": {
+                name: {hiding.what: hiding.tokens for hiding in found} for name, found in self.hidings.items()
+            },
             "tokens_needed": {
                 name: {str(share): n for share, n in found.items()} for name, found in self.needed.items()
             },
@@ -209,16 +211,16 @@ class Forecast:
 
 
 def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
-    """From how many tokens each link hides, by schedule; what moves as much at another is not said again."""
+    """Returns a table of the tokens from which each link is hidden, by schedule, without repetitions."""
     if not found:
         return []
     whose: dict[tuple[str, int], list[str]] = {}
     rows: dict[tuple[str, int], list[str]] = {}
     for name, hidings in found.items():
-        for one in hidings:
-            key = one.what, one.nbytes
+        for link in hidings:
+            key = link.what, link.nbytes
             whose.setdefault(key, []).append(name)
-            rows[key] = [one.what, gigabytes(one.nbytes), _time(one.seconds), f"{one.tokens:,.0f}"]
+            rows[key] = [link.what, gigabytes(link.nbytes), _time(link.seconds), f"{link.tokens:,.0f}"]
     told = [["all" if len(whose[key]) == len(found) else ", ".join(whose[key]), *row] for key, row in rows.items()]
     header = ["schedule", "what moves in a step", "GB", "takes", "hides from T* tokens"]
     return ["What has to hide beside compute, alone and at the machine's rates:", table_of(header, told, left=2)]
@@ -230,15 +232,15 @@ def _a_day(row: Prediction) -> str:
 
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
     """Predicts every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
-    for one in tokens:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 1:
-            raise ValueError(got("tokens", one, "whole numbers of tokens per rank and step, from 1 on"))
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 1:
+            raise ValueError(got("tokens", token, "whole numbers of tokens per rank and step, from 1 on"))
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.ranks)
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
-    rows = [row for one in tokens for row in _predictions(shape, mine, names, one)]
+    rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
     moving = names if shape.tells else []
@@ -287,7 +289,7 @@ def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], token
             _compute(program, machine) / seconds,
             flow_bound(program, machine),
             sum(op.nbytes for op in program.ops if op.lane == "write"),
-            max((one.tokens for one in hiding(program, machine, tokens)), default=0.0) if name != NO_OFFLOAD else 0.0,
+            max((link.tokens for link in hiding(program, machine, tokens)), default=0.0) if name != NO_OFFLOAD else 0.0,
         )
 
 
@@ -296,7 +298,7 @@ def _compute(program: StepProgram, machine: Machine) -> float:
 
 
 def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | None]:
-    """The least number of tokens, to 2 %, from which on the device computes for so much of the step, by that share."""
+    """Returns the least number of tokens, to 2 %, at which the device computes for such a share of the step."""
 
     @cache
     def computes(tokens: int) -> float:

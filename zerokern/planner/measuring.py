@@ -88,8 +88,8 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
         tally.add(role, tensor)
     if opt is not None:
         _of_optimizer(opt, tally)
-    world = max((one.group.size for one in shardings), default=1)
-    stage = max((one.stage for one in shardings), default=0)
+    world = max((sharding.group.size for sharding in shardings), default=1)
+    stage = max((sharding.stage for sharding in shardings), default=0)
     room = opt.holdings.room if isinstance(opt, FusedOptimizer) else None
     pinned = 0 if room is None else room.nbytes
     return Measured(f"{type(model).__name__}, what this rank holds", tuple(tally.rows()), world, stage, pinned)
@@ -103,7 +103,7 @@ class _Tally:
 
     def __init__(self, device: str, resting: Iterable[Rest]) -> None:
         self.device = device
-        self._resting = {one.memory.untyped_storage().data_ptr(): one for one in resting}
+        self._resting = {rest.memory.untyped_storage().data_ptr(): rest for rest in resting}
         self._seen: set[int] = set()
         self._keep: list[Tensor] = []  # a storage that is freed meanwhile could lend its address to the next
         self._found: dict[tuple[str, str, str], int] = {}
@@ -136,8 +136,8 @@ class _Tally:
 def _resting_of(shardings: Iterable[Sharding]) -> Iterator[Rest]:
     """Yields where parameters and gradients are that rest on a disk."""
     for sharding in shardings:
-        for one in (*sharding.memories, *sharding.gradient_buckets):
-            rest = getattr(one, "rest", None)
+        for memory in (*sharding.memories, *sharding.gradient_buckets):
+            rest = getattr(memory, "rest", None)
             if rest is not None:
                 yield rest
 

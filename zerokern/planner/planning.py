@@ -79,7 +79,7 @@ class Plan(Footprint):
         """
         if not self.device_memory:
             return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
-        found = {name: _advice(one) for name, one in _on_each_device(self)}
+        found = {name: _advice(single) for name, single in _on_each_device(self)}
         return "\n".join(f"{name}: {said}" if len(found) > 1 else said for name, said in found.items())
 
     def advised(self) -> list[Plan]:
@@ -88,7 +88,7 @@ class Plan(Footprint):
         >>> [(one.stage, one.fits("80GB")) for one in plan("8B", world=8, device_memory="80GB").advised()]
         [(1, True)]
         """
-        return [found[0][1] for _, one in _on_each_device(self) if (found := _advised(one))]
+        return [found[0][1] for _, single in _on_each_device(self) if (found := _advised(single))]
 
     def page(self, *, formats: bool = True) -> str:
         """Returns the plan as text, as `str` has it; or without what it would take in other formats.
@@ -230,7 +230,7 @@ def _budget(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
         raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
     asked = {"cpu": ("host_memory", host_memory), "nvme": ("disk", disk)}
-    return {tier: parse_memory(name, one) // ranks for tier, (name, one) in asked.items() if one is not None}
+    return {tier: parse_memory(name, memory) // ranks for tier, (name, memory) in asked.items() if memory is not None}
 
 
 def _advice(plan: Plan) -> str:
@@ -238,8 +238,8 @@ def _advice(plan: Plan) -> str:
     found = _advised(plan)
     fits = bool(found) and found[0][0] == _CHEAPEST
     lines = [] if fits else [f"No exact configuration fits on {_ranks_of(plan)}."]
-    for heading, one in found:
-        lines += [f"{heading}: {_summary(one, plan)}", f"Code: {_code(one)}"]
+    for heading, answer in found:
+        lines += [f"{heading}: {_summary(answer, plan)}", f"Code: {_code(answer)}"]
     if not found:
         most = max(_MOST_RANKS, plan.world)
         lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_why_nothing_fits(plan)}")
@@ -265,7 +265,7 @@ def _advised(plan: Plan) -> list[tuple[str, Plan]]:
         ("Lossy, and fits", partial(_cheapest, lossy=True)),
         ("Exact, with more ranks", _more_ranks),
     )
-    return [(heading, one) for heading, find in others if (one := find(plan)) is not None]
+    return [(heading, answer) for heading, find in others if (answer := find(plan)) is not None]
 
 
 def _why_nothing_fits(plan: Plan) -> str:
@@ -290,7 +290,7 @@ def _why_nothing_fits(plan: Plan) -> str:
 
 def _cheapest(plan: Plan, *, lossy: bool = False) -> Plan | None:
     """Returns the cheapest plan that fits."""
-    return next((one for one in _candidates(plan, lossy=lossy) if not one.missing), None)
+    return next((candidate for candidate in _candidates(plan, lossy=lossy) if not candidate.missing), None)
 
 
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
@@ -364,12 +364,12 @@ def _lora(plan: Plan) -> str | None:
     room, activated = min(plan.device_memory.values()), plan.subject.activated
     if activated and plan.recipe.keep is None:
         plan = replace(plan, recipe=replace(plan.recipe, keep="device"))
-    for one in (plan.at(stage) for stage in ((0, 3) if plan.ranks > 1 else (0,)) if stage in plan.stages):
-        nbytes = one.roles["parameters"] + max(0, one.total - one.states)
-        if not one.recipe.rests and nbytes < room:
-            where = f"at stage {one.stage}" if plan.ranks > 1 else "on one rank"
+    for other in (plan.at(stage) for stage in ((0, 3) if plan.ranks > 1 else (0,)) if stage in plan.stages):
+        nbytes = other.roles["parameters"] + max(0, other.total - other.states)
+        if not other.recipe.rests and nbytes < room:
+            where = f"at stage {other.stage}" if plan.ranks > 1 else "on one rank"
             what = "the frozen parameters" + (" and activations" if activated else "")
-            taken = f"{gigabytes(nbytes)} of {gigabytes(room)} GB {where}{_uncounted(one)}"
+            taken = f"{gigabytes(nbytes)} of {gigabytes(room)} GB {where}{_uncounted(other)}"
             return f"LoRA instead: {what} take {taken}, its own state is small"
     return None
 
@@ -439,8 +439,10 @@ def _next_stage(plan: Plan, most: int) -> str:
     if plan.ranks == 1 or plan.stage > 1 or plan.total < share * most:
         return ""
     stage = plan.stage + 1
-    one = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
-    return f" (stage {stage} moves as much and takes {gigabytes(one.total)} GB)" if one.total < plan.total else ""
+    spilled = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
+    return (
+        f" (stage {stage} moves as much and takes {gigabytes(spilled.total)} GB)" if spilled.total < plan.total else ""
+    )
 
 
 def _code(plan: Plan) -> str:
@@ -462,7 +464,8 @@ def _code(plan: Plan) -> str:
 
 
 def _can_be_whole(plan: Plan) -> bool:
-    """Whether the whole model fits before it is divided: on the device, or in the memory of the host that is one."""
+    """Returns whether the whole model fits before it is divided: on the device, or in the memory of the host that is
+    one."""
     rooms = [*plan.device_memory.values()]
     rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
     return sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)

@@ -20,7 +20,7 @@ _MOVES = ("Gather", "Reduce", "Publish")
 
 
 def line_of(op: Op) -> str:
-    """One op as a plan shows it.
+    """Formats one op as a plan shows it.
 
     >>> print(line_of(Op("Gather", "blocks.0", "net", nbytes=2_000_000)))
     Gather    blocks.0                  0.00200 GB
@@ -54,7 +54,7 @@ class Volume:
 
 
 def traffic_of(program: StepProgram, world: int) -> Volume:
-    """The sum over a program.
+    """Sums the traffic of a program.
 
     >>> reduce, publish = Op("Reduce", "bucket 0", "net", (), 8, 4), Op("Publish", "bucket 0", "net", (), 8, 4)
     >>> traffic_of(StepProgram("step", (reduce, publish)), 2)
@@ -75,7 +75,7 @@ def traffic_of(program: StepProgram, world: int) -> Volume:
 def between_ranks(
     loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, settings: Arrangement
 ) -> StepProgram:
-    """One optimizer step as ranks share it. Of its micro-batches each is reduced, or, under `zk.no_sync`, the last.
+    """Builds the communication of one optimizer step: every micro-batch is reduced, or, under `zk.no_sync`, the last.
 
     What computes follows what it gathered; what is gathered ahead follows the compute that it was called for beside.
     """
@@ -117,7 +117,7 @@ class _Step:
         return len(self.ops) - 1
 
     def compute(self, verb: str, what: str, reads: Iterable[str]) -> None:
-        there = [self._gathered[one] for one in reads if one in self._gathered]
+        there = [self._gathered[read] for read in reads if read in self._gathered]
         self._computed = [self.add(verb, what, "device", [*self._computed, *there])]
 
     def update(self, lane: str) -> None:
@@ -128,7 +128,7 @@ class _Step:
                     self.add("Publish", f"bucket {number}", "net", [step], load.nbytes, load.padded_numel)
 
     def in_turn(self) -> Iterator[Op]:
-        """What waits for nothing of this step waits for the update of the one before."""
+        """Makes ops without a dependency in this step wait for the update of the one before."""
         ends = [index for index, op in enumerate(self.ops) if op.verb == "Publish"]
         ends = ends or [index for index, op in enumerate(self.ops) if op.verb == "Step"] or self._computed
         updated = tuple(Ref(index, back=1) for index in ends)
@@ -139,7 +139,8 @@ class _Step:
         return "own shard" if shards_state(self.stage) else "everything"
 
     def whole(self, reduces: bool, gathers: Sequence[str] = ("Forward", "Backward")) -> None:
-        """Gradients are complete in backward order: the last bucket first. A number is one bucket at every stage."""
+        """Adds gradients in backward order: the last bucket is complete first. A number is one
+        bucket at every stage."""
         for verb in ("Forward", "Backward"):
             if verb in gathers:
                 self._gather_whole()
@@ -159,7 +160,8 @@ class _Step:
                 self._gathered[what] = self.add("Gather", what, "net", self._computed, load.nbytes, load.padded_numel)
 
     def by_units(self, reduces: bool) -> None:
-        """Forward and backward at stage 3: a unit is whole while it computes, and the next one is on its way."""
+        """Adds forward and backward of stage 3: a unit is unsharded while it computes, and the next one is being
+        gathered."""
         units = [unit for unit in sorted(self.of_unit) if unit != ROOT]
         nbytes = [sum(load.nbytes for load in self.of_unit.get(unit, ())) for unit in range(len(self.names))]
         for verb, unit in step_of(units, nbytes):

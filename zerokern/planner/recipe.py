@@ -188,7 +188,7 @@ class Recipe:
         >>> Recipe().state_nbytes("bfloat16"), int8.state_nbytes("bfloat16")
         (10.0, 3.0625)
         """
-        return sum(one.per_element + one.per_block / BLOCK for one in self.state_of(dtype))
+        return sum(role.per_element + role.per_block / BLOCK for role in self.state_of(dtype))
 
     def master_of(self, dtype: str) -> str:
         """Returns the master format of a parameter of this dtype; "own" where the parameter is its own master."""
@@ -232,8 +232,12 @@ class Recipe:
 
     def smallest_lossy(self, dtype: str) -> Recipe | None:
         """Returns the lossy formats of fewest bytes that keep a master; None where there are none."""
-        lossy = [one for one in self.alternatives(dtype) if one.is_lossy() and one.master_format != "none"]
-        return min(lossy, key=lambda one: one.state_nbytes(dtype), default=None)
+        lossy = [
+            alternative
+            for alternative in self.alternatives(dtype)
+            if alternative.is_lossy() and alternative.master_format != "none"
+        ]
+        return min(lossy, key=lambda recipe: recipe.state_nbytes(dtype), default=None)
 
 
 @dataclass(frozen=True)
@@ -356,11 +360,11 @@ def short(dtype: str) -> str:
 
 
 def _state_formats(optimizer: str) -> tuple[str, ...]:
-    return tuple(one for one in STATE_FORMATS if one != "int8" or optimizer not in _WITHOUT_INT8)
+    return tuple(name for name in STATE_FORMATS if name != "int8" or optimizer not in _WITHOUT_INT8)
 
 
 def _tier(argument: str, tier: Any) -> tuple[str, int]:
-    """The name of a tier, and the bytes of host memory that it is read and written through."""
+    """Returns the name of a tier, and the bytes of the host memory that it is read and written through."""
     if hasattr(tier, "ring_nbytes"):
         return "nvme", int(tier.ring_nbytes)
     if tier in ("device", "cpu", "nvme"):

@@ -47,14 +47,16 @@ class StepShape:
         self.kept = plan.kept // self.passes
 
     def _stays(self, last: int) -> Iterator[int]:
-        """Of each part from the last on, bytes that are there from forward to backward: the last unit's, the root's."""
+        """Returns, for each part from the last on, the bytes that stay from forward to backward: the last unit's and
+        the root's."""
         for part in reversed(self.parts):
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
             last -= min(last, nbytes)
 
     def spans(self, tokens: int) -> list[Span]:
-        """Gradients leave in the last micro-batch; those before it are part of where its backward begins."""
+        """Returns the spans. Gradients leave in the last micro-batch; earlier ones count towards the begin of its
+        backward."""
         last = tokens / self.accumulate
         spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
         if self.plan.recipe.rests:
@@ -63,11 +65,11 @@ class StepShape:
         return [*spans[:-1], replace(spans[-1], backward_flops=spans[-1].backward_flops + before)]
 
     def at_once(self, spans: Sequence[Span]) -> list[Span]:
-        """The same with all passes together, for what is on the device."""
+        """Returns the same with all passes merged, for what is on the device."""
         times = self.passes
         return [
-            replace(one, forward_flops=times * one.forward_flops, backward_flops=times * one.backward_flops)
-            for one in spans
+            replace(span, forward_flops=times * span.forward_flops, backward_flops=times * span.backward_flops)
+            for span in spans
         ]
 
     def _span(self, number: int, part: Lump, tokens: float) -> Span:
@@ -104,7 +106,7 @@ class StepShape:
         )
 
     def _at_rest(self, number: int, part: Lump) -> dict[str, Any]:
-        """What of a part is not on the device, and how it comes."""
+        """Returns the bytes of a part that are not on the device, and the lanes that they are fetched through."""
         recipe, settings = self.plan.recipe, self.plan.settings
         found: dict[str, Any] = {}
         if part.trainable and recipe.tier == "nvme":
@@ -129,7 +131,7 @@ def _parts(plan: Footprint) -> Iterator[Lump]:
 
 
 def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Lump]:
-    """A bucket, or as many as are counted together, or a large one in as many as there may be."""
+    """Yields a bucket as one part, several small ones as one, or a large one as several."""
     count = min(SPANS, max(load.count, 1))
     for number in range(count):
         numel, own = (total * (number + 1) // count - total * number // count for total in (load.numel, load.own_numel))
@@ -137,7 +139,7 @@ def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Lump]:
 
 
 def _merged(parts: Sequence[Lump], least: int) -> Iterator[Lump]:
-    """Neighbours of one kind together, until they have so many elements."""
+    """Merges neighbours of one kind until they have so many elements."""
     held: Lump | None = None
     for part in parts:
         kind = part.dtype, part.trainable, part.encloses

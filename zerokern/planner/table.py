@@ -73,8 +73,8 @@ def worlds_page(plans: Sequence[Footprint]) -> str:
     rows = []
     for plan in plans:
         stages = [plan.at(stage) for stage in plan.stages]
-        fits = [_fitting([one.total for one in stages], most, plan.stages) for most in first.device_memory.values()]
-        rows.append([f"{plan.ranks:,}", *(gigabytes(one.states) for one in stages), *fits])
+        fits = [_fitting([stage.total for stage in stages], most, plan.stages) for most in first.device_memory.values()]
+        rows.append([f"{plan.ranks:,}", *(gigabytes(stage.states) for stage in stages), *fits])
     said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
     header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
     parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
@@ -86,9 +86,12 @@ def worlds_page(plans: Sequence[Footprint]) -> str:
 def held_page(heading: str, memory: HeldMemory) -> str:
     """Returns what is held, in one column."""
     several = len(memory.tiers) > 1
-    rows = [[NAMES.get(one.role, one.role), _format(one, several), gigabytes(one.nbytes)] for one in memory.held]
+    rows = [
+        [NAMES.get(holding.role, holding.role), _format(holding, several), gigabytes(holding.nbytes)]
+        for holding in memory.held
+    ]
     rows.append(["**model states**", "", gigabytes(memory.states)])
-    rows.append(["**total**", "", f"**{gigabytes(sum(one.nbytes for one in memory.held))}**"])
+    rows.append(["**total**", "", f"**{gigabytes(sum(holding.nbytes for holding in memory.held))}**"])
     return f"### {heading}\n\n" + table_of(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
 
 
@@ -198,7 +201,7 @@ def _notes(plan: Footprint) -> list[str]:
 
 
 def _notes_on_mesh(plan: Footprint) -> Iterator[str]:
-    """What is assumed and left out along dimensions that `zk.shard` does not divide."""
+    """Yields what is assumed and left out along mesh dimensions that `zk.shard` does not divide."""
     settings, subject = plan.settings, plan.subject
     if not subject.members or subject.transformer is not None:
         if settings.tp * settings.pp > 1:
@@ -255,34 +258,34 @@ def _notes_at_rest(plan: Footprint) -> list[str]:
 
 def _stages(plan: Footprint) -> str:
     stages = [plan.at(stage) for stage in STAGES]
-    several = len({tier for one in stages for tier in one.tiers}) > 1
+    several = len({tier for stage in stages for tier in stage.tiers}) > 1
     rows = _stage_rows(stages, STATES, several)
     if not several:  # bytes of a device and of a host are no sum that anybody has to fit anywhere
-        rows.append(["**model states**", "", *(gigabytes(one.states) for one in stages)])
+        rows.append(["**model states**", "", *(gigabytes(stage.states) for stage in stages)])
     if not plan.subject.units and plan.world > 1 and plan.settings.pp == 1:
         rows.append([NAMES["gathered"], _BARE, *[_NOTHING] * 3, _UNKNOWN])
     rows += _stage_rows(stages, WORKING, several)
-    rows.append(["**total on the device**", "", *(f"**{gigabytes(one.total)}**" for one in stages)])
+    rows.append(["**total on the device**", "", *(f"**{gigabytes(stage.total)}**" for stage in stages)])
     for tier in ("cpu", "nvme"):
-        if any(tier in one.tiers for one in stages):
-            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(one.tiers.get(tier, 0)) for one in stages)])
+        if any(tier in stage.tiers for stage in stages):
+            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(stage.tiers.get(tier, 0)) for stage in stages)])
     for name, most in plan.device_memory.items():
-        rows.append([f"fits {name}", "", *(_fit(one.total, most) for one in stages)])
+        rows.append([f"fits {name}", "", *(_fit(stage.total, most) for stage in stages)])
     if plan.world > 1:
-        traffic = [one.traffic for one in stages]
-        rows.append(["volume of a step", "", *(f"{one.numel / plan.numel:.2f} Ψ" for one in traffic)])
-        rows.append(["reduced in a step", "", *(_gb(one.reduced_nbytes) for one in traffic)])
-        rows.append(["gathered in a step", "", *(_gb(one.gathered_nbytes) for one in traffic)])
-        rows.append(["sent by a rank in a step", "", *(_gb(one.sent_nbytes) for one in traffic)])
+        traffic = [stage.traffic for stage in stages]
+        rows.append(["volume of a step", "", *(f"{amounts.numel / plan.numel:.2f} Ψ" for amounts in traffic)])
+        rows.append(["reduced in a step", "", *(_gb(amounts.reduced_nbytes) for amounts in traffic)])
+        rows.append(["gathered in a step", "", *(_gb(amounts.gathered_nbytes) for amounts in traffic)])
+        rows.append(["sent by a rank in a step", "", *(_gb(amounts.sent_nbytes) for amounts in traffic)])
     for name in [name for name in plan.sent if name != "dp"]:
-        sent = [one.sent[name] for one in stages]
-        rows.append([f"sent along {name}", "", *(_UNKNOWN if one is None else _gb(one) for one in sent)])
+        sent = [stage.sent[name] for stage in stages]
+        rows.append([f"sent along {name}", "", *(_UNKNOWN if nbytes is None else _gb(nbytes) for nbytes in sent)])
     return table_of(["on each rank", "format", *_STAGE_HEADS], rows, left=2)
 
 
 def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
-    """A row for each role, format and tier that any stage has."""
-    sums = [_sums(one.held) for one in stages]
+    """Returns a row for each role, format and tier that any stage has."""
+    sums = [_sums(stage.held) for stage in stages]
     keys = {key for found in sums for key in found if key[0] in roles}
     return [
         [NAMES.get(role, role), _format(Holding(role, form, tier, 0), names_tiers)]
@@ -292,16 +295,18 @@ def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: 
 
 
 def _sums(held: Sequence[Holding]) -> dict[tuple[str, str, str], int]:
-    """Bytes by role, format and tier."""
+    """Returns bytes by role, format and tier."""
     found: dict[tuple[str, str, str], int] = {}
-    for one in held:
-        key = one.role, one.format, one.tier
-        found[key] = found.get(key, 0) + one.nbytes
+    for holding in held:
+        key = holding.role, holding.format, holding.tier
+        found[key] = found.get(key, 0) + holding.nbytes
     return found
 
 
-def _format(one: Holding, names_tier: bool) -> str:
-    return ", ".join(word for word in (one.format, TIERS.get(one.tier, one.tier) if names_tier else "") if word)
+def _format(holding: Holding, names_tier: bool) -> str:
+    return ", ".join(
+        word for word in (holding.format, TIERS.get(holding.tier, holding.tier) if names_tier else "") if word
+    )
 
 
 def _tiers(plan: Footprint) -> str:
@@ -325,20 +330,20 @@ def _tiers(plan: Footprint) -> str:
 
 
 def _lanes(plan: Footprint) -> str:
-    """Each cell once for a step; the last row for each parameter of the model."""
-    cells = {(one.role, one.lane): one.nbytes for one in plan.moves}
+    """Returns a table of bytes per lane, each for one step; the last row is per parameter of the model."""
+    cells = {(move.role, move.lane): move.nbytes for move in plan.moves}
     if plan.settings.has_others:
         traffic, share = plan.traffic, (plan.world - 1) / plan.world
         cells["parameters", "net"] = round(traffic.gathered_nbytes * share)
         cells["gradients", "net"] = round(traffic.reduced_nbytes * share) + (plan.sent.get("replicate") or 0)
     cells = {key: nbytes for key, nbytes in cells.items() if nbytes}
-    lanes = [lane for lane in LANES if any(lane == one for _, one in cells)]
+    lanes = [lane for lane in LANES if any(lane == used for _, used in cells)]
     if not lanes:
         return ""
     rows = []
     for role in sorted({role for role, _ in cells}, key=_ROLES.index):
         rows.append([NAMES.get(role, role), *(_gb(cells.get((role, lane), 0)) for lane in lanes)])
-    sums = {lane: sum(nbytes for (_, one), nbytes in cells.items() if one == lane) for lane in lanes}
+    sums = {lane: sum(nbytes for (_, used), nbytes in cells.items() if used == lane) for lane in lanes}
     rows.append(["**total**", *(f"**{gigabytes(nbytes)}**" for nbytes in sums.values())])
     own = plan.numel / plan.world
     if plan.recipe.rests:
@@ -366,19 +371,19 @@ def lacks(plan: Footprint) -> str:
 
 
 def _refusal(plan: Footprint) -> list[str]:
-    fitting = [one for one in plan.would_fit() if one.recipe != plan.recipe][:_MOST_FITTING]
+    fitting = [alternative for alternative in plan.would_fit() if alternative.recipe != plan.recipe][:_MOST_FITTING]
     if not fitting:
         return [f"It does not fit: {lacks(plan)} are missing. No placement fits; more ranks each hold less."]
     rows = []
-    for one in fitting:
-        said = _placement(one) + (_LOSSY if one.recipe.is_lossy() else "")
-        rows.append([said, *(gigabytes(one.tiers.get(tier, 0)) for tier in TIERS)])
+    for alternative in fitting:
+        said = _placement(alternative) + (_LOSSY if alternative.recipe.is_lossy() else "")
+        rows.append([said, *(gigabytes(alternative.tiers.get(tier, 0)) for tier in TIERS)])
     said = f"It does not fit: {lacks(plan)} are missing. What would fit at stage 3:"
     return [said, table_of(["arguments", *TIERS.values()], rows)]
 
 
 def _other_formats(plan: Footprint) -> str:
-    """By stage, or by tier where parameters rest off the device."""
+    """Returns a table of other formats, by stage, or by tier for resting parameters."""
     others = plan.in_other_formats()
     if len(others) < 2:
         return ""
@@ -400,7 +405,7 @@ def _other_formats(plan: Footprint) -> str:
 
 
 def _formats(plan: Footprint) -> list[str]:
-    """State and master format, marked where they are lossy, and the bytes of state for a parameter."""
+    """Returns state and master format, marked if lossy, and the bytes of state per parameter."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
     master = recipe.master_of(dtype)
     return [
@@ -411,7 +416,7 @@ def _formats(plan: Footprint) -> list[str]:
 
 
 def _fitting(totals: Sequence[int], most: int, stages: Sequence[int] = STAGES) -> str:
-    """The stages whose total fits.
+    """Returns the stages whose total fits.
 
     >>> _fitting([90, 80, 70, 60], 80), _fitting([90] * 4, 80)
     ('stages 1, 2, 3', 'none')
@@ -471,7 +476,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "gradients_spill": settings.spills,
         "budget": dict(plan.budget),
         "missing": plan.missing,
-        "moves": [vars(one) for one in plan.moves],
+        "moves": [vars(move) for move in plan.moves],
         "stages": [_stage_dict(plan.at(stage)) for stage in plan.stages],
     }
 

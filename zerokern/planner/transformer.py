@@ -103,7 +103,8 @@ class Widths:
         return self.family in ("llama", "mixtral")
 
     def _norm(self, itemsize: int) -> int:
-        """RMSNorm keeps its input in fp32, the normalized input and its output; LayerNorm its input and output."""
+        """Returns what a norm keeps: RMSNorm its input in fp32, the normalized input and its output; LayerNorm input
+        and output."""
         if self._is_rms:
             return (_FP32 + 2 * itemsize) * self.hidden + _FP32
         return 2 * itemsize * self.hidden + 2 * itemsize
@@ -292,7 +293,8 @@ _Tensors = tuple[list[int], list[int], Widths]  # sizes of one layer's and of th
 
 
 def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> _Tensors:
-    """Gated MLP, grouped queries, norms without bias; a mixture where there are experts."""
+    """Returns sizes of a model with gated MLP, grouped queries and norms without bias; a mixture of experts if it has
+    any."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     pairs, wide = config.number("num_key_value_heads", default=heads), config.number("intermediate_size")
     size = config.number("head_dim", default=hidden // heads)
@@ -319,7 +321,7 @@ def _qwen2(config: _Config) -> _Tensors:
 
 
 def _with_biases(hidden: int, wide: int) -> list[int]:
-    """Sizes of a layer with two LayerNorms, fused query, key and value, and a plain MLP, all of them with biases."""
+    """Returns sizes of a layer with two LayerNorms, fused query, key and value, and a plain MLP, all with biases."""
     attention = [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
     return [*[hidden] * 4, *attention, hidden * wide, wide, wide * hidden, hidden]
 
@@ -390,7 +392,7 @@ def preset(
     124439808
     """
     if name not in PRESETS:
-        near = "".join(f"The nearest is {one!r}. " for one in get_close_matches(name.lower(), PRESETS, n=1))
+        near = "".join(f"The nearest is {match!r}. " for match in get_close_matches(name.lower(), PRESETS, n=1))
         do = f"{near}Any other is planned as a module, or by its config.json: --config, zerokern.planner.from_config"
         raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION on the command line", do))
     return _transformer(name, name, PRESETS[name], batch=batch, seq=seq, ci=ci, attention=attention)

@@ -1,4 +1,4 @@
-"""When things happen: one optimizer step as a program, executed, or simulated on a described machine."""
+"""One optimizer step as a program: built from spans, executed, or simulated on a described machine."""
 
 from .machine import Machine, machine_of, shipped
 from .policies import Delayed, check_schedule, program_of, resident
@@ -6,19 +6,6 @@ from .program import LANES, Op, Ref, Span, StepProgram
 from .simulator import Timeline, flow_bound, simulate
 
 __all__ = [
-    "LANES",
-    "Delayed",
-    "Machine",
-    "Op",
-    "Ref",
-    "Span",
-    "StepProgram",
-    "Timeline",
-    "check_schedule",
-    "flow_bound",
-    "machine_of",
-    "program_of",
-    "resident",
-    "shipped",
-    "simulate",
-]
+    "LANES", "Delayed", "Machine", "Op", "Ref", "Span", "StepProgram", "Timeline", "check_schedule", "flow_bound",
+    "machine_of", "program_of", "resident", "shipped", "simulate",
+]  # fmt: skip

@@ -1,11 +1,11 @@
 """Runs step programs: in the caller's thread, or with one worker thread beside it.
 
-With a worker, that thread does what is the CPU's and launches copies, and the user's thread does what is the device's.
-Each lane keeps the order of its program, and an op begins once every op that it comes after has ended. An op without an
-action is somebody else's: on the device lane it counts as done, elsewhere its followers wait for what it waits for.
+The worker thread runs ops of the CPU and launches copies; the user's thread runs ops of the device. Each lane keeps the
+order of its program, and an op begins when all its dependencies have ended. An op without an action belongs to somebody
+else: on the device lane it counts as done, elsewhere its followers wait for its dependencies.
 
-A failure ends every run that is under way, after what had been launched has ended. It is raised in the user's thread,
-with the traceback of where it happened. The next program then begins afresh.
+A failure ends every run, after launched ops have ended. It is raised in the user's thread, with its original traceback.
+The next program starts afresh.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ EXIT_S = 30.0  # that what is under way may take when the interpreter ends
 class Executor:
     """Runs one program after another. `inline`: in the thread that waits for them, in the order of the program.
 
-    Else there is a worker thread, which starts with the first program. It ends when the executor is closed or dropped,
-    or with Python.
+    Otherwise a worker thread starts with the first program. It ends when the executor is closed or dropped, or when
+    Python exits.
 
     >>> from zerokern.schedule.program import Op, StepProgram, Ref
     >>> program = StepProgram("example", (Op("Step", "a", "cpu"), Op("Publish", "a", "device", (Ref(0),))))
@@ -81,21 +81,21 @@ class Executor:
 
     @property
     def waited_ns(self) -> Mapping[str, int]:
-        """For how long threads have waited for ops, by lane."""
+        """Nanoseconds that threads have waited for ops, by lane."""
         return self._worker.waited_ns
 
     def submit(
         self, program: StepProgram, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()
     ) -> Run | InlineRun:
-        """Begins a program and returns at once; raises a failure that nobody has been told of.
+        """Starts a program and returns at once; raises an earlier failure that was not reported.
 
-        `ahead`: verbs of the device lane whose ops belong to the next step. They are handed over with what they wait
-        for, and `finish` leaves them. If they have not been performed when the next program begins, they never are.
+        `ahead`: verbs of the device lane whose ops belong to the next step. They are submitted with their dependencies,
+        and `finish` leaves them. Ops that were not performed when the next program begins never run.
         """
         self.check_process()
         worker = self._worker
-        if worker.failure is not None and (worker.died or not worker.failure.told):
-            worker.failure.throw()
+        if worker.failure is not None and (worker.died or not worker.failure.reported):
+            worker.failure.reraise()
         if worker.closing:
             raise StateError("this executor is closed; make another one")
         if worker.recorder is not None:
@@ -110,28 +110,29 @@ class Executor:
         run = Run(self, program, self._steps + 1)
         with worker.lock:
             if worker.died and worker.failure is not None:
-                worker.failure.throw()
+                worker.failure.reraise()
             worker.failure = None
-            worker.drop_unwanted()
+            worker.drop_deferred()
             for key, before in reach.items():
                 index = program.index(*key)
                 task = run._add(key, program.ops[index], index, actions[key], ahead=key[0] in early)
                 for back, other in before:
-                    for one in self._tasks_of(back, other, run):
-                        task.come_after(one)
+                    for earlier in self._tasks_of(back, other, run):
+                        task.depend_on(earlier)
             self._steps += 1
             worker.begin(run._state, run._tasks)
         return run
 
     def close(self) -> None:
-        """Ends the worker after the op at hand; what has not begun never will. Raises a failure nobody was told of."""
+        """Ends the worker after its current op; ops that have not begun never run. Raises a failure that was not
+        reported."""
         if self._process not in (0, os.getpid()):
             return
-        self._worker.leave()
+        self._worker.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        if self._worker.failure is not None and not self._worker.failure.told:
-            self._worker.failure.throw()
+        if self._worker.failure is not None and not self._worker.failure.reported:
+            self._worker.failure.reraise()
 
     def __enter__(self) -> Executor:
         return self
@@ -140,7 +141,7 @@ class Executor:
         self.close()
 
     def check_process(self) -> None:
-        """Raises in a forked child: threads do not outlive a fork, and nothing would ever end there."""
+        """Raises in a forked child: threads do not survive a fork, so nothing would ever end there."""
         if self._process not in (0, os.getpid()):
             raise StateError(
                 f"this executor's worker is a thread of process {self._process}, and this is its fork {os.getpid()}, "
@@ -151,7 +152,7 @@ class Executor:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._worker.serve, name="zerokern executor", daemon=True)
         self._thread.start()
-        ending = _Ending(self._worker, self._thread, self._process)
+        ending = _WorkerShutdown(self._worker, self._thread, self._process)
         atexit.register(ending.at_exit)
         weakref.finalize(self, ending.dropped).atexit = False
 
@@ -162,21 +163,21 @@ class Executor:
         return self._known[3]
 
     def _tasks_of(self, back: int, key: Key, run: Run) -> Iterable[Task]:
-        """The op of a run before; if that was of another program without it, all that the worker had to do there."""
+        """Returns the task of an op in an earlier run; if that ran another program without it, all its worker tasks."""
         if back == 0:
             return (run._tasks[key],)
         recent = self._worker.recent
         if back > len(recent):
             return ()
         before = recent[back - 1]
-        return (before[key],) if key in before else [one for one in before.values() if one.op.lane != "device"]
+        return (before[key],) if key in before else [task for task in before.values() if task.op.lane != "device"]
 
 
 class Run:
-    """One step under way. The thread that performs its device ops is the one that waits for the others.
+    """One step in progress. The thread that performs its device ops also waits for the others.
 
     >>> Run.done.__doc__
-    'Whether everything has ended, well or not; `finish` says which.'
+    'Returns whether everything has ended, well or not; `finish` says which.'
     """
 
     def __init__(self, executor: Executor, program: StepProgram, step: int) -> None:
@@ -196,13 +197,13 @@ class Run:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it before its time."""
+        """The error that ended the run."""
         return None if self._state.failed is None else self._state.failed.error
 
     def done(self) -> bool:
-        """Whether everything has ended, well or not; `finish` says which."""
+        """Returns whether everything has ended, well or not; `finish` says which."""
         return self._over or all(
-            task.state == ENDED or (task.state == LAUNCHED and has_ended(task.ticket)) or task.is_left
+            task.state == ENDED or (task.state == LAUNCHED and has_ended(task.ticket)) or task.is_deferred
             for task in self._tasks.values()
         )
 
@@ -218,8 +219,8 @@ class Run:
         self._wait_for_end(task)
 
     def perform(self, verb: str, what: str) -> None:
-        """Does an op of the device lane in this thread, unless it is done. What it comes after has then ended on the
-        CPU, or is in front of it on the device."""
+        """Performs an op of the device lane in this thread, unless it is done. Ops that it depends on have ended on the
+        CPU, or are queued before it on the device."""
         task = self._task(verb, what)
         if task is None or task.state >= LAUNCHED:
             return
@@ -232,42 +233,42 @@ class Run:
                 return
             if task.state == STARTED:
                 raise StateError(f"{task} is being performed: its action asked for it again")
-            for one in task.after:
-                run = one.run_state.run()
-                if one.op.lane != "device":
-                    self._bring_before(one)
+            for before in task.after:
+                run = before.run_state.run()
+                if before.op.lane != "device":
+                    self._gate_on(before)
                 elif run is not None:
-                    run.perform(one.op.verb, one.op.what)
+                    run.perform(before.op.verb, before.op.what)
             task.action = self._to_perform.pop((verb, what))
             self._attempt(task, self._worker.do)
 
     def perform_rest(self) -> None:
-        """Performs what is left to perform in this step, in order."""
-        for verb, what in [key for key in self._to_perform if not self._tasks[key].is_left]:
+        """Performs the remaining device ops of this step, in order."""
+        for verb, what in [key for key in self._to_perform if not self._tasks[key].is_deferred]:
             self.perform(verb, what)
 
     def gate(self, verb: str, what: str) -> None:
-        """What this thread gives to the device from now on comes after this op: so is memory that it reads kept."""
+        """Makes later device work of this thread wait for this op, so that memory the op reads is not overwritten."""
         task = self._task(verb, what)
         if task is not None and task.state != ENDED:
             self._check()
-            self._bring_before(task)
+            self._gate_on(task)
 
     def finish(self) -> None:
-        """Performs what is left to perform, in order, and waits until everything has ended; raises what failed.
+        """Performs the remaining device ops in order and waits until everything has ended; raises what failed.
 
-        What was handed over ahead is left for the next step.
+        Ops submitted ahead are left for the next step.
         """
         if not self._over:
-            states = [one for one in list(self._worker.live) if one.step < self._state.step]
+            states = [state for state in list(self._worker.live) if state.step < self._state.step]
             for run in [*(state.run() for state in states), self]:
                 if run is not None:
                     run.perform_rest()
             for (verb, what), task in self._tasks.items():
-                if not task.is_left:
+                if not task.is_deferred:
                     self.wait(verb, what)
         if self._state.failed is not None:
-            self._state.failed.throw()
+            self._state.failed.reraise()
 
     @property
     def _over(self) -> bool:
@@ -281,9 +282,9 @@ class Run:
         return task
 
     def _check(self) -> None:
-        """What does not end in this process, or at all, is not waited for."""
+        """Raises if waiting is useless: the run has failed, or the worker is not in this process."""
         if self._state.failed is not None:
-            self._state.failed.throw()
+            self._state.failed.reraise()
         if self._state.left:
             self._executor.check_process()
 
@@ -298,11 +299,11 @@ class Run:
                     self._refuse_to_hang(task)
                 task.is_awaited = True
                 began = time.perf_counter_ns()
-                worker.told_users.wait()
+                worker.users_condition.wait()
                 worker.waited_ns[task.op.lane] += time.perf_counter_ns() - began
 
     def _nobody_performs(self) -> bool:
-        """Whether no other thread performs an op."""
+        """Returns whether no other thread performs an op."""
         performing = self._executor._performing
         if performing.acquire(blocking=False):
             performing.release()
@@ -310,8 +311,10 @@ class Run:
         return False
 
     def _refuse_to_hang(self, task: Task) -> None:
-        held_up = [(head, one) for head in self._worker.heads() for one in head.after if one.op.lane == "device"]
-        head, by = next(((head, one) for head, one in held_up if one.state == PENDING), (task, None))
+        held_up = [
+            (head, before) for head in self._worker.next_tasks() for before in head.after if before.op.lane == "device"
+        ]
+        head, by = next(((head, before) for head, before in held_up if before.state == PENDING), (task, None))
         if by is not None and by.run_state.run() is None:
             says = f"{head} comes after {by}, which nobody can perform any more: its run has been dropped"
             self._attempt(head, partial(_refuse, says))
@@ -320,14 +323,14 @@ class Run:
             f"{by or 'its ops of lane device'}"
         )
 
-    def _bring_before(self, one: Task) -> None:
-        """What this thread gives to the device from now on comes after the op."""
-        self._wait_for_launch(one)
-        ticket = one.ticket
+    def _gate_on(self, task: Task) -> None:
+        """Makes later device work of this thread wait for the task."""
+        self._wait_for_launch(task)
+        ticket = task.ticket
         if ticket is None:
             return
-        if one.op.lane == "cpu" or not hasattr(ticket, "gate") or has_ended(ticket):
-            self._wait_for_end(one)
+        if task.op.lane == "cpu" or not hasattr(ticket, "gate") or has_ended(ticket):
+            self._wait_for_end(task)
         else:
             ticket.gate()
 
@@ -336,7 +339,7 @@ class Run:
             self._attempt(task, self._worker.wait_for)
 
     def _attempt(self, task: Task, what: Callable[[Task], None]) -> None:
-        """A failure in this thread ends the run as one on the worker does, which sees to it between two ops."""
+        """Runs `what`; a failure ends the run as a failure on the worker does, which handles it between two ops."""
         try:
             what(task)
         except BaseException as error:
@@ -344,12 +347,12 @@ class Run:
                 raise  # Ctrl-C while waiting: what is waited for goes on
             worker = self._worker
             worker.errors.append((error, task))
-            worker.tell()
+            worker.notify()
             with worker.lock:
                 while self._state.failed is None and not worker.over:
-                    worker.told_users.wait()
+                    worker.users_condition.wait()
             if self._state.failed is not None:
-                self._state.failed.told = True
+                self._state.failed.reported = True
             raise
 
     def __str__(self) -> str:
@@ -357,8 +360,8 @@ class Run:
 
 
 class InlineRun:
-    """One step in the thread that waits for it: ops begin in the order of the program, and what they launch goes on
-    beside the next ones, until something that comes after it begins.
+    """One step in the thread that waits for it. Ops begin in the order of the program; what they launch runs beside
+    later ops until one depends on it.
 
     >>> InlineRun.finish.__doc__
     'Does what is left, and waits until everything has ended; raises what failed.'
@@ -376,11 +379,11 @@ class InlineRun:
         self._failed: OpFailure | None = None
 
     def done(self) -> bool:
-        """Whether everything has ended, well or not; `finish` says which."""
+        """Returns whether everything has ended, well or not; `finish` says which."""
         return self._failed is not None or (self._begun == len(self._todo) and not self._launched)
 
     def wait(self, verb: str, what: str) -> None:
-        """Does all up to this op, and waits until that has ended; raises what failed."""
+        """Runs all ops up to this one and waits until it has ended; raises what failed."""
         self.program.index(verb, what)
         while (verb, what) in self._actions and not self.done():
             self._begin_next()
@@ -393,11 +396,11 @@ class InlineRun:
         while self._launched:
             self._end(next(iter(self._launched)))
         if self._failed is not None:
-            self._failed.throw()
+            self._failed.reraise()
 
     def _begin_next(self) -> None:
         if self._failed is not None:
-            self._failed.throw()
+            self._failed.reraise()
         key = self._todo[self._begun]
         op = self.program.ops[self.program.index(*key)]
         for back, before in self._reach[key]:  # what came in earlier steps has ended
@@ -432,7 +435,7 @@ class InlineRun:
         del self._launched[key]
 
     def _fail(self, error: BaseException, op: Op) -> None:
-        """Ends the run after what was launched has ended: it would write to memory that others take to be free."""
+        """Ends the run after the launched ops have ended: they would write to memory that others believe to be free."""
         self._todo, launched, self._launched = self._todo[: self._begun], self._launched, {}
         self._actions.clear()
         for _, ticket, _ in launched.values():
@@ -442,21 +445,21 @@ class InlineRun:
         self._failed = OpFailure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
 
 
-class _Ending:
-    """Ends the worker when nobody is left to give it work: it holds neither the executor nor a way back to it."""
+class _WorkerShutdown:
+    """Stops the worker when its executor is dropped or Python exits; it holds no reference to the executor."""
 
     def __init__(self, worker: Worker, thread: threading.Thread, process: int) -> None:
         self._worker, self._thread, self._process = worker, thread, process
 
     def dropped(self) -> None:
-        """The garbage collector calls it in any thread, whatever that holds: nobody waits."""
+        """Stops the worker without waiting: the garbage collector calls this in any thread, with any locks held."""
         atexit.unregister(self.at_exit)
         if self._process == os.getpid():
-            self._worker.leave()
+            self._worker.stop()
 
     def at_exit(self) -> None:
         if self._process == os.getpid():
-            self._worker.leave()
+            self._worker.stop()
             self._thread.join(EXIT_S)
 
 

@@ -1,4 +1,4 @@
-"""Stretches of time: what several cover, and what two have in common."""
+"""Arithmetic on intervals of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What at least one covers, as intervals in order that do not touch.
+    """Returns what at least one interval covers, as sorted intervals that do not touch.
 
     >>> union([(4, 6), (0, 2), (1, 3), (9, 8)])
     [(0, 3), (4, 6)]
@@ -27,26 +27,23 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(ours: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """What lies in both; each is a union.
+    """Returns the intersection of two unions.
 
     >>> common([(0, 3), (4, 6)], [(2, 5)])
     [(2, 3), (4, 5)]
     """
-    found, i, j = [], 0, 0
+    both, i, j = [], 0, 0
     while i < len(ours) and j < len(theirs):
         begin, end = max(ours[i][0], theirs[j][0]), min(ours[i][1], theirs[j][1])
         if begin < end:
-            found.append((begin, end))
+            both.append((begin, end))
         if ours[i][1] < theirs[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return both
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """
-    >>> length([(0, 3), (4, 6)])
-    5
-    """
+    """Returns the total length."""
     return sum(end - begin for begin, end in intervals)

@@ -1,4 +1,4 @@
-"""A described machine: how fast it computes, updates and moves bytes, each number with its source. No torch."""
+"""A described machine: rates of computing, updating and moving bytes, each with its source. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAY_BE_ZERO = ("copy_us", "net_us", "step_us")
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that are reached, not those of data sheets: flops, GB (10^9 bytes) and elements per second.
+    """Rates that are reached in practice, not those of data sheets: flops, GB (10^9 bytes) and elements per second.
 
     >>> machine = Machine("mine", flops_s=500e12, device_gb_s=2000, down_gb_s=50, up_gb_s=50, host_gb_s=150)
     >>> machine.seconds(Op("Fetch", "head", "down", nbytes=2 * 10**9))
@@ -78,9 +78,9 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name not in _TEXT:
-                self._check(one.name, getattr(self, one.name), one.default is None)
+        for item in fields(self):
+            if item.name not in _TEXT:
+                self._check(item.name, getattr(self, item.name), item.default is None)
 
     def _check(self, name: str, value: object, optional: bool) -> None:
         if value is None and optional:
@@ -93,7 +93,7 @@ class Machine:
             raise ValueError(got(f"machine {self.name!r}: {name}", value, f"a number {least}"))
 
     def seconds(self, op: Op, beside: Collection[str] = ()) -> float:
-        """How long an op takes while the lanes `beside` are busy too.
+        """Returns how long an op takes while the lanes `beside` are busy too.
 
         >>> store = Op("Store", "head", "up", nbytes=10**9)
         >>> round(machine_of("h100-pcie").seconds(store, beside={"down"}), 4)
@@ -112,11 +112,11 @@ class Machine:
 
     @staticmethod
     def _on_device(op: Op) -> int:
-        """What is put in place is read and written."""
+        """Returns the bytes that an op moves in device memory; published values are read and written."""
         return 2 * op.nbytes if op.verb == "Publish" else op.nbytes
 
     def rate(self, lane: str, beside: Collection[str] = ()) -> float:
-        """GB/s of a link or of the disk while the lanes `beside` are busy too.
+        """Returns the rate of a link or of the disk, in GB/s, while the lanes `beside` are busy too.
 
         >>> h100 = machine_of("h100-pcie")
         >>> h100.rate("read"), h100.rate("read", beside={"write"})
@@ -140,7 +140,8 @@ class Machine:
         return max(op.nbytes / (rate * 1e9), arithmetic) + (self.step_us / 1e6 if op.nbytes or op.numel else 0.0)
 
     def shared_by(self, ranks: int) -> Machine:
-        """What one of so many ranks has of it: of a host at most as many as it has devices, equal parts of the rest.
+        """Returns one rank's share of the machine: ranks on a host (at most one per device) divide its resources
+        equally.
 
         >>> whole = machine_of("dgx2-v100")
         >>> whole.shared_by(16).down_gb_s, whole.shared_by(16).cores, whole.shared_by(1) == whole
@@ -172,15 +173,15 @@ class Machine:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.title}" if self.title else self.name]
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name not in _TEXT and value != one.default:
-                lines.append(f"  {one.name:<14} {value:>10.4g}  {self.sources.get(one.name, '')}".rstrip())
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name not in _TEXT and value != item.default:
+                lines.append(f"  {item.name:<14} {value:>10.4g}  {self.sources.get(item.name, '')}".rstrip())
         return "\n".join(lines)
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the machines that come with zerokern.
+    """Returns the names of the machines that come with zerokern.
 
     >>> shipped()
     ('a100-pcie', 'dgx2-v100', 'h100-pcie', 'h200-pcie')
@@ -190,7 +191,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def machine_of(what: str | os.PathLike[str] | Machine) -> Machine:
-    """A machine by its name, or from a JSON file whose numbers are numbers or {"value": number, "source": text}.
+    """Returns a machine by name, or from a JSON file whose values are numbers or {"value": number, "source": text}.
 
     >>> machine_of("dgx2-v100").host_gb_s
     109
@@ -210,16 +211,16 @@ def machine_of(what: str | os.PathLike[str] | Machine) -> Machine:
 
 def _parse(text: str, where: str | os.PathLike[str]) -> Machine:
     try:
-        found = json.loads(text)
+        described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} holds a {type(found).__name__}; allowed: a JSON object that describes a machine")
-    names = [one.name for one in fields(Machine) if one.name != "sources"]
-    unknown, missing = sorted(found.keys() - names), [name for name in _NEEDED if name not in found]
+    if not isinstance(described, dict):
+        raise ValueError(f"{where} holds a {type(described).__name__}; allowed: a JSON object that describes a machine")
+    names = [item.name for item in fields(Machine) if item.name != "sources"]
+    unknown, missing = sorted(described.keys() - names), [name for name in _NEEDED if name not in described]
     if unknown or missing:
         wrong = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks {', '.join(missing)}"
         raise ValueError(f"machine {os.fspath(where)} {wrong}; its fields are {', '.join(names)}")
-    values = {name: one["value"] if isinstance(one, dict) else one for name, one in found.items()}
-    sources = {name: str(one.get("source", "")) for name, one in found.items() if isinstance(one, dict)}
+    values = {name: value["value"] if isinstance(value, dict) else value for name, value in described.items()}
+    sources = {name: str(value.get("source", "")) for name, value in described.items() if isinstance(value, dict)}
     return Machine(**values, sources=sources)

@@ -1,7 +1,7 @@
-"""Stage 3: which units are whole while one of them computes. What a pass gathers, reduces and releases, and when.
+"""Stage 3: which units are gathered, reduced and released, and when, while one of them computes.
 
-A pass goes through the units in an order, as a rule that of the pass before. `turn` says what happens when a unit's
-turn comes: whoever runs a pass does that, and `step_of` is a whole step of it, for whoever plans or simulates one.
+A pass goes through the units in an order, usually that of the pass before. `moves_before` returns what happens before a
+unit computes, for the code that runs a pass; `step_of` yields a whole step, for the planner and the simulator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ROOT", "Ahead", "Move", "Order", "step_of", "turn"]
+__all__ = ["ROOT", "Move", "Prefetch", "UnitOrder", "moves_before", "step_of"]
 
 ROOT = 0
 """The unit that encloses all others. It is whole from its forward to the end of backward."""
@@ -20,44 +20,49 @@ Move = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """How many units are gathered before their turn, as long as all that is whole has at most so many bytes."""
+class Prefetch:
+    """How many units are gathered ahead of their use, as long as all unsharded units have at most nbytes."""
 
     depth: int = 1
     nbytes: float = math.inf
 
 
-def turn(
-    unit: int, coming: Sequence[int], whole: Collection[int], done: Collection[int], nbytes: Sequence[int], ahead: Ahead
+def moves_before(
+    unit: int,
+    coming: Sequence[int],
+    whole: Collection[int],
+    done: Collection[int],
+    nbytes: Sequence[int],
+    ahead: Prefetch,
 ) -> list[Move]:
-    """What is done before a unit computes. `done`: those that are whole and have nothing left to do.
+    """Returns what is done before a unit computes. `done`: unsharded units that have nothing left to do.
 
-    To gather what is whole is nothing.
+    Gathering an unsharded unit does nothing.
 
-    >>> turn(5, [4, 3], [0, 5, 6], [6], [1] * 7, Ahead())
+    >>> moves_before(5, [4, 3], [0, 5, 6], [6], [1] * 7, Prefetch())
     [('Release', 6), ('Gather', 5), ('Gather', 4)]
-    >>> turn(5, [4, 3], [0, 5, 6], [6], [1] * 7, Ahead(depth=2, nbytes=3))
+    >>> moves_before(5, [4, 3], [0, 5, 6], [6], [1] * 7, Prefetch(depth=2, nbytes=3))
     [('Release', 6), ('Gather', 5), ('Gather', 4)]
     """
     following = list(coming[: ahead.depth])
     if ahead.nbytes < math.inf:
         there = {unit, *whole}.difference(done)
-        room = ahead.nbytes - sum(nbytes[one] for one in there)
-        for place, one in enumerate(following):
-            room -= 0 if one in there else nbytes[one]
+        room = ahead.nbytes - sum(nbytes[number] for number in there)
+        for place, number in enumerate(following):
+            room -= 0 if number in there else nbytes[number]
             if room < 0:
                 del following[place:]
                 break
-            there.add(one)
-    moves = [("Release", one) for one in done if one not in following]
-    moves += [("Gather", one) for one in (unit, *following)]
+            there.add(number)
+    moves = [("Release", number) for number in done if number not in following]
+    moves += [("Gather", number) for number in (unit, *following)]
     return moves
 
 
-def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Ahead | None = None) -> Iterator[Move]:
-    """Forward and backward of units that lie side by side, in forward order, and of the root around them.
+def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Prefetch | None = None) -> Iterator[Move]:
+    """Yields the moves of forward and backward of units side by side, in forward order, inside of the root unit.
 
-    What computes last in forward is the first in backward, and stays whole between them.
+    The unit that computes last in forward is the first in backward, and stays unsharded between them.
 
     >>> " ".join(f"{verb[0]}{unit}" for verb, unit in step_of([1, 2, 3], [1] * 4) if verb in ("Gather", "Release"))
     'G0 G1 G2 R1 G3 R2 G2 R3 G1 R2 R0 R1'
@@ -68,7 +73,7 @@ def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Ahead | None = N
         for place, unit in enumerate(units):
             coming = units[place + 1 :]
             done = sorted(whole - {ROOT, unit}) if verb == "Backward" and unit != ROOT else []
-            for move in turn(unit, coming, whole, done, nbytes, ahead or Ahead()):
+            for move in moves_before(unit, coming, whole, done, nbytes, ahead or Prefetch()):
                 if move[0] == "Release" or move[1] not in whole:
                     yield move
                 whole ^= {move[1]} if move[0] == "Release" else {move[1]} - whole
@@ -95,8 +100,8 @@ class _Ranks(Protocol):
     def agree(self, key: str) -> None: ...
 
 
-class Order:
-    """The order of the units in a pass of one kind, as it was the last time; ranks follow it or leave it together."""
+class UnitOrder:
+    """The order of the units in the last pass of one kind; ranks follow it, or depart from it together."""
 
     def __init__(self, kind: str, ranks: _Ranks) -> None:
         self.kind, self._ranks = kind, ranks
@@ -108,10 +113,10 @@ class Order:
         self._at = 0
 
     def use(self, unit: _Unit) -> bool:
-        """This unit is next, here. Whether that is new; raises if another rank is about to do something else."""
+        """Records that this unit is next. Returns whether that is new; raises if another rank does something else."""
         number, key = unit.number, self.of(unit)
         if self._at and self._order[self._at - 1] == number:
-            return False  # still
+            return False  # it is still this unit's turn
         follows = self._order[self._at : self._at + 1] == [number]
         if follows:
             self._ranks.follow(key)
@@ -122,17 +127,17 @@ class Order:
         return not follows
 
     def of(self, unit: _Unit) -> str:
-        """What a pass does with a unit, as ranks tell each other."""
+        """Returns the key by which ranks agree on a unit's turn in this pass."""
         return f"the {self.kind} of {unit.called}"
 
     def coming(self, count: int | None = None) -> list[int]:
-        """The next so many units, or all that come after this one, if all goes as it did."""
+        """Returns the next `count` units, or all that follow, if the order stays as it was."""
         return self._order[self._at : None if count is None else self._at + count]
 
     def end(self) -> None:
-        """A pass is over, and the order is known."""
+        """Ends a pass: from now on the order is known."""
         self._known = self._at
 
     def last(self, number: int) -> bool:
-        """Whether the pass, if all goes as it did, ends with this unit."""
+        """Returns whether the pass ends with this unit, if the order stays as it was."""
         return self._at == self._known == len(self._order) and self._order[-1:] == [number]

@@ -1,4 +1,4 @@
-"""When the update runs beside compute: the programs of "sync", "overlap" and `Delayed`. No torch."""
+"""The programs of "sync", "overlap" and `Delayed`: when the update runs relative to compute. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from zerokern.core.errors import got
 
+from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
 from .resting import resting
-from .sketch import OpKey, Sketch, fetched, reduced
 
 __all__ = ["Delayed", "check_schedule", "program_of", "resident"]
 
@@ -38,7 +38,7 @@ class Delayed:
 
 
 def check_schedule(value: object) -> str | Delayed:
-    """The schedule that was asked for, or an error that says what there is.
+    """Returns the schedule, or raises an error that lists the valid ones.
 
     >>> check_schedule("overlap")
     'overlap'
@@ -64,15 +64,15 @@ def program_of(
     on_disk: bool = False,
     passes: int = 1,
 ) -> StepProgram:
-    """One optimizer step over spans in forward order.
+    """Builds the program of one optimizer step over spans in forward order.
 
-    `shadow`: with Delayed, updated parameters wait on the device until they are published; without, on the host.
-    `at_once`: with "overlap", no forward begins before every span is published, as it is with plain tensors.
-    `on_disk`: state comes and goes while it is updated, and the step is over when the last of it has gone.
-    `passes`: over spans whose parameters rest off the device: micro-batches, each of which fetches them anew.
+    `shadow`: with Delayed, updated parameters wait on the device until they are published; otherwise on the host.
+    `at_once`: with "overlap", no forward begins before every span is published, as with plain tensors. `on_disk`: state
+    is on disk, and the step ends when all of it is stored. `passes`: the number of micro-batches, each of which fetches
+    resting parameters anew.
 
-    A Delayed program is that of a call after the exact ones. A step that it refers to and that ran another program,
-    or that never was, counts as over.
+    A Delayed program is that of a step after the exact ones. References to a step that ran another program, or that
+    never ran, count as done.
 
     >>> spans = [Span(name, 10, grad_nbytes=20, param_nbytes=20) for name in "ab"]
     >>> print(program_of("overlap", spans))
@@ -101,12 +101,10 @@ def program_of(
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
-def resident(
-    spans: Sequence[Span], lane: str = "device", *, record_nbytes: int = 0, spill_nbytes: int = 0
-) -> StepProgram:
-    """The step of an update that is made at once, where parameters and state are: what "sync" is without offload.
+def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
+    """Builds the program of an update that runs at once, where parameters and state are: "sync" without offload.
 
-    `lane`: "cpu" where the device that computes is the host. `record_nbytes`, `spill_nbytes`: as a span's, of all.
+    `lane`: "cpu" if the compute device is the host.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
@@ -114,39 +112,38 @@ def resident(
      1 device Backward a                        after 0
      2 device Step     all  280 B, 10 elements  after 1
     """
-    sketch = Sketch("resident")
+    builder = ProgramBuilder("resident")
     updated = OpKey("Step", "all", 1)
-    sketch.compute(spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _shown(spans[place]) else updated])
+    builder.compute(
+        spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _is_gathered_once(spans[place]) else updated]
+    )
     nbytes, numel = sum(span.step_nbytes for span in spans), sum(span.numel for span in spans)
-    ready = [reduced(span) for span in spans]
-    there = sketch.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
-    last = sketch.add("Step", "all", lane, there or ready, nbytes, numel)
-    sketch.store_record("all", record_nbytes, last)
+    last = builder.add("Step", "all", lane, map(reduced, spans), nbytes, numel)
     for span in spans:
-        sketch.gather(span, last)
-    return sketch.program()
+        builder.gather(span, last)
+    return builder.program()
 
 
 def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
-    """In order: all gradients down, then all updates, then all parameters up."""
-    sketch = Sketch("sync", on_disk)
-    sketch.compute(spans, lambda place: [OpKey("Publish", spans[-1].name, 1)] if place == 0 else [])
+    """Builds it in order: all gradients down, then all updates, then all parameters up."""
+    builder = ProgramBuilder("sync", on_disk)
+    builder.compute(spans, lambda place: [OpKey("Publish", spans[-1].name, 1)] if place == 0 else [])
     last: list[OpKey] = [reduced(span) for span in spans]
     for span in reversed(spans):
-        last = sketch.fetch(span, last) or last
-    last = sketch.norm(spans, last)
-    for add in (sketch.step, sketch.store):
+        last = builder.fetch(span, last) or last
+    last = builder.norm(spans, last)
+    for add in (builder.step, builder.store):
         for span in spans:
             last = add(span, last) or last
-    last += sketch.put_away()  # before other ranks are told of it
-    last = [key for span in spans for key in sketch.gather(span, last)] or last
+    last += builder.store_state()  # before other ranks gather it
+    last = [key for span in spans for key in builder.gather(span, last)] or last
     for span in spans:
-        last = sketch.publish(span, last)
-    return sketch.program()
+        last = builder.publish(span, last)
+    return builder.program()
 
 
 def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> StepProgram:
-    """Gradients leave during backward, parameters come back one by one, and each forward waits for its own."""
+    """Builds it so that gradients leave during backward, and each forward waits only for its own parameters."""
     published: list[OpKey] = [OpKey("Publish", span.name, 1) for span in spans]
 
     def begin(place: int) -> list[OpKey]:
@@ -154,43 +151,43 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> StepProgram
             return published if place == 0 else []
         return [published[place]]
 
-    sketch = Sketch("overlap", on_disk)
-    sketch.compute(spans, begin, fetched=True)
-    norm = sketch.norm(spans, map(fetched, spans))
+    builder = ProgramBuilder("overlap", on_disk)
+    builder.compute(spans, begin, fetched=True)
+    norm = builder.norm(spans, map(fetched, spans))
     for span in spans:
-        last = sketch.step(span, norm)
-        last = sketch.store(span, last) or last
-        last = sketch.gather(span, last) or last
-        sketch.publish(span, last)
-    return sketch.program()
+        last = builder.step(span, norm)
+        last = builder.store(span, last) or last
+        last = builder.gather(span, last) or last
+        builder.publish(span, last)
+    return builder.program()
 
 
 def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> StepProgram:
-    """The update made of a step's gradients runs beside the next step's compute, at whose end it is published.
+    """Builds it so that an update runs beside the next step's compute, and is published at that step's end.
 
-    What ranks show each other they gather then, and nothing runs beside it.
+    Gathers of updated values then run beside nothing.
     """
-    seen: list[OpKey] = [OpKey("Gather" if _shown(span) else "Publish", span.name, 1) for span in spans]
+    seen: list[OpKey] = [OpKey("Gather" if _is_gathered_once(span) else "Publish", span.name, 1) for span in spans]
     stored = [OpKey("Store" if span.param_nbytes else "Step", span.name, 1) for span in spans]
-    sketch = Sketch("delayed", on_disk)
-    sketch.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
+    builder = ProgramBuilder("delayed", on_disk)
+    builder.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
     # All of it is stored before the first is published. The others follow that one, so that edges stay linear.
     ready: list[OpKey] = [OpKey("Backward", spans[0].name), *stored]
     published: list[OpKey] = []
     for span in spans:
-        published += sketch.publish(span, published[:1] or ready, span.param_nbytes if shadow else 0)
+        published += builder.publish(span, published[:1] or ready, span.param_nbytes if shadow else 0)
     after = published
     for span in spans:
-        after = sketch.gather(span, after) or after
-    norm = sketch.norm(spans, map(fetched, spans))
+        after = builder.gather(span, after) or after
+    norm = builder.norm(spans, map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: OpKey = OpKey("Publish", span.name)
         read: list[OpKey] = [OpKey("Store", span.name, 1)] if span.param_nbytes else []
-        last = sketch.step(span, [*norm, *read] if shadow else [*norm, free])
-        sketch.store(span, [*last, free])
-    return sketch.program()
+        last = builder.step(span, [*norm, *read] if shadow else [*norm, free])
+        builder.store(span, [*last, free])
+    return builder.program()
 
 
-def _shown(span: Span) -> bool:
-    """Whether ranks gather what was updated before the next forward, and then no more."""
+def _is_gathered_once(span: Span) -> bool:
+    """Returns whether ranks gather updated values once before the next forward."""
     return bool(span.gather_nbytes) and not span.gathered_again

@@ -1,6 +1,6 @@
-"""One optimizer step as data: what is done, in which lane, after what. Text for a reader and for tests, no torch.
+"""One optimizer step as data: ops, their lanes, and what each depends on. Printable, no torch.
 
-A program has two interpreters: `executor` runs it, `simulator` times it on a described machine.
+`executor` runs a program, `simulator` times it on a described machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gat
 
 
 class Ref(NamedTuple):
-    """An op that has to be over: of this program, or of the same program `back` steps ago.
+    """A dependency: an op of this program, or of the same program `back` steps ago.
 
     >>> str(Ref(3)), str(Ref(3, back=1))
     ('3', '-1:3')
@@ -40,9 +40,9 @@ class Ref(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One thing that is done: `nbytes` are moved, `numel` elements updated, `flops` computed.
+    """One operation: it moves `nbytes`, updates `numel` elements, or computes `flops`.
 
-    `turn`: what is done to one span more than once in a step is counted from 0.
+    `turn`: counts repetitions of the same op for a span within a step, from 0.
     """
 
     verb: str
@@ -57,7 +57,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """What is moved and updated together: a unit, or a bucket of parameters. Zero bytes: nothing has to move.
+    """Parameters that are moved and updated together: a unit, or a bucket. Zero bytes: nothing has to move.
 
     >>> Span("layer.0", numel=1000, grad_nbytes=2000, param_nbytes=2000, step_nbytes=26_000).numel
     1000
@@ -111,10 +111,11 @@ class Span:
         stored: bool = True,
         **others: Any,
     ) -> Span:
-        """What an update of so many elements moves: a gradient is read, state and parameters are read and written.
+        """Returns a span that moves what an update of numel elements moves: gradients are read, state and parameters
+        read and written.
 
-        `own_master`: parameters are read; else they are rounded from a master, which is part of the state. `fetched`,
-        `stored`: gradients and parameters cross the link. `others`: fields of compute and of other ranks.
+        `own_master`: parameters are read; otherwise they are rounded from a master, which is part of the state.
+        `fetched`, `stored`: gradients and parameters cross the link to the host. `others`: further fields.
 
         >>> exact = Span.of("a", 100, grad_nbytes=200, param_nbytes=200, state_nbytes=1000, stored=False)
         >>> exact.step_nbytes, exact.grad_nbytes, exact.param_nbytes
@@ -132,7 +133,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The ops of one step, in an order in which one worker may walk them.
+    """The ops of one step, in an order in which a single worker may run them.
 
     >>> fetch = Op("Fetch", "head", "down", nbytes=4096)
     >>> program = StepProgram("example", (fetch, Op("Step", "head", "cpu", (Ref(0), Ref(1, back=1)), numel=2048)))
@@ -161,7 +162,7 @@ class StepProgram:
         return {(op.verb, op.what, op.turn): index for index, op in enumerate(self.ops)}
 
     def index(self, verb: str, what: str) -> int:
-        """Where an op stands, the first time; KeyError names those that there are."""
+        """Returns the index of an op, the first time it occurs; KeyError lists the ops that there are."""
         try:
             return self._places[verb, what, 0]
         except KeyError:
@@ -169,16 +170,16 @@ class StepProgram:
             raise KeyError(f"{verb} {what} is not in program {self.name!r}; {verb}: {there}") from None
 
     def has(self, verb: str, what: str) -> bool:
-        """Whether such an op is part of the step."""
+        """Returns whether the step has such an op."""
         return (verb, what, 0) in self._places
 
     def reach(self, keys: Collection[Key], ahead: Collection[str] = ()) -> Reach:
-        """What each of these ops comes after among them, through ops of others, and in which run before its own.
+        """Returns which of these ops each of them depends on, through ops of others, and how many runs ago.
 
-        The latest of each suffices, for lanes keep their order over steps. Ops of the verbs `ahead` are handed over
-        with the step before their own, and come last.
+        The latest of each suffices, because lanes keep their order over steps. Ops of the verbs `ahead` are submitted
+        one step early, and come last.
         """
-        found: Reach = {}
+        reach: Reach = {}
         for verb, what in keys:
             self.index(verb, what)
         for op in sorted(self.ops, key=lambda op: op.verb in ahead):
@@ -187,8 +188,8 @@ class StepProgram:
             if op.verb in ahead and op.lane != "device":
                 do = "Others are begun as soon as they can"
                 raise ValueError(got("ahead", op.verb, "verbs of the device lane", do))
-            found[op.verb, op.what] = list(self._before(op, keys, ahead))
-        return found
+            reach[op.verb, op.what] = list(self._before(op, keys, ahead))
+        return reach
 
     def _before(self, op: Op, keys: Collection[Key], ahead: Collection[str]) -> Iterator[tuple[int, Key]]:
         todo = [(ref.back, ref.index) for ref in op.after]
@@ -250,7 +251,7 @@ def _bytes(nbytes: int) -> str:
 
 
 def _after(refs: Sequence[Ref]) -> str:
-    """ "after 3..5, -1:7": consecutive ops as a run."""
+    """Formats dependencies, consecutive ones as a range: "after 3..5, -1:7"."""
     return "after " + ", ".join(_runs(sorted(refs, key=lambda ref: (ref.back, ref.index)))) if refs else ""
 
 

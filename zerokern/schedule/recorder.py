@@ -1,4 +1,4 @@
-"""What ran when: the executor notes each op here, on the clock of `time.perf_counter_ns`. No torch."""
+"""Records when each op ran, on the clock of `time.perf_counter_ns`. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 
 class Launched:
-    """An op that was launched; it becomes an event when its end is known."""
+    """An op that was launched; it becomes an `Event` when its end is known."""
 
     __slots__ = ("begin_ns", "end_ns", "lane", "nbytes", "step", "turn", "verb", "what")
 
@@ -43,10 +43,10 @@ class Launched:
 
 
 class Recorder:
-    """The last `limit` ops. Its methods may be called from any thread.
+    """Keeps the last `limit` ops. Its methods may be called from any thread.
 
-    A copy's times are those that its ticket gives (`ticket.times()`, a begin and an end in ns); a ticket that has none
-    is taken to have run from its launch until somebody saw that it had ended.
+    A copy's times come from its ticket (`ticket.times()`, begin and end in ns); without them it counts as running from
+    its launch until somebody sees that it has ended.
 
     >>> recorder = Recorder()
     >>> recorder.note(1, "cpu", "Step", "head", 1000, 5000)
@@ -61,12 +61,12 @@ class Recorder:
         self._step, self._turns = 1, Counter[tuple[str, str]]()
 
     def submitted(self, step: int) -> None:
-        """A step's program has been submitted: what begins outside of it from here on belongs to the next step."""
+        """Records that a step's program was submitted: ops outside of it belong to the next step from here on."""
         self._step = step + 1
         self._turns.clear()
 
     def begin(self, lane: str, verb: str, what: str, nbytes: int = 0) -> Launched:
-        """Notes that an op begins which no executor runs: one of the model's own, in the step that it is part of."""
+        """Records the begin of an op that no executor runs, such as a collective of the model, in the current step."""
         turn = self._turns[verb, what]
         self._turns[verb, what] += 1
         return self.launched(self._step, lane, verb, what, time.perf_counter_ns(), nbytes, turn)
@@ -78,19 +78,19 @@ class Recorder:
     def note(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0, turn: int = 0
     ) -> None:
-        """Notes an op that has ended."""
+        """Records an op that has ended."""
         self._kept.append(Event(step, lane, verb, what, begin_ns, end_ns, nbytes, turn))
 
     def launched(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0, turn: int = 0
     ) -> Launched:
-        """An op that was launched then; `ended` takes what this returns."""
+        """Records an op that was launched at that time; pass the result to `ended`."""
         entry = Launched(step, lane, verb, what, begin_ns, nbytes, turn)
         self._kept.append(entry)
         return entry
 
     def ended(self, entry: Launched, ticket: Any = None) -> None:
-        """The op has ended; its ticket may know its times better."""
+        """Records the end of an op, at the times that its ticket knows, if it does."""
         times = getattr(ticket, "times", None)
         known = None if times is None else times()
         if known is None:
@@ -100,29 +100,31 @@ class Recorder:
 
     @property
     def events(self) -> list[Event]:
-        """What has ended, by its begin."""
-        return sorted((_event(one) for one in list(self._kept) if one.end_ns >= 0), key=lambda event: event.begin_ns)
+        """The ops that have ended, sorted by their begin."""
+        return sorted(
+            (_event(entry) for entry in list(self._kept) if entry.end_ns >= 0), key=lambda event: event.begin_ns
+        )
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets all ops."""
         self._kept.clear()
 
 
-def _event(one: Event | Launched) -> Event:
-    if isinstance(one, Event):
-        return one
-    return Event(one.step, one.lane, one.verb, one.what, one.begin_ns, one.end_ns, one.nbytes, one.turn)
+def _event(entry: Event | Launched) -> Event:
+    if isinstance(entry, Event):
+        return entry
+    return Event(entry.step, entry.lane, entry.verb, entry.what, entry.begin_ns, entry.end_ns, entry.nbytes, entry.turn)
 
 
 class SpanRecorder:
-    """Notes what a model does with one of its buckets, under the name that the bucket has in a step program."""
+    """Records what a model does with one of its buckets, under the bucket's name in a step program."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
         self._coming: Launched | None = None
 
     def sent(self, verb: str, nbytes: int, ranks: int, handle: Any, times: int = 1) -> Any:
-        """Notes a collective over so many bytes, until the handle that this returns has been waited for."""
+        """Records a collective of nbytes, until the returned handle has been waited for."""
         if ranks == 1:
             return handle
         sent = times * max(1, nbytes // ranks * (ranks - 1))
@@ -133,12 +135,12 @@ class SpanRecorder:
         return _Noted(handle, partial(self._recorder.ended, entry))
 
     def fetching(self, lane: str, nbytes: int) -> None:
-        """Notes that its parameters are on their way to where they are gathered from, until `fetched`."""
+        """Records that the bucket's parameters are being fetched, until `fetched` is called."""
         what = f"{self._name} parameters{' on disk' if lane == 'read' else ''}"
         self._coming = self._recorder.begin(lane, "Fetch", what, nbytes)
 
     def fetched(self) -> None:
-        """Notes that its parameters are there."""
+        """Records that the bucket's parameters have arrived."""
         entry, self._coming = self._coming, None
         if entry is not None:
             self._recorder.ended(entry)
@@ -175,7 +177,7 @@ class UpdateRecorder:
 
 
 class _Noted:
-    """A collective's handle whose end is noted."""
+    """A collective's handle that records its end."""
 
     def __init__(self, handle: Any, ended: Callable[[], None]) -> None:
         self._handle, self._ended = handle, ended

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from .builder import NORM, OpKey, ProgramBuilder
 from .program import Span, StepProgram
-from .sketch import NORM, OpKey, Sketch
 
 __all__ = ["resting"]
 
@@ -63,7 +63,7 @@ class _Resting:
             for verb, places in (("Forward", order), ("Backward", order[::-1]))
             for place in places
         ]
-        self.sketch = Sketch(schedule)
+        self.builder = ProgramBuilder(schedule)
         self.fetched: Counter[int] = Counter()  # by place of a span, how often in this step
         self.rides = {} if schedule == "sync" else self._rides()
 
@@ -75,18 +75,18 @@ class _Resting:
             needed += self._fetch_inputs(number, span) if use.verb == "Backward" else []
             flops = span.forward_flops if use.verb == "Forward" else span.backward_flops
             before = [*self._computed(number - 1), *needed, *(self._begin() if number == 0 else ())]
-            last = self.sketch.add(use.verb, span.name, "device", before, flops=flops, turn=use.turn)
+            last = self.builder.add(use.verb, span.name, "device", before, flops=flops, turn=use.turn)
             if use.verb == "Forward":
                 self._keep(use, span, last)
             else:
                 self._leave(use, span, last)
-        norm = self.sketch.norm(self.spans, self._gradients())
+        norm = self.builder.norm(self.spans, self._gradients())
         if self.schedule == "sync":
             for span in self.spans:
                 if span.numel:
-                    last = self.sketch.step(span, norm, ahead=[*norm, *self._spilled(span, 0)], **self._beside(span))
-                    self.sketch.store(span, last)
-        return self.sketch.program()
+                    last = self.builder.step(span, norm, ahead=[*norm, *self._spilled(span, 0)], **self._beside(span))
+                    self.builder.store(span, last)
+        return self.builder.program()
 
     def _computed(self, number: int) -> list[OpKey]:
         """A use of this step or of the one before."""
@@ -120,10 +120,10 @@ class _Resting:
                 continue  # with the record
             what = f"{span.name} parameters{_ON[lane]}"
             after = [*room, *(self._away(number, span) if lane == "read" else ready)]
-            there += self.sketch.add("Fetch", what, lane, after, nbytes, turn=turn)
+            there += self.builder.add("Fetch", what, lane, after, nbytes, turn=turn)
         if span.gather_nbytes and nbytes:
             sent = span.gather_nbytes // (2 if span.gathered_again else 1)
-            there = self.sketch.add("Gather", span.name, "net", [*room, *there], sent, turn=turn)
+            there = self.builder.add("Gather", span.name, "net", [*room, *there], sent, turn=turn)
         return there
 
     def _away(self, number: int, span: Span) -> list[OpKey]:
@@ -138,8 +138,8 @@ class _Resting:
         for it sooner. What the span's next use waits for: nothing of a delayed update, which is shown later."""
         norm = [NORM._replace(back=1)]
         ahead = [*norm, *self._spilled(span, 1), *(self._computed(number - 2) if "read" in span.fetch_lanes else ())]
-        last = self.sketch.step(span, norm, ahead=ahead, **self._beside(span))
-        last = self.sketch.store(span, last) or last
+        last = self.builder.step(span, norm, ahead=ahead, **self._beside(span))
+        last = self.builder.store(span, last) or last
         if self.schedule == "overlap":
             return last
         return [OpKey("Fetch", f"{span.name} record")] if "read" in span.fetch_lanes else []
@@ -157,7 +157,7 @@ class _Resting:
         if use.place < len(self.spans) - 1:
             for lane in reversed(span.keep_lanes):
                 what, nbytes = f"{span.name} inputs{_ON[lane]}", span.keep_nbytes
-                last = self.sketch.add("Store", what, _BACK[lane], last, nbytes, turn=use.turn)
+                last = self.builder.add("Store", what, _BACK[lane], last, nbytes, turn=use.turn)
 
     def _fetch_inputs(self, number: int, span: Span) -> list[OpKey]:
         use = self.uses[number]
@@ -167,7 +167,7 @@ class _Resting:
         there = []
         for lane in span.keep_lanes:
             stored = OpKey("Store", f"{span.name} inputs{_ON[lane]}", turn=use.turn)
-            there += self.sketch.add("Fetch", stored.what, lane, [*after, stored], span.keep_nbytes, turn=use.turn)
+            there += self.builder.add("Fetch", stored.what, lane, [*after, stored], span.keep_nbytes, turn=use.turn)
         return there
 
     def _leave(self, use: _Use, span: Span, last: list[OpKey]) -> None:
@@ -175,15 +175,15 @@ class _Resting:
         if not span.numel:
             return
         if span.reduce_nbytes:
-            last = self.sketch.add("Reduce", span.name, "net", last, span.reduce_nbytes // self.passes, turn=use.turn)
+            last = self.builder.add("Reduce", span.name, "net", last, span.reduce_nbytes // self.passes, turn=use.turn)
         read = OpKey("Step", span.name, int(self.schedule == "sync"))
-        last = self.sketch.fetch(span, [*last, read], use.turn) or last
+        last = self.builder.fetch(span, [*last, read], use.turn) or last
         if span.spill_nbytes:
             what, nbytes = f"{span.name} gradients", span.spill_nbytes
             if use.turn:
                 before = [OpKey("Store", what, turn=use.turn - 1)]
-                last = last + self.sketch.add("Fetch", what, "read", before, nbytes, turn=use.turn)
-            self.sketch.add("Store", what, "write", last, nbytes, turn=use.turn)
+                last = last + self.builder.add("Fetch", what, "read", before, nbytes, turn=use.turn)
+            self.builder.add("Store", what, "write", last, nbytes, turn=use.turn)
 
     def _spilled(self, span: Span, back: int) -> list[OpKey]:
         """What the update reads of gradients has been written."""

@@ -1,6 +1,6 @@
 """Times a program on a described machine: what runs when, how long a step takes, how much of it is hidden. No torch.
 
-A lane does one op at a time, in the order of the program; an op begins when what it waits for is over. Rates change
+A lane runs one op at a time, in the order of the program; an op begins when its dependencies have ended. Rates change
 while an op runs, as other lanes begin and end: links that are slower in both directions, memory that is shared.
 """
 
@@ -26,7 +26,7 @@ COMPUTE = ("Forward", "Backward")
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when, from the first step on; the time of a step and its share hidden are those of later ones."""
+    """What ran when, from the first step on; step time and hidden share are those of the steady state."""
 
     events: tuple[Event, ...]
     step_seconds: float
@@ -38,12 +38,12 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From the beginning of the first event to the end of the last."""
+        """Seconds from the begin of the first event to the end of the last."""
         return (max(event.end_ns for event in self.events) - min(event.begin_ns for event in self.events)) / 1e9
 
 
 def simulate(program: StepProgram, machine: Machine, steps: int = 4) -> Timeline:
-    """A program that is run again and again, as a training loop does.
+    """Simulates a program that runs again and again, as in a training loop.
 
     >>> from zerokern.schedule import Span, program_of
     >>> machine = Machine("even", flops_s=1, device_gb_s=1, down_gb_s=1, up_gb_s=1, host_gb_s=1)
@@ -79,9 +79,10 @@ def simulate(program: StepProgram, machine: Machine, steps: int = 4) -> Timeline
 
 
 def flow_bound(program: StepProgram, machine: Machine) -> float:
-    """Seconds per step that the flow of data allows: the longest cycle, through lanes and through what waits for what.
+    """Returns the least seconds per step that dependencies allow: the longest cycle through lanes and dependencies.
 
-    Every op takes as long as it would alone. What an execution needs beyond it is its own, or that of what is shared.
+    Every op takes as long as it would alone. Any time beyond this bound comes from the order of execution, or from
+    shared resources.
 
     >>> from zerokern.schedule import Delayed, Span, program_of
     >>> machine = Machine("even", flops_s=1, device_gb_s=1, down_gb_s=1, up_gb_s=1, host_gb_s=1)
@@ -105,7 +106,8 @@ def flow_bound(program: StepProgram, machine: Machine) -> float:
 
 
 def _queue(op: Op) -> tuple[str, bool]:
-    """In which ops run one by one. What is published has its own: it is done where it is waited for."""
+    """Returns the queue whose ops run one by one. Publishing has its own, because it runs in the thread that waits for
+    it."""
     return (op.lane, op.verb == "Publish")
 
 
@@ -114,13 +116,13 @@ Ran = tuple[int, Op, float, float]
 
 
 def _within(spans: Iterable[Ran], window: Interval, lane: str, verbs: Collection[str] | None = None) -> list[Interval]:
-    """When ops of a lane ran, within a window."""
+    """Returns when ops of a lane ran, within a window."""
     ran = union((begin, end) for _, op, begin, end in spans if op.lane == lane and (verbs is None or op.verb in verbs))
     return common(ran, [window])
 
 
 class _Simulation:
-    """`steps` times a program."""
+    """Simulates `steps` runs of a program."""
 
     def __init__(self, program: StepProgram, machine: Machine, steps: int) -> None:
         self.ops, self.machine, self.steps = program.ops, machine, steps
@@ -156,14 +158,14 @@ class _Simulation:
         return ran
 
     def _start(self) -> bool:
-        """Begins what can begin; whether anything runs."""
+        """Starts the ops that can start; returns whether any op runs."""
         for number, queue in enumerate(self.queues):
             if number not in self.running and queue and not self.waits[queue[0]]:
                 self.running[number] = (*queue.popleft(), 1.0, self.now)
         return bool(self.running)
 
     def _left(self) -> dict[int, float]:
-        """By queue: how long its op would take from now on if nothing changed."""
+        """Returns, by queue, how long its op would take from now on if nothing else changed."""
         lanes = frozenset(self.ops[index].lane for _, index, _, _ in self.running.values())
         return {number: share * self._seconds(index, lanes) for number, (_, index, share, _) in self.running.items()}
 

@@ -1,4 +1,4 @@
-"""The executor's thread: it alone takes ops from the lanes, and it alone ends what has failed."""
+"""The executor's thread. Only it takes ops from the lanes, and only it ends runs that have failed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "OpFailure", "Ru
 
 Action = Callable[[], "Ticket | None"]
 PENDING, STARTED, LAUNCHED, ENDED = range(4)
-DOZE_S = 200e-6
+BRIEFLY_S = 200e-6
 
 
 class Performer(Protocol):
-    """A run, as the worker knows it: it performs device ops."""
+    """A run as the worker sees it: it performs device ops."""
 
     def perform(self, verb: str, what: str) -> None: ...
 
@@ -33,29 +33,29 @@ class Performer(Protocol):
 
 
 class OpFailure:
-    """What went wrong, with the traceback of where it did.
+    """An error of an op, with the traceback of where it was raised.
 
-    >>> OpFailure(ValueError("no")).told
+    >>> OpFailure(ValueError("no")).reported
     False
     """
 
     def __init__(self, error: BaseException, op: str = "") -> None:
         self.error = error
-        self.told = False
+        self.reported = False
         if op:
             with contextlib.suppress(Exception):
                 notes = [*getattr(error, "__notes__", ()), f"in {op}, as the executor ran it"]
                 vars(error)["__notes__"] = notes
         self._traceback = error.__traceback__
 
-    def throw(self) -> None:
-        """Raises the same object with the traceback that it had, however often it is raised."""
-        self.told = True
+    def reraise(self) -> None:
+        """Raises the same exception with its first traceback, however often it is raised."""
+        self.reported = True
         raise self.error.with_traceback(self._traceback)
 
 
 class RunState:
-    """What the worker knows of a run. It does not keep the run: actions lead back to whoever owns the executor."""
+    """The worker's view of a run. It does not keep the run alive, whose actions refer to the executor's owner."""
 
     def __init__(self, step: int, name: str, run: Performer) -> None:
         self.step, self.name = step, name
@@ -66,7 +66,7 @@ class RunState:
         self.failed: OpFailure | None = None
 
     def is_over(self) -> bool:
-        """Whether nothing of it will happen any more."""
+        """Returns whether nothing of the run will happen any more."""
         lost = self.left == self.to_perform and self.run() is None
         return self.failed is not None or self.left == self.ahead or lost
 
@@ -77,7 +77,7 @@ class RunState:
 class Task:
     """One op of one run: its ticket until that has ended, and its action, which the run keeps for device ops.
 
-    It counts what it waits for, so that an end costs as much as it has followers, and no more.
+    It counts its dependencies, so that the end of an op costs time proportional to its followers only.
     """
 
     __slots__ = (
@@ -87,7 +87,11 @@ class Task:
 
     def __init__(self, op: Op, index: int, run_state: RunState, action: Action | None, *, ahead: bool) -> None:
         self.op, self.run_state, self.action, self.ahead = op, run_state, action, ahead
-        self.rank = (op.lane == "cpu", run_state.step, index)  # launches first: they cost nothing, and run beside
+        self.rank = (
+            op.lane == "cpu",
+            run_state.step,
+            index,
+        )  # launches first: they take no time and run asynchronously
         self.after: list[Task] = []
         self.followers: list[Task] = []
         self.unended = self.unlaunched = 0  # of those that it comes after
@@ -99,8 +103,8 @@ class Task:
         run_state.to_perform += op.lane == "device"
         run_state.ahead += ahead
 
-    def come_after(self, other: Task) -> None:
-        """Counts one more op to wait for. Called with the worker's lock held."""
+    def depend_on(self, other: Task) -> None:
+        """Adds a dependency. Called with the worker's lock held."""
         if other.state != ENDED:
             self.after.append(other)
             other.followers.append(self)
@@ -108,18 +112,18 @@ class Task:
             self.unlaunched += other.state < LAUNCHED
 
     def advance(self, state: int) -> None:
-        """Is launched, or has ended. Called with the worker's lock held."""
+        """Sets the state to launched or ended. Called with the worker's lock held."""
         was, self.state = self.state, state
-        for one in self.followers:
-            one.unlaunched -= was < LAUNCHED
-            one.unended -= state == ENDED
+        for follower in self.followers:
+            follower.unlaunched -= was < LAUNCHED
+            follower.unended -= state == ENDED
         if state == ENDED and was != ENDED:
             self.run_state.left -= 1
             self.ticket, self.followers = None, []
 
     @property
-    def is_left(self) -> bool:
-        """Whether it is left for the next step."""
+    def is_deferred(self) -> bool:
+        """Whether the task is left for the next step."""
         return self.ahead and self.state == PENDING
 
     def __str__(self) -> str:
@@ -127,14 +131,14 @@ class Task:
 
 
 class Worker:
-    """What the worker thread and the users' threads share. Runs hold it, and so does the thread; neither holds the
-    executor. It alone takes ops from the lanes, and it alone ends what has failed."""
+    """What the worker thread and users' threads share. Runs and the thread refer to it; it does not refer to the
+    executor."""
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
         self.lock = threading.RLock()
-        self.told_users = threading.Condition(self.lock)
-        self.told_worker = threading.Condition(self.lock)
+        self.users_condition = threading.Condition(self.lock)
+        self.worker_condition = threading.Condition(self.lock)
         self.errors: deque[tuple[BaseException, Task]] = deque()  # of users' threads
         self.live: list[RunState] = []  # not known to be over
         self.recent: deque[dict[Key, Task]] = deque(maxlen=8)  # how far a Ref may reach back
@@ -143,55 +147,56 @@ class Worker:
         self.waited_ns: Counter[str] = Counter()  # by the lane of what was waited for, by all threads
         self._lanes: dict[str, deque[Task]] = {lane: deque() for lane in LANES if lane != "device"}
         self._launched: dict[str, deque[Task]] = {lane: deque() for lane in LANES}
-        self._changes, self._parked_at = 0, -1
+        self._changes, self._asleep_at = 0, -1
 
     def begin(self, state: RunState, tasks: dict[Key, Task]) -> None:
-        """Takes the tasks of a new run. Called with the lock held."""
-        self.live = [one for one in self.live if not one.is_over()]
+        """Adds the tasks of a new run. Called with the lock held."""
+        self.live = [run for run in self.live if not run.is_over()]
         self.live.append(state)
         self.recent.appendleft(tasks)
         for task in tasks.values():
             if task.op.lane != "device":
                 self._lanes[task.op.lane].append(task)
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
-        """Something has changed: a thread that sleeps looks again."""
+    def notify(self) -> None:
+        """Wakes sleeping threads after a change."""
         with self.lock:
             self._changes += 1
-            self.told_worker.notify_all()
-            self.told_users.notify_all()
+            self.worker_condition.notify_all()
+            self.users_condition.notify_all()
 
-    def drop_unwanted(self) -> None:
-        """Ends what the last run left for this step and nobody performed. Called with the lock held."""
+    def drop_deferred(self) -> None:
+        """Ends the tasks that the last run left for this step and nobody performed. Called with the lock held."""
         for task in self.recent[0].values() if self.recent else ():
-            if task.is_left:
+            if task.is_deferred:
                 task.run_state.to_perform -= 1
                 task.run_state.ahead -= 1
                 task.advance(ENDED)
 
-    def leave(self) -> None:
-        """Tells the thread to go. The garbage collector calls it in any thread, whatever that holds: nobody waits."""
+    def stop(self) -> None:
+        """Tells the thread to end, without waiting: the garbage collector calls this in any thread, with any locks
+        held."""
         self.closing = True
-        self.tell()
+        self.notify()
 
     def is_stuck(self) -> bool:
-        """Whether the thread can do nothing before something changes. Called with the lock held."""
-        return self._parked_at == self._changes and not self.errors
+        """Returns whether the thread can do nothing before something changes. Called with the lock held."""
+        return self._asleep_at == self._changes and not self.errors
 
-    def heads(self) -> list[Task]:
-        """The next op of each lane, in the order in which they may begin."""
+    def next_tasks(self) -> list[Task]:
+        """Returns the next task of each lane, in the order in which they may begin."""
         return sorted((lane[0] for lane in list(self._lanes.values()) if lane), key=lambda task: task.rank)
 
     def serve(self) -> None:
-        """The thread's life. An error outside of any op fails all runs: nobody else would ever end them."""
+        """Runs the thread. An error outside of any op fails all runs, because nobody else would ever end them."""
         try:
             self._serve()
         except BaseException as error:
             self._end(error)
 
     def _serve(self) -> None:
-        """Serves the lanes. It computes with the native pool, so it keeps to the CPUs that the pool was given."""
+        """Serves the lanes. The thread computes with the native pool, so it keeps to the pool's CPUs."""
         cpus = native.cpus()
         if cpus:
             with contextlib.suppress(OSError):  # CPUs that the launcher has taken away since
@@ -209,13 +214,13 @@ class Worker:
             elif len(waited_for) == 1:
                 self._attempt(waited_for[0], self.wait_for)
             elif waited_for:
-                self._doze(seen)
+                self._sleep_briefly(seen)
             else:
-                self._park(seen)
+                self._sleep(seen)
         self._end()
 
     def do(self, task: Task) -> None:
-        """Runs an action and keeps its ticket."""
+        """Runs a task's action and keeps its ticket."""
         action, task.action, task.after = task.action, None, []
         task.state = STARTED
         if task.op.lane == "device":
@@ -230,7 +235,7 @@ class Worker:
         self._advance(task, LAUNCHED)
 
     def wait_for(self, task: Task) -> None:
-        """Waits for the ticket of an op that was launched; any thread may."""
+        """Waits for the ticket of a launched task, in any thread."""
         ticket = task.ticket
         if ticket is None:
             return
@@ -244,20 +249,20 @@ class Worker:
         self._advance(task, ENDED)
 
     def _advance(self, task: Task, state: int) -> None:
-        """Wakes nobody without need: the user's thread would take the interpreter from the worker at each op."""
+        """Advances a task. Wakes users' threads only if needed: they would take the GIL from the worker at each op."""
         with self.lock:
             if task.state >= state:
                 return
             task.advance(state)
             self._changes += 1
-            self.told_worker.notify_all()
+            self.worker_condition.notify_all()
             if task.is_awaited:
-                self.told_users.notify_all()
+                self.users_condition.notify_all()
 
     def _next(self) -> tuple[Task | None, list[Task]]:
-        """An op that may begin; or else launched ones, whose ends are all that a lane waits for."""
+        """Returns a task that may begin; or else the launched tasks whose ends the lanes wait for."""
         waited_for: list[Task] = []
-        for head in self.heads():
+        for head in self.next_tasks():
             if not head.unended:
                 return head, []
             if not head.unlaunched:
@@ -281,21 +286,21 @@ class Worker:
                 self._attempt(task, self.wait_for)
         return bool(ended)
 
-    def _doze(self, seen: int) -> None:
-        """Sleeps a little: two lanes wait for two tickets, of which either may be the first to end."""
+    def _sleep_briefly(self, seen: int) -> None:
+        """Sleeps a moment while two lanes wait for two tickets, either of which may end first."""
         with self.lock:
             if self._changes == seen and not self.closing:
-                self.told_worker.wait(DOZE_S)
+                self.worker_condition.wait(BRIEFLY_S)
 
-    def _park(self, seen: int) -> None:
+    def _sleep(self, seen: int) -> None:
         with self.lock:
             self.live = [state for state in self.live if not state.is_over()]
             if self._changes != seen or self.closing:
                 return
-            self._parked_at = seen
-            self.told_users.notify_all()
+            self._asleep_at = seen
+            self.users_condition.notify_all()
             while self._changes == seen and not self.closing:
-                self.told_worker.wait()
+                self.worker_condition.wait()
 
     def _attempt(self, task: Task, what: Callable[[Task], None]) -> None:
         try:
@@ -304,7 +309,8 @@ class Worker:
             self.fail(error, task)
 
     def fail(self, error: BaseException, task: Task) -> None:
-        """Ends every run, after what was launched has ended: it would write to memory that others take to be free."""
+        """Ends every run after the launched ops have ended: they would write to memory that others believe to be
+        free."""
         if task.run_state.failed is not None:  # two threads waited for one ticket
             return
         self._drain()
@@ -316,7 +322,7 @@ class Worker:
             self.failure = OpFailure(error, str(task))
             for state in ended:
                 state.failed = self.failure
-            self.tell()
+            self.notify()
 
     def _drain(self) -> None:
         for lane in self._launched.values():
@@ -326,7 +332,7 @@ class Worker:
                     self.wait_for(task)
 
     def _end(self, error: BaseException | None = None) -> None:
-        """The thread ends, closed or by an error: what has not ended never will."""
+        """Ends the thread, because of `error` or closed: what has not ended never will."""
         self._drain()
         with self.lock:
             self.closing = self.over = True
@@ -337,11 +343,11 @@ class Worker:
                     closed = StateError(f"{state} had not ended when its executor closed")
                     state.failed = state.failed or (OpFailure(closed) if error is None else self.failure)
             self.live = []
-            self.tell()
+            self.notify()
 
 
 def started(op: Op, action: Action | None, step: int, program: str, recorder: Recorder | None) -> tuple[Any, Any]:
-    """Runs the action of an op. Returns its ticket, if it gives one, and what the recorder is told its end with."""
+    """Runs the action of an op. Returns its ticket, if any, and the recorder's entry for it."""
     begin = 0 if recorder is None else time.perf_counter_ns()
     ticket = None if action is None else action()
     if ticket is None:
@@ -357,5 +363,5 @@ def started(op: Op, action: Action | None, step: int, program: str, recorder: Re
 
 
 def has_ended(ticket: Any) -> bool:
-    """Whether a ticket has ended, well or not."""
+    """Returns whether a ticket has ended, successfully or not."""
     return ticket is None or bool(ticket.done())

@@ -159,7 +159,7 @@ class Publisher:
         """Finish the last update; `begin` tells of the next one. No other thread publishes in this group meanwhile."""
         self.finish()
         for group in self._groups.values():
-            group.settle(besides=self)
+            group.wait_for_publications(besides=self)
             group.publishing.add(self)
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ from zerokern.kernels import Flattener, cpu
 from zerokern.kernels.casts import Squares
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.memory import HostTier, Wanted
-from zerokern.memory.addresses import GradientReader, reader_of
+from zerokern.memory.addresses import GradientReader, gradient_reader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
 from zerokern.zero.kinds import is_divided, local_of
@@ -79,7 +79,7 @@ class Flattening:
             if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
                 return False
             self._grad_dtype, numels = found.pop(), [self._numels[place] for place in places]
-            self._reader = reader_of(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
+            self._reader = gradient_reader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
         addresses = None if self._reader is None else self._reader.read()
         if addresses is None:
             return False

@@ -129,7 +129,7 @@ class Reduction:
                 "not possible under zk.shard, use_reentrant=False is. After one that broke off: run a forward first"
             )
         for part in self._parts:
-            part.group.settle()
+            part.group.wait_for_publications()
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied

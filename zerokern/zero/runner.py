@@ -2,8 +2,8 @@
 
 The order in which units are used is recorded. As long as a pass follows it, the next unit is gathered while this one
 computes; a pass that does not is followed, once all ranks have agreed that they deviate in the same way. Which units
-are whole when is said in `schedule/passes.py`, and done here: besides the root at most two, as long as `Ahead` says no
-more, and those that lie in each other or are used outside of their modules.
+are whole when is said in `schedule/passes.py`, and done here: besides the root at most two, as long as `Prefetch` says
+no more, and those that lie in each other or are used outside of their modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, during
 from zerokern.core.errors import StateError
-from zerokern.schedule.passes import Ahead, Order, turn
+from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
 from zerokern.zero.hooks import in_backward
@@ -33,9 +33,9 @@ __all__ = ["UnitRunner"]
 class UnitRunner:
     """Calls the verbs of units, before and after their forward, and before their backward."""
 
-    def __init__(self, units: Sequence[Unit], group: Group, ahead: Ahead = Ahead()) -> None:  # noqa: B008  frozen
+    def __init__(self, units: Sequence[Unit], group: Group, ahead: Prefetch = Prefetch()) -> None:  # noqa: B008  frozen
         self.units, self.root, self.group, self.ahead = units, units[0], group, ahead
-        self.forward, self.backward = Order("forward", group), Order("backward", group)
+        self.forward, self.backward = UnitOrder("forward", group), UnitOrder("backward", group)
         self.is_updating: Callable[[], bool] = lambda: False  # whether an update of some unit is under way
         self.keeps = False  # whether what is whole stays so from pass to pass
         self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
@@ -144,7 +144,7 @@ class UnitRunner:
                 break
         return first
 
-    def _take_turn(self, unit: Unit, order: Order) -> None:
+    def _take_turn(self, unit: Unit, order: UnitOrder) -> None:
         """Make a unit whole whose turn it is, begin to gather what follows it, and reshard what is done."""
         if not self._moves:  # in whatever order
             unit.unshard()
@@ -159,7 +159,7 @@ class UnitRunner:
                 self._collect_done(unit)  # those that were to come again
             done = [one.number for one in self._done(unit)] if goes_back else []
             coming = order.coming(self.ahead.depth)
-            for verb, number in turn(unit.number, coming, self._active, done, self._nbytes, self.ahead):
+            for verb, number in moves_before(unit.number, coming, self._active, done, self._nbytes, self.ahead):
                 if verb == "Release":
                     if not self.keeps:
                         self.units[number].reshard()

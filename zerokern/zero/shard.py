@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zerokern.comm import Team
+from zerokern.comm import MeshGroups
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.kernels import join
 from zerokern.memory.here import Here
@@ -363,10 +363,10 @@ class DTensorRanks:
     def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
         self.replicated = not dims
         self.stage = 0 if self.replicated else 3
-        self.group = Team(mesh, dims)
+        self.group = MeshGroups(mesh, dims)
         self.team = None if self.replicated else self.group
         self.teams = [] if self.replicated else [self.group]
-        self.everyone = Team(mesh, range(mesh.ndim))  # those with copies too
+        self.everyone = MeshGroups(mesh, range(mesh.ndim))  # those with copies too
         self.shards: list[Shard] = []
 
     @property
@@ -427,7 +427,7 @@ def plain_shard(name: str, param: Tensor) -> Shard:
     return Shard(name, Here.span(param.shape, 0, param.numel()), param)
 
 
-def gradients_of_dtensors(params: Iterable[Tensor]) -> list[tuple[Team, list[Tensor]]]:
+def gradients_of_dtensors(params: Iterable[Tensor]) -> list[tuple[MeshGroups, list[Tensor]]]:
     """This rank's elements of the gradients of DTensors, by the ranks that hold the others; replicated ones alone."""
     found: dict[Any, list[Tensor]] = {}
     for number, param in enumerate(params):
@@ -437,7 +437,7 @@ def gradients_of_dtensors(params: Iterable[Tensor]) -> list[tuple[Team, list[Ten
         grad = _divided_gradient(param, name)
         if grad is not None:
             found.setdefault((param.device_mesh, _dims(name, param)), []).append(grad)
-    return [(Team(mesh, dims), grads) for (mesh, dims), grads in found.items()]
+    return [(MeshGroups(mesh, dims), grads) for (mesh, dims), grads in found.items()]
 
 
 def _parameter(piece: Tensor, name: str, param: Tensor) -> nn.Parameter:

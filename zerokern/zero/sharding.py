@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError
 from zerokern.kernels.flat import warm
-from zerokern.memory.heap import keep_freed, map_large
-from zerokern.memory.room import takes_half
+from zerokern.memory.heap import keep_freed, mmap_large_blocks
+from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.memory.tier import AnyTier, DevicePool, name_of
 from zerokern.zero import checks, hooks
 from zerokern.zero.checks import check_policy
@@ -210,8 +210,8 @@ class Sharding:
             self.publisher.keep_writes = hooks.weakly(self.runner.keep_writes)
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
                 kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in made)
-                short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
-                map_large() if short else keep_freed(kept)
+                short = self.rests is not None and exceeds_half_of_memory(self._gradients_nbytes + kept)
+                mmap_large_blocks() if short else keep_freed(kept)
         self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in made]
         hooks.wrap_forward(self.module, self._before_root, self._after_root)
         if self.runner is not None:

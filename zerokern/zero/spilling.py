@@ -16,7 +16,7 @@ from torch import Tensor
 from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
 from zerokern.memory.rest import Rest, Rests
-from zerokern.memory.room import amount, takes_half
+from zerokern.memory.room import amount, exceeds_half_of_memory
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.publishing import without_waiting
 
@@ -27,7 +27,7 @@ def kind_of_bucket(rests: Rests | None, group: Group, nbytes: int) -> Callable[.
     """What gradients of so many bytes are kept in, on this rank and on all others alike."""
     if rests is None or not nbytes or group.device.type != "cpu":
         return GradientBucket
-    word = torch.tensor([float(takes_half(nbytes))])
+    word = torch.tensor([float(exceeds_half_of_memory(nbytes))])
     if not group.everyone.alone:
         with during("zk.shard", of="where gradients wait"):
             group.all_reduce(word, "max").wait()
@@ -113,7 +113,7 @@ class SpilledBucket(GradientBucket):
                 rest.change()
         except Exception as error:
             error.args = (f"gradients from {self.memory.called} on cannot be fetched: {error}",)
-            self.group.give_up(str(error))
+            self.group.fail(str(error))
             raise
 
     def _leave(self) -> None:

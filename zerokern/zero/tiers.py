@@ -21,7 +21,7 @@ from zerokern.memory import tier as tiers
 from zerokern.memory.arena import PAGE
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import GOING, Rest
-from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.partition import Bucket, shards_parameters
 
@@ -89,7 +89,7 @@ def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
 
     A device that torch does not know forgets these parameters, whose contents will be swapped: see `lies_on`.
     """
-    played = [driver for param in params if (driver := OTHERS.pop(param, None)) is not None]
+    played = [driver for param in params if (driver := EMULATED_DRIVERS.pop(param, None)) is not None]
     return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
 
 
@@ -97,7 +97,7 @@ def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
     """Says that these lie on a device that torch does not know."""
     if driver is not None and not isinstance(driver, CudaDriver):
         for one in tensors:
-            OTHERS[one] = driver
+            EMULATED_DRIVERS[one] = driver
 
 
 def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:

@@ -206,7 +206,7 @@ class Unit:
             memory.rest.wait()
         except Exception as error:
             self._name(error)
-            memory.group.give_up(str(error))
+            memory.group.fail(str(error))
             raise
         if memory.recorder is not None:
             memory.recorder.fetched()

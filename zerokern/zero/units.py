@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zerokern.comm import Group, Team
+from zerokern.comm import Group, MeshGroups
 from zerokern.core.errors import got
 from zerokern.zero.kinds import largest_local_numel, local_of
 from zerokern.zero.partition import Member
@@ -189,7 +189,7 @@ class RankGroups:
     """
 
     group: Group
-    team: Group | Team | None
+    team: Group | MeshGroups | None
     everyone: Any
     hearing: Any
     copies: int = 1

@@ -1,7 +1,8 @@
-"""The zip that torch.save makes around a tensor, written without reading the tensor: what comes before and after it.
+"""The zip that torch.save puts around a tensor: the bytes before and after the tensor's own, written without reading
+it.
 
-The tensor's CRC-32 is not known when the header is written. It is 0, as after
-``torch.serialization.set_crc32_options(False)``: torch's reader does not look at it. Layout: PKWARE's APPNOTE 6.3.9.
+The CRC-32 of the tensor is written as 0, because it is not known yet; torch's reader does not check it, as after
+``torch.serialization.set_crc32_options(False)``. Layout: PKWARE's APPNOTE 6.3.9.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import _utils as rebuilding
 
-__all__ = ["ALIGN", "STORAGES", "envelope"]
+__all__ = ["ALIGN", "STORAGES", "zip_around"]
 
 ALIGN = 64  # of the raw bytes within the zip, as torch's own: whole cache lines, and a multiple of every element
 FOLDER = b"archive/"
@@ -43,13 +44,13 @@ END_64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR_64 = struct.Struct("<4sIQI")
 
 
-def envelope(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
-    """Returns what to write before and after the contiguous bytes of a tensor, so that torch.load reads it."""
-    return _envelope(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
+def zip_around(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
+    """Returns the bytes to write before and after a contiguous tensor, so that torch.load can read it."""
+    return _zip_around(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
 
 
 @lru_cache(maxsize=1024)  # a model has few shapes, and many tensors
-def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+def _zip_around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     stream = io.BytesIO()
     _Pickler(stream, PROTOCOL).dump(_Tensor(dtype, sizes))
     before, directory, count = b"", b"", 0
@@ -64,9 +65,11 @@ def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]
 
 
 def _headers(name: str, nbytes: int, crc: int, at: int, align: int = 1) -> tuple[bytes, bytes]:
-    """The two headers of a stored file: before its bytes, at `at` of the zip, and in the directory.
+    """Returns the two headers of a stored file: the one before its bytes, at `at` of the zip, and the one in the
+    directory.
 
-    Its bytes begin at a multiple of `align`. Large ones come last: what begins beyond 4 GiB is only the directory.
+    The file's bytes begin at a multiple of `align`. Large files come last, so that only the directory begins beyond 4
+    GiB.
     """
     path, large = FOLDER + name.encode(), nbytes >= LARGE
     shown, version = (LARGE, 45) if large else (nbytes, 20)
@@ -82,7 +85,7 @@ def _headers(name: str, nbytes: int, crc: int, at: int, align: int = 1) -> tuple
 
 
 def _end(count: int, nbytes: int, at: int) -> bytes:
-    """What follows a directory of `count` entries and nbytes that begins at `at`."""
+    """Returns what follows a zip directory of `count` entries and nbytes that begins at `at`."""
     made = b""
     if at + nbytes >= LARGE:
         made = END_64.pack(b"PK\6\6", END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, at)
@@ -118,5 +121,5 @@ class _Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, found: Any) -> tuple[Any, ...] | None:
-        return ("storage", found.kind, "0", "cpu", found.numel) if isinstance(found, _Storage) else None
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        return ("storage", value.kind, "0", "cpu", value.numel) if isinstance(value, _Storage) else None

@@ -1,4 +1,4 @@
-"""A program while it is made: its ops still name each other. No torch."""
+"""Builds a step program from ops that refer to each other by name. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from .passes import ROOT, step_of
 from .program import Op, Ref, Span, StepProgram
 
-__all__ = ["NORM", "OpKey", "Sketch", "fetched", "reduced"]
+__all__ = ["NORM", "OpKey", "ProgramBuilder", "fetched", "reduced"]
 
 _RING = 4  # records of spans that are on their way from and to the disk at once
 
 
 class OpKey(NamedTuple):
-    """An op by its verb and span, how many steps ago, and which turn of several in a step."""
+    """Refers to an op by verb and span, how many steps ago, and which repetition within a step."""
 
     verb: str
     what: str
@@ -27,17 +27,17 @@ AWAY = [OpKey("Store", "state", 1)]  # the last step's state is on disk again
 
 
 def reduced(span: Span) -> OpKey:
-    """What a gradient is complete after, where backward left it."""
+    """Returns the op that completes a gradient where backward left it."""
     return OpKey("Reduce" if span.reduce_nbytes else "Backward", span.name)
 
 
 def fetched(span: Span) -> OpKey:
-    """What a gradient is with the update after."""
+    """Returns the op that brings a gradient to the update."""
     return OpKey("Fetch", span.name) if span.grad_nbytes else reduced(span)
 
 
-class Sketch:
-    """What need not move is no op: its method returns no keys."""
+class ProgramBuilder:
+    """Adds ops to a program. A method whose bytes need not move adds no op and returns no keys."""
 
     def __init__(self, name: str, on_disk: bool = False) -> None:
         self.name, self.on_disk = name, on_disk
@@ -45,9 +45,9 @@ class Sketch:
         self._records: list[str] = []
 
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
-        """Forward, backward and reduction; with `fetched` gradients leave for the host as they become complete.
+        """Adds forward, backward and reductions; with `fetched`, gradients go to the host as they become complete.
 
-        Spans that are `gathered_again` are so unit by unit, before forward and before backward, as a pass does it.
+        Spans with `gathered_again` are gathered unit by unit, before forward and before backward, as in a real pass.
         """
         units: dict[int, list[int]] = {ROOT: []}
         for place, span in enumerate(spans):
@@ -55,7 +55,7 @@ class Sketch:
         last: list[OpKey] = []
         there: dict[int, list[OpKey]] = {}
         ready = begin(0)
-        for verb, unit in step_of([one for one in units if one != ROOT], [0] * (max(units) + 1)):
+        for verb, unit in step_of([unit for unit in units if unit != ROOT], [0] * (max(units) + 1)):
             places = units[unit] if verb == "Forward" else units[unit][::-1]
             if verb == "Gather":
                 again = int(unit in there)
@@ -71,7 +71,7 @@ class Sketch:
             for place in places if verb != "Release" else ():
                 span = spans[place]
                 if verb == "Reduce":
-                    self._leave(span, last, fetched)
+                    self._reduce_and_fetch(span, last, fetched)
                     continue
                 needed = [*last, *there.get(ROOT, ()), *there.get(unit, ())]
                 if verb == "Forward":
@@ -79,7 +79,7 @@ class Sketch:
                 else:
                     last = self.add(verb, span.name, "device", needed, flops=span.backward_flops)
 
-    def _leave(self, span: Span, computed: list[OpKey], fetched: bool) -> None:
+    def _reduce_and_fetch(self, span: Span, computed: list[OpKey], fetched: bool) -> None:
         if span.reduce_nbytes:
             computed = self.add("Reduce", span.name, "net", computed, span.reduce_nbytes)
         if fetched:
@@ -95,7 +95,8 @@ class Sketch:
     def step(
         self, span: Span, after: Iterable[OpKey], *, read: int = 0, written: int = 0, ahead: Iterable[OpKey] = (NORM,)
     ) -> list[OpKey]:
-        """The update. What of it rests on disk is read after `ahead`, as far before as there is room, and written.
+        """Adds the update of a span. Its part on disk is read after `ahead`, as early as there is room, and written
+        back.
 
         `read`, `written`: bytes besides the state's and the gradients'.
         """
@@ -119,7 +120,7 @@ class Sketch:
         return self.add("Store", f"{name} record", "write", after, written) if written else []
 
     def _room(self, record: str, comes_back: bool) -> list[OpKey]:
-        """What a record waits for: that it has been written, and others before it."""
+        """Returns what reading a record waits for: its own last write, and earlier records that must leave the ring."""
         self._records += [record] if comes_back else []
         room = [OpKey("Store", record, 1)] if comes_back else []
         return room + ([OpKey("Store", self._records[-1 - _RING])] if len(self._records) > _RING else [])
@@ -128,7 +129,7 @@ class Sketch:
         return self.add("Store", span.name, "up", after, span.param_nbytes) if span.param_nbytes else []
 
     def gather(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
-        """Shows all ranks what was updated, unless each use gathers it anew."""
+        """Adds the gather of updated parameters, unless each use gathers them anew."""
         if span.gathered_again or not span.gather_nbytes:
             return []
         return self.add("Gather", span.name, "net", after, span.gather_nbytes)
@@ -136,8 +137,8 @@ class Sketch:
     def publish(self, span: Span, after: Iterable[OpKey], nbytes: int = 0) -> list[OpKey]:
         return self.add("Publish", span.name, "device", after, nbytes)
 
-    def put_away(self) -> list[OpKey]:
-        """The last of the state has gone to the disk, once."""
+    def store_state(self) -> list[OpKey]:
+        """Adds the op after which all state is on disk again, once."""
         if not self.on_disk or any((op.verb, op.what) == AWAY[0][:2] for op, _ in reversed(self.ops)):
             return []
         return self.add(*AWAY[0][:2], "cpu", [OpKey("Step", op.what) for op, _ in self.ops if op.verb == "Step"])
@@ -157,8 +158,8 @@ class Sketch:
         return [OpKey(verb, what, turn=turn)]
 
     def program(self) -> StepProgram:
-        """All of it, each op after the places of those that it named."""
-        self.put_away()
+        """Returns the program, with names replaced by indices."""
+        self.store_state()
         places = {(op.verb, op.what, op.turn): index for index, (op, _) in enumerate(self.ops)}
         refs = [sorted({Ref(places[key.verb, key.what, key.turn], key.back) for key in after}) for _, after in self.ops]
         ops = zip(self.ops, refs, strict=True)
