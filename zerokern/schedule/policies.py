@@ -101,10 +101,12 @@ def program_of(
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
-def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
+def resident(
+    spans: Sequence[Span], lane: str = "device", *, record_nbytes: int = 0, spill_nbytes: int = 0
+) -> StepProgram:
     """Builds the program of an update that runs at once, where parameters and state are: "sync" without offload.
 
-    `lane`: "cpu" if the compute device is the host.
+    `lane`: "cpu" if the compute device is the host. `record_nbytes`, `spill_nbytes`: those of all spans together.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
@@ -118,7 +120,10 @@ def resident(spans: Sequence[Span], lane: str = "device") -> StepProgram:
         spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _is_gathered_once(spans[place]) else updated]
     )
     nbytes, numel = sum(span.step_nbytes for span in spans), sum(span.numel for span in spans)
-    last = builder.add("Step", "all", lane, map(reduced, spans), nbytes, numel)
+    ready = [reduced(span) for span in spans]
+    there = builder.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
+    last = builder.add("Step", "all", lane, there or ready, nbytes, numel)
+    builder.store_record("all", record_nbytes, last)
     for span in spans:
         builder.gather(span, last)
     return builder.program()
