@@ -118,23 +118,19 @@ class Update:
         self.began = True
         self.binding.run(self.decision.scale)  # type: ignore[arg-type]
 
-    def make_part(self, turn: int) -> bool:
-        """Makes the update of one part. Returns whether there was anything to update with."""
+    def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
+        """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
         scale = self.decision.scale
         if scale is not None:
             self.binding.take_turn(turn, scale)
-        return scale is not None
-
-    def make_part_in_place(self, turn: int, readings: Sequence[tuple[Tensor, int]]) -> None:
-        """Makes the update of one part, from gradients that lie where the program has them and could change them."""
-        self.make_part(turn)
         if any(grad._version != version for grad, version in readings):
             self.binding.begun = True
             raise StateError(_EDITED)
 
     def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy]) -> None:
         """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
-        host.consumed(copies, updated=self.make_part(turn))
+        self.make_part(turn)
+        host.consumed(copies, updated=self.decision.scale is not None)
 
     def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any) -> Any:
         """Copies updated values to the device."""
@@ -197,7 +193,7 @@ class Update:
             yield ("Fetch", name), partial(_given, ticket)
         self.in_place = not shards.is_hosted
         if self.in_place:
-            yield ("Step", name), partial(self.make_part_in_place, turn, shards.readings(part.members))
+            yield ("Step", name), partial(self.make_part, turn, shards.readings(part.members))
             yield ("Publish", name), _nothing
         else:
             copies = host.of(shards.near[member] for member in members)
