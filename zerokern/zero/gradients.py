@@ -27,7 +27,7 @@ from zerokern.zero.tiers import fetched
 
 __all__ = ["GradientBucket"]
 
-SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying it at once saves
+SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying at once saves
 
 _grad_of = attrgetter("grad")
 _is_trained, _version_of = attrgetter("requires_grad"), attrgetter("_version")
@@ -53,12 +53,11 @@ class GradientBucket:
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.host_reducer = None if memory.host is None else HostReducer(self.group, memory.host)
         self.summing = Summing(self.group, losses, whole=self.stays, host=self.host_reducer)
-        # on a device one launch flattens all; on a CPU one call the small ones; each of the others goes at once: its
-        # memory, and the cache, serve the next
+        # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
+        # memory and the cache serve the next, and small ones that waited between large ones would fragment the heap.
         on_device = memory.device.type != "cpu"
-        self.waits = [
-            one.placed is None and (on_device or one.place.numel * dtype.itemsize <= SMALL) for one in memory.entries
-        ]
+        together = on_device or all(one.place.numel * dtype.itemsize <= SMALL for one in memory.entries)
+        self.waits = [together and one.placed is None for one in memory.entries]
         self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
         self.absent: set[int] = set()  # places that nothing will arrive at in this pass
