@@ -112,3 +112,17 @@ def test_the_way_is_as_short_as_the_page_says(walked: Walk) -> None:
     listed = "\n".join(f"{file} {name}" for file, name in sorted(walked.passed))
     assert len(walked.passed) <= int(functions), listed
     assert len({file for file, _ in walked.passed}) <= int(files), listed
+
+
+def test_the_concepts_of_the_page_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (?:a step|how a unit|what a check|a tier)[^|]* \| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    defined = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r"^(?:class|def) (\w+)", path.read_text(), re.MULTILINE)
+    }
+    for count, names in rows:
+        listed = re.findall(r"`(\w+)`", names)
+        assert len(set(listed)) == int(count)
+        assert not set(listed) - defined
