@@ -169,3 +169,19 @@ def test_large_gradients_do_not_wait_for_each_other(stage: int) -> None:
     """Beside the last gradient, at stage 3 the unit itself and what is gathered ahead of it."""
     for found in on_ranks(2, waiting, stage):
         assert found < (2 if stage == 2 else 10), found
+
+
+@pytest.mark.parametrize(("width", "waits"), [(8, True), (256, False)])
+def test_small_gradients_wait_for_their_bucket_only_among_small_ones(width: int, waits: bool) -> None:
+    """Between large ones they would hold parts of the heap that the next large ones need."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    zk.shard(model, stage=2)
+    seen: list[bool] = []
+    for _ in range(2):
+        loss = model(torch.ones(2, width)).sum()
+        handle = model[0].weight.register_hook(lambda _: seen.append(model[2].bias.grad is not None))
+        loss.backward()
+        handle.remove()
+        for param in model.parameters():
+            param.grad = None
+    assert seen == [waits, waits]
