@@ -127,6 +127,27 @@ def clipped_gradients_that_are_kept_and_added_to(run: Run) -> None:
         optimizer.step()
 
 
+@program(exact=False)
+def clipped_gradients_that_are_stepped_twice_and_written(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(3):
+        run.backward(run.mse(model, step))
+        zk.clip_grad_norm_(model, 0.3)
+        optimizer.step()
+        optimizer.step()
+        run.see(round(float(zk.clip_grad_norm_(model, 1e9)), 3))
+        for param in model.parameters():
+            param.grad.mul_(2.0)
+        optimizer.step()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad.fill_(0.01)
+        run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @program()
 def norms_of_gradients_logged(run: Run) -> None:
     model = run.shard(Net)

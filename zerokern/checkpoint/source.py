@@ -64,16 +64,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     ...
     zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
     """
-    copy_into_box = Path(path)
+    folder = Path(path)
     try:
-        with reject_invalid(copy_into_box, TypeError, ValueError):
-            for open_foreign in plugs("checkpoint source") if not (copy_into_box / NAME).exists() else ():
-                source: Source | None = open_foreign(copy_into_box)
+        with reject_invalid(folder, TypeError, ValueError):
+            for open_foreign in plugs("checkpoint source") if not (folder / NAME).exists() else ():
+                source: Source | None = open_foreign(folder)
                 if source is not None:
                     return source
-            return Saved(Published.open(copy_into_box, hold=True))
+            return Saved(Published.open(folder, hold=True))
     except OSError as error:
-        raise refused(error, copy_into_box, "Loading") from error
+        raise refused(error, folder, "Loading") from error
 
 
 class Source(ABC):

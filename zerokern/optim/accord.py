@@ -68,7 +68,7 @@ class Accord:
         broken = skip or not math.isfinite(own[0])
         if not self.meets:
             self.met = True
-            return math.inf if broken else added(own)
+            return added([own[0], *(math.inf if broken else term for term in own[1:])])
         known = [_on_host(one) for one in self.settings]
         if known != self._marked:
             self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]

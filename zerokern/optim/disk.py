@@ -474,6 +474,7 @@ class StateOnDisk(StateTier):
         for i, owner in owners.items():
             if self._exact is not None and owner.has_master:
                 begin_with(owner, self._exact(survey.params[i]))
+                self._exact(survey.params[i], kept=True)
         entries: list[Entry] = [{ON_DISK: owners[i]} if i in owners else {} for i in fresh]
         pairs = zip(fresh, entries, strict=True)
         make([(survey.params[i], entry, slot) for i, entry in pairs for slot in survey.layouts[i].counter])

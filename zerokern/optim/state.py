@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from zerokern.kernels import join, split
 from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
 from zerokern.memory.addresses import AddressRecord
+from zerokern.memory.interrupts import whole
 from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided, present, rest_of
@@ -23,7 +25,7 @@ from zerokern.zero.kinds import is_divided, present, rest_of
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
 # of a parameter, handed over once: the fp32 values that it began with, or, for a disk, what is kept of them
-Exact = Callable[[Tensor], Tensor | None]
+Exact = Callable[..., Tensor | None]  # (param, *, kept: bool = False): see `Shards.exact`
 _HOST = torch.device("cpu")
 POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
 
@@ -387,14 +389,29 @@ class StateTier:
             self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
 
     def _begin(self, made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
-        moments = {key for key, _ in self.algorithm.moments}
-        for i, param, entry, slot in made:
-            self.state[param] = entry
-            if slot.key in ("master", "remainder"):
-                with present(param, written=True):
-                    begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
-            elif slot.key in moments and self._initial[self.survey.owners[i]]:
-                entry[slot.key].fill_(self._initial[self.survey.owners[i]])
+        """Gives first values to what was made. After an error none is left without: it would pass for state."""
+        params = [list(slots) for _, slots in itertools.groupby(made, key=lambda row: id(row[1]))]
+        with whole("the step"):
+            for number, slots in enumerate(params):
+                try:
+                    for i, param, entry, slot in slots:
+                        self._begin_slot(i, param, entry[slot.key], slot)
+                except BaseException:
+                    for _, _, entry, slot in itertools.chain.from_iterable(params[number:]):
+                        del entry[slot.key]
+                    raise
+                _, param, entry, _ = slots[0]
+                self.state[param] = entry
+                if self._exact is not None:
+                    self._exact(param, kept=True)  # of no more use
+
+    def _begin_slot(self, i: int, param: Tensor, kept: Tensor, slot: Slot) -> None:
+        initial = self._initial[self.survey.owners[i]]
+        if slot.key in ("master", "remainder"):
+            with present(param, written=True):
+                begin(param, slot, kept, None if self._exact is None else self._exact(param))
+        elif initial and slot.key in {key for key, _ in self.algorithm.moments}:
+            kept.fill_(initial)
 
     def locate(self) -> None:
         """Notes where the state is that the update is about."""

@@ -494,10 +494,14 @@ class GradientBucket:
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
         self._guards.append(wait)
-        if self.settle is None:
-            for shown in self.shown:
-                if isinstance(shown, Sharded):
-                    shown.settle = weakly(self._guard)  # what is shown must not keep the bucket that shows it
+        for shown in self.shown:
+            if isinstance(shown, Sharded):
+                shown.settle = weakly(self._settle_all)  # what is shown must not keep the bucket that shows it
+
+    def _settle_all(self) -> None:
+        if self.settle is not None:
+            self.settle()
+        self._guard()
 
     def _guard(self) -> None:
         for wait in self._guards:

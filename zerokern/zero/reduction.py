@@ -146,6 +146,14 @@ class Reduction:
     def is_applied(self, factor: float | Tensor) -> None:
         """An update has applied a factor, and not to the gradients themselves."""
         self.applied = self.applied * _of_a_step(factor)
+        for bucket in self.buckets:  # whoever writes a gradient now writes what was clipped
+            bucket.reads_until(hooks.weakly(self.settle))
+
+    def take_factor(self) -> float | Tensor:
+        """Takes the pending factor, which the caller applies. Those that updates have applied go into the gradients."""
+        pending, self.factor = self.factor, 1.0
+        self.settle()
+        return pending
 
     def settle(self) -> None:
         """Multiplies the gradients by the pending factor, and by the one that updates applied."""

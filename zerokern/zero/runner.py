@@ -25,7 +25,7 @@ from zerokern.zero.hooks import in_backward
 from zerokern.zero.saved_tensors import SavedTensors
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import GET_DATA, leaves
-from zerokern.zero.unit import WHOLE, Unit
+from zerokern.zero.unit import GATHERING, WHOLE, Unit
 
 __all__ = ["UnitRunner"]
 
@@ -241,8 +241,9 @@ class UnitRunner:
     def _collect_done(self, unit: Unit) -> None:
         """Not while this one repeats a forward for its activations: gradients of theirs may be still to come."""
         for other in self._done(unit) if not unit.computing else ():
-            over = other.state is WHOLE and other.began == self._task and other.pending <= 0
+            over = other.state in (GATHERING, WHOLE) and other.began == self._task and other.pending <= 0
             if over and other.number not in self.backward.coming():
+                other.wait_for_unshard()  # one gathered ahead is whole already on a rank where its memory was kept
                 other.collect()
 
     def use_outside(self, unit: Unit) -> None:

@@ -289,17 +289,19 @@ class Shard:
         return self._initial if known else None
 
     def take_initial(self, *, kept: bool = False) -> Tensor | None:
-        """The fp32 values that the piece began with, if its dtype rounded them and nobody has written since: once.
+        """The fp32 values that the piece began with, if its dtype rounded them and nobody has written since.
 
-        `kept`: what is kept of them, a bf16 remainder or the values themselves.
+        `kept`: what is kept of them, a bf16 remainder or the values themselves; it is forgotten then.
         """
-        initial, self._initial = self._initial, None
-        if initial is None or self.piece._version != self._initial_version:
-            return None
-        if kept or initial.dtype is torch.float32:
-            return initial
-        with present(self.piece):
-            return join(self.piece.detach(), initial)
+        initial = self._initial
+        if initial is not None and self.piece._version != self._initial_version:
+            initial = None
+        if initial is not None and not kept and initial.dtype is not torch.float32:
+            with present(self.piece):
+                return join(self.piece.detach(), initial)
+        if kept or initial is None:
+            self._initial = None
+        return initial
 
     def keep_initial(self, initial: Tensor | None) -> None:
         """What the parameter's dtype has just rounded away of its values: a remainder, or the values themselves."""

@@ -332,8 +332,7 @@ class Sharding:
 
     def take_fold(self) -> float | Tensor:
         """Takes the pending factor, which the caller applies."""
-        factor, self.reduction.factor = self.reduction.factor, 1.0
-        return factor
+        return self.reduction.take_factor()
 
     def folded(self, factor: float | Tensor) -> None:
         """An update has applied the factor that it took."""

@@ -293,7 +293,8 @@ class Unit:
             if one is not param and one is not full:  # by functional_call, say: that is what is to compute
                 self._refuse_stranger(one, param)
             elif isinstance(param, Sharded):
-                if not in_backward():  # there what arrives of a frozen one is dropped, and that is noted
+                # in backward, what arrives of a frozen one is dropped, and that is noted; transforms allow no change
+                if not in_backward() and _trained_differently(full, param):
                     full.requires_grad_(param.requires_grad)
                 there[attribute] = full
         self._refresh_rnns()
@@ -318,6 +319,11 @@ class Unit:
             module = reference()
             if module is not None:
                 module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def _trained_differently(full: Tensor, param: Tensor) -> bool:
+    with without_waiting():
+        return full.requires_grad is not param.requires_grad
 
 
 def _nothing() -> None:
