@@ -145,6 +145,8 @@ def gradients_of_inputs_by_torch_func(run: Run) -> None:
             return model(x[None]).square().sum()
 
         run.see(torch.func.vmap(torch.func.grad(of))(x).detach())
+        of_bias = partial(lambda x, bias: functional_call(model, {"leave.bias": bias}, (x,)), x)
+        run.see(torch.func.vmap(of_bias)(torch.eye(OUT)).detach())
         run.step(optimizer, run.mse(model, step))
 
 

@@ -148,6 +148,25 @@ def clipped_gradients_that_are_stepped_twice_and_written(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@program(exact=False)
+def gradients_written_and_set_between_the_clip_and_the_step(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(3):
+        run.backward(run.mse(model, step))
+        zk.clip_grad_norm_(model, 0.3)
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                if number % 2:
+                    param.grad.fill_(0.02)
+                else:
+                    param.grad = param.grad * 2
+        optimizer.step()
+        run.see(round(float(zk.clip_grad_norm_(model, 0.2)), 4))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @program()
 def norms_of_gradients_logged(run: Run) -> None:
     model = run.shard(Net)

@@ -92,6 +92,13 @@ class Divided:
         factor, self.factor = self.factor, 1.0
         return factor
 
+    has_own_gradients = True
+
+    def settle(self) -> None:
+        factor = self.take_fold()
+        for grad in [param.grad for param in self.zero_order if param.grad is not None]:
+            getattr(grad, "span", grad).mul_(factor)
+
     def publish(self) -> None:
         if self.fails:
             raise RuntimeError("a rank is gone")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from worlds import World, alone, built, on_threads, ranked, refusal
+from torch import Tensor, nn
+from worlds import World, alone, built, everywhere, on_threads, ranked, refusal
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -202,3 +202,63 @@ def alone_nothing_moves(world: World) -> list[tuple[str, bool]]:
 def test_on_one_rank_nothing_moves() -> None:
     (found,) = alone(alone_nothing_moves)
     assert found == [(name, True) for name in ("WHOLE", "WHOLE", "REDUCING", "WHOLE", "SHARDED")]
+
+
+class Keeping(nn.Module):
+    """A unit whose rank may keep a view of its full parameters, in which one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.unused = nn.Parameter(torch.ones(4))
+        self.keeps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.__dict__["kept"] = self.weight.detach().view(-1)
+        return torch.tanh(x @ self.weight)
+
+
+class Ordered(nn.Module):
+    """Units in an order that may change; a hook may run another unit's forward within backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Keeping() for _ in range(6))
+        self.order = range(6)
+        self.within: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.units[number](x)
+            if number == self.within:
+                x.register_hook(self.scale)
+        return x
+
+    def scale(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            return grad * self.units[3](torch.ones(2, 4)).sum()
+
+
+@everywhere(2, change=["order", "forward within backward"])
+def test_memory_that_one_rank_keeps_changes_no_order_of_collectives(world: World, change: str) -> None:
+    ours, plain = world.shard(built(Ordered), stage=3), built(Ordered)
+    for number in [0] if change == "order" else range(6):
+        ours.units[number].keeps = world.rank == 0
+    for step in range(6):
+        losses = []
+        for model in (ours, plain):
+            if change == "order":
+                model.order = [5, 4, 3, 0, 1, 2, 0] if step < 4 else [5, 4, 3, 1, 2, 0]
+            else:
+                model.within = 1 if step > 1 else None
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(mine.grad.span, mine.grad.span_of(theirs.grad))
+        for model in (ours, plain):
+            model.zero_grad()

@@ -83,9 +83,11 @@ def clip_grad_norm_(
     # the update is skipped, where gradients show it, or else by this; a batch after it is not
     factor = torch.where(torch.isfinite(total), factor, 1.0 if party is None else torch.nan)
     for sharding, mine in _by_sharding(divided).items():
-        if with_gradients(sharding) <= {id(home) for _, home in mine}:
+        if with_gradients(sharding) <= {id(home) for _, home in mine} and sharding.has_own_gradients:
             sharding.fold(factor.item() if factor.is_cpu or mine[0][1].piece.is_cpu else factor)
         else:
+            if sharding.publisher is not None:
+                sharding.publisher.finish()  # an update may be reading them
             scale_gradients([param for param, _ in mine], factor)
     return shown
 

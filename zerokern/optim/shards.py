@@ -400,11 +400,13 @@ class Shards:
         if not folds:
             return 1.0
         mine = {id(self.homes[place]) for place in places}
-        if len(self.shardings) == 1 and mine == with_gradients(self.shardings[0]):
+        first = self.shardings[0]
+        if len(self.shardings) == 1 and mine == with_gradients(first) and first.has_own_gradients:
             self._folds = folds
             return folds[0][1]
-        for sharding, factor in folds:
-            scale_gradients(sharding.zero_order, factor)
+        for sharding, factor in folds:  # what was set by hand since is no part of it
+            sharding.fold(factor)
+            sharding.settle()
         return 1.0
 
     def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:

@@ -322,7 +322,7 @@ class StepRunner:
 
     def _publish_later(self, shards: Shards, update: Update, taken: Sequence[Part]) -> None:
         """Counts parameters as those of this step from here on; forwards wait until they are."""
-        if update.binding.tier.streams and not shards.accord.in_company:  # others go on, whatever fails here
+        if update.binding.moves and not shards.accord.in_company:  # others go on, whatever fails here
             self._take_first(update, taken)
         update.count()
         shards.announce()

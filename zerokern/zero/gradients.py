@@ -342,7 +342,7 @@ class GradientBucket:
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what is reduced and shown, and counts that as a write to each."""
         if self.held and self.reduced is not None and any(self.shows(*one) for one in self.kept_gradients().items()):
-            self._guard()
+            self._settle_all()
             self.reduced.mul_(factor)
             torch.autograd.graph.increment_version([self.reduced_span(at) for at in self.held])
 

@@ -143,11 +143,21 @@ class Reduction:
                 bucket.begin(self._task, place if bucket is first else None)
         hooks.at_end_of_backward(self._finish, partial(self._broken, self._task))
 
-    def is_applied(self, factor: float | Tensor) -> None:
-        """An update has applied a factor, and not to the gradients themselves."""
+    def fold(self, factor: float | Tensor) -> None:
+        """Leaves a factor pending, which whoever uses the gradients next applies."""
+        self.factor = self.factor * factor
+        self._settle_before_writes(factor)
+
+    def folded(self, factor: float | Tensor) -> None:
+        """Notes that an update has applied a factor, and not to the gradients themselves."""
         self.applied = self.applied * _of_a_step(factor)
-        for bucket in self.buckets:  # whoever writes a gradient now writes what was clipped
-            bucket.reads_until(hooks.weakly(self.settle))
+        self._settle_before_writes(factor)
+
+    def _settle_before_writes(self, factor: float | Tensor) -> None:
+        """Whoever writes to a gradient from here on writes to what was clipped."""
+        if isinstance(factor, Tensor) or factor != 1.0:
+            for bucket in self.buckets:
+                bucket.reads_until(hooks.weakly(self.settle))
 
     def take_factor(self) -> float | Tensor:
         """Takes the pending factor, which the caller applies. Those that updates have applied go into the gradients."""

@@ -326,9 +326,14 @@ class Sharding:
         """Whether any gradients are of passes under `no_sync` alone."""
         return any(bucket.local for bucket in self.gradient_buckets)
 
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether all gradients are those that were reduced here, and none was set by hand."""
+        return all(bucket.shows(*one) for bucket in self.gradient_buckets for one in bucket.kept_gradients().items())
+
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
-        self.reduction.factor = self.reduction.factor * factor
+        self.reduction.fold(factor)
 
     def take_fold(self) -> float | Tensor:
         """Takes the pending factor, which the caller applies."""
@@ -336,7 +341,7 @@ class Sharding:
 
     def folded(self, factor: float | Tensor) -> None:
         """An update has applied the factor that it took."""
-        self.reduction.is_applied(factor)
+        self.reduction.folded(factor)
 
     def settle(self) -> None:
         """Multiplies the gradients by the pending factor."""

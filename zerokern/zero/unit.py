@@ -153,7 +153,7 @@ class Unit:
                     kept |= memory.allocate()
                     self._gather(memory)
         if kept:  # somebody holds this memory, and may read it without a call that would wait
-            self.wait_for_unshard()
+            self._wait()  # still GATHERING, as on the other ranks: the order of collectives depends on the state
 
     def wait_for_unshard(self) -> None:
         """Wait for the gathers: GATHERING -> WHOLE."""
