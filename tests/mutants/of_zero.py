@@ -155,9 +155,9 @@ MUTANTS = (
     ),
     Mutant(
         "second_clipping_forgets_the_first",
-        "zerokern/zero/sharding.py",
-        "self.reduction.factor = self.reduction.factor * factor",
-        "self.reduction.factor = factor",
+        "zerokern/zero/reduction.py",
+        "self.factor = self.factor * factor",
+        "self.factor = factor",
         "Of two clippings before an update only the factor of the second is applied.",
         (
             "tests/mutants/test_found.py::test_clipping_again_counts_what_was_clipped_before",
