@@ -206,6 +206,12 @@ def test_models_that_autograd_trains(schedule: str, row: Row) -> None:
 
 
 @each("schedule", NAMES)
+def test_gradients_do_not_leave_over_those_that_a_slow_update_reads(schedule: str, slow_cpu: None) -> None:
+    """Under zk.shard, where they leave during backward: beside the update of the step before."""
+    alone(compare, Row("stage 2", "bf16", "none", steps=8), SCHEDULES[schedule])
+
+
+@each("schedule", NAMES)
 def test_a_bucket_of_which_a_rank_has_nothing(schedule: str) -> None:
     on_threads(2, compare, Row("stage 1", "fp32", accumulate=2, steps=6), SCHEDULES[schedule])
 
