@@ -21,6 +21,7 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk
 from zerokern.optim.exchange import Exchange, Inflow
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
+from zerokern.optim.survey import params_of
 from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "to_plain"]
@@ -53,7 +54,7 @@ class AnyOptimizer:
     @property
     def params(self) -> list[Tensor]:
         """The parameters of all groups, in order."""
-        return [param for group in self.opt.param_groups for param in group["params"]]
+        return params_of(self.opt.param_groups)
 
     def settle(self) -> None:
         """Waits until the state is that of the last step; raises if an interrupted load has left it inconsistent."""

@@ -33,7 +33,7 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import Checked, Entry, check_entry, copied, laid_out, make
 from zerokern.optim.step import StepRunner
-from zerokern.optim.survey import Groups, names_of
+from zerokern.optim.survey import Groups, names_of, params_of
 from zerokern.zero.shard import Shard, plain_shard
 
 __all__ = ["Column", "Exchange", "Inflow", "Round", "keep", "take_over"]
@@ -183,7 +183,7 @@ class Exchange:
     @property
     def params(self) -> list[Tensor]:
         """The parameters of all groups, in order."""
-        return [param for group in self.opt.param_groups for param in group["params"]]
+        return params_of(self.opt.param_groups)
 
     @property
     def late(self) -> bool:

@@ -8,7 +8,6 @@ parameters and has the logical shape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +21,7 @@ from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
-from zerokern.optim.survey import Groups, names_of, same_objects
+from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.kinds import is_divided, present, shardings_of
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, changes, plain_shard, shard_of, shards_of
@@ -75,7 +74,7 @@ class Shards:
         last: Shards | None = None,
         group: Any = None,
     ) -> None:
-        self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
+        self.everyone = params_of(groups)
         self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
         self.near: list[Tensor] = [shard.piece for shard in self.homes]
         self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
@@ -128,8 +127,7 @@ class Shards:
 
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, and they live where they did."""
-        everyone = list(chain.from_iterable(group["params"] for group in groups))
-        if not same_objects(everyone, self.everyone) or self.changes_over:
+        if not same_objects(params_of(groups), self.everyone) or self.changes_over:
             return False
         if self._changes is not None and self._changes == changes():
             return True

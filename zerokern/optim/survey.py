@@ -59,6 +59,15 @@ def names_of(groups: Groups) -> list[str]:
     return names
 
 
+def params_of(groups: Groups) -> list[Tensor]:
+    """The parameters of all groups, in order.
+
+    >>> len(params_of([{"params": [torch.ones(1)]}, {"params": [torch.ones(2), torch.ones(3)]}]))
+    3
+    """
+    return list(chain.from_iterable(group["params"] for group in groups))
+
+
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
@@ -88,7 +97,7 @@ class Survey:
         number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
         begins.
         """
-        self.everyone: list[Tensor] = list(chain.from_iterable(group["params"] for group in groups))
+        self.everyone = params_of(groups)
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
         grads = list(map(_resolved, self.everyone)) if grads is None else grads
         active = [grad is not None for grad in grads]
@@ -96,6 +105,7 @@ class Survey:
         self.params = list(compress(self.everyone, active))
         self.owners = list(compress(owners, active))
         self.numbers = list(compress(range(len(active)), active))
+        self.row_of = {number: row for row, number in enumerate(self.numbers)}
         self._idle_numbers = [number for number, has in enumerate(active) if not has]
         self.firsts = list(compress(starts, active)) if starts else [0] * len(self.params)
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]

@@ -186,11 +186,11 @@ class Update:
 
     def _actions_of(self, part: Part, turn: int, shards: Shards, ticket: Any, ready: Any, lazily: bool) -> Actions:
         name, host, survey = part.name, shards.host, self.binding.survey
-        rows = self._rows
+        rows = survey.row_of
         members = [member for member in part.members if member in rows]
         crosses = any(survey.numels[rows[member]] for member in members)
         if ticket is not None and crosses:  # of nothing there is no op
-            yield ("Fetch", name), partial(_given, ticket)
+            yield ("Fetch", name), lambda: ticket
         self.in_place = not shards.is_hosted
         if self.in_place:
             yield ("Step", name), partial(self.make_part, turn, shards.readings(part.members))
@@ -206,15 +206,11 @@ class Update:
         if lazily and part.sharding is not None and part.sharding.publisher.gathers:
             yield ("Gather", name), partial(self.gather, part, host.driver)
 
-    @property
-    def _rows(self) -> dict[int, int]:
-        return {number: row for row, number in enumerate(self.binding.survey.numbers)}
-
     def program(
         self, schedule: str | Delayed, shards: Shards, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
         """Makes the step program of this update."""
-        survey, rows = self.binding.survey, self._rows
+        survey, rows = self.binding.survey, self.binding.survey.row_of
         crosses = shards.host.link is not None
         parts = parts or [Part("all", tuple(survey.numbers))]
         turns = {members: turn for turn, members in enumerate(self.binding.turns)} if self.by_parts else {}
@@ -313,10 +309,6 @@ def _with_others(spans: Sequence[Span], buckets: Iterable[tuple[Any, Any, str]])
 
 def _decide(decision: Decision) -> None:
     decision.take()
-
-
-def _given(ticket: Any) -> Any:
-    return ticket
 
 
 def _nothing() -> None:

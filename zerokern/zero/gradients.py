@@ -93,6 +93,7 @@ class GradientBucket:
         self._places = frozenset(range(len(self.entries)))
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
+        self._settle_shown = weakly(self._settle_all)  # what is shown must not keep the bucket that shows it
         self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
         self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
@@ -474,7 +475,7 @@ class GradientBucket:
             local: Any = alias(self.reduced, 0 if piece is None else piece.offset, (shard.numel,))
             local.zk_handed_out = False
             named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
-            named.settle = self.settle
+            named.settle = self._settle_shown
             named.receive = None if self.receive is None else partial(self.receive, number)
             named.whole = partial(whole_like, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
@@ -494,9 +495,6 @@ class GradientBucket:
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
         self._guards.append(wait)
-        for shown in self.shown:
-            if isinstance(shown, Sharded):
-                shown.settle = weakly(self._settle_all)  # what is shown must not keep the bucket that shows it
 
     def _settle_all(self) -> None:
         if self.settle is not None:
@@ -510,9 +508,6 @@ class GradientBucket:
     def settles(self, settle: Callable[[], None]) -> None:
         """Makes whoever uses a shown gradient call `settle` first: updates that read it may be under way."""
         self.settle = settle
-        for shown in self.shown:
-            if isinstance(shown, Sharded):
-                shown.settle = settle
 
     def give(self, places: Iterable[int]) -> None:
         """Shows the gradients in `.grad`."""
