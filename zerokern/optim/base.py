@@ -211,7 +211,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 done = self._update(shards.groups(self.param_groups), settings)
                 shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:
-                shards.leave(undone=not done and not self.holdings.torn)
+                shards.end_step(undone=not done and not self.holdings.torn)
 
     def _update(self, groups: Groups, settings: list[dict[str, Any]]) -> bool:
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""

@@ -49,7 +49,7 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    params = [_trained(param) for param in _listed(parameters)]
+    params = [_gradient_holder(param) for param in _listed(parameters)]
     homes = [(param, home) for param in params if (home := shard_of(param)) is not None]
     divided = [(param, home) for param, home in homes if home.team is not None]
     tensors = [param for param in params if shard_of(param) is None and is_divided(param)]
@@ -98,8 +98,8 @@ def _listed(parameters: Tensor | torch.nn.Module | Iterable[Tensor]) -> list[Ten
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _trained(param: Tensor) -> Tensor:
-    """Who has the gradient: at stage 0, the span where `zk.shards` has returned it."""
+def _gradient_holder(param: Tensor) -> Tensor:
+    """Returns the tensor whose `.grad` it is: at stage 0, the span if `zk.shards` has returned that."""
     home = shard_of(param)
     exposed = home is not None and home.team is None and param.grad is None and home.piece.grad is not None
     return home.piece if exposed else param  # type: ignore[union-attr]

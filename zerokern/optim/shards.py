@@ -24,7 +24,7 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.kinds import is_divided, present, shardings_of
 from zerokern.zero.publishing import without_waiting
-from zerokern.zero.shard import Shard, changes, plain_shard, shard_of, shards_of
+from zerokern.zero.shard import Shard, plain_shard, shard_changes, shard_of, shards_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.tiers import fetched, in_turns
 
@@ -94,7 +94,7 @@ class Shards:
         self._stand_ins = [(param, shard) for param, shard in pairs if param is not shard.piece]
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
-        self._changes = changes() if all(shard_of(param) is shard for param, shard in pairs) else None
+        self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
         self._followed_params, self._followed_shards = [p for p, _ in self._followed], [s for _, s in self._followed]
         # a DTensor has two versions, its own and that of the tensor within
         self._counts_all = all(param is not shard.piece and not is_divided(param) for param, shard in self._followed)
@@ -129,10 +129,13 @@ class Shards:
         """Whether these are the parameters, and they live where they did."""
         if not same_objects(params_of(groups), self.everyone) or self.changes_over:
             return False
-        if self._changes is not None and self._changes == changes():
+        if self._changes is not None and self._changes == shard_changes():
             return True
         pairs = zip(self.everyone, self.homes, strict=True)
-        return self._copies == [shard.copies for shard in self.homes] and all(shard.fits(p) for p, shard in pairs)
+        fits = self._copies == [shard.copies for shard in self.homes] and all(shard.fits(p) for p, shard in pairs)
+        if fits and self._changes is not None:
+            self._changes = shard_changes()  # those were of other models
+        return fits
 
     @property
     def changes_over(self) -> bool:
@@ -187,7 +190,7 @@ class Shards:
         return found
 
     def take_copies(self, places: Iterable[int]) -> None:
-        """The step reads what is fetched of these gradients into host memory."""
+        """Sets `grads` to the host copies of these gradients, which are fetched or on their way."""
         self._fetched = list(places)
         self.grads = [None] * len(self.pieces)
         for place in self._fetched:
@@ -201,12 +204,12 @@ class Shards:
         return found[0]
 
     def readings(self, places: Iterable[int]) -> list[tuple[Tensor, int]]:
-        """The gradients that an update of these reads where they lie, and their versions."""
+        """Returns the gradients that an update of these parameters reads, with their versions."""
         grads = [self.grads[place] for place in places]
         return [(grad, grad._version) for grad in grads if grad is not None]
 
     def take_gradients(self) -> None:
-        """The step reads the gradients where they lie."""
+        """Sets `grads` to this rank's gradients, in the memory that they lie in."""
         with without_waiting():
             self.look()
             grads = list(map(_grad_of, self.everyone))
@@ -222,7 +225,7 @@ class Shards:
                     grad = grad.resolve_neg()
                 self.grads.append(grad)
 
-    def leave(self, *, undone: bool) -> None:
+    def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so a factor taken up is there for the next step."""
         self.grads = []
         for sharding, factor in self._folds:

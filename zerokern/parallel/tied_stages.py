@@ -188,7 +188,7 @@ class Ties:
         self._pg = stages[0].group or dist.group.WORLD
         self._everyone = _joined(self._pg, stages[0].device)
         for param in (param for stage in stages for param in stage.submod.parameters()):
-            shard_of(param).has_copies_in(1)  # type: ignore[union-attr]
+            shard_of(param).set_stage_count(1)  # type: ignore[union-attr]
         here: dict[str, list[StageCopy]] = {}
         for stage in sorted(stages, key=lambda one: one.stage_index):
             for name, param in stage.tied.items():
@@ -215,7 +215,7 @@ class Ties:
         self._last: list[tuple[Tie, Tensor]] = []  # how they compared in the last step
         for tie in self._ties:
             for copy in tie.copies:
-                copy.shard.has_copies_in(len(told[tie.name]))
+                copy.shard.set_stage_count(len(told[tie.name]))
 
     def _group_of(self, told: Sequence[dict[str, Any]]) -> Group | None:
         """The ranks that have copies of a weight; None where all copies are here."""

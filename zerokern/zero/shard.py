@@ -24,8 +24,8 @@ from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, known_sh
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
-__all__ = ["DTensorRanks", "Shard", "alias", "changes", "gradients_of_dtensors", "here_of_state", "shard_of"]
-__all__ += ["give_shard", "plain_shard", "shards_of", "strides"]
+__all__ = ["DTensorRanks", "Shard", "alias", "gradients_of_dtensors", "here_of_state", "shard_of"]
+__all__ += ["give_shard", "plain_shard", "shard_changes", "shards_of", "strides"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -43,8 +43,8 @@ class _Reference(weakref.ref):
 _changes = 0
 
 
-def changes() -> int:
-    """How often any parameter was given a shard, or a shard another number of copies."""
+def shard_changes() -> int:
+    """Returns how often, in this process, a parameter was given a shard or a shard another number of copies."""
     return _changes
 
 
@@ -209,8 +209,8 @@ class Shard:
         """How many of the ranks that its gradient is summed over have the same elements."""
         return self._copies * self._stages
 
-    def has_copies_in(self, stages: int) -> None:
-        """So many stages of a pipeline have it."""
+    def set_stage_count(self, stages: int) -> None:
+        """Sets how many stages of a pipeline have copies of it."""
         global _changes
         _changes += 1
         self._stages = stages
