@@ -100,14 +100,18 @@ def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
     on_ranks(4, lives, stage, str(tmp_path / "kept"))
 
 
-def delayed(rank: int) -> None:
-    """An update of the gradient before: what one process does with the same delay."""
-    plain = Alone(opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu"))
-    runs = [
-        Run(SIZES, stage, opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu")) for stage in (1, 3)
-    ]
+def scheduled(rank: int, sizes: tuple[int, ...], schedules: list[Any], tiers: list[str]) -> None:
+    """What one process does with the same schedule: with a delay, an update of the gradient before."""
+    for schedule in schedules:
+        for tier in tiers:
+            about_one_schedule(sizes, lambda params, s=schedule, t=tier: make(params, schedule=s, tier=t))
+
+
+def about_one_schedule(sizes: tuple[int, ...], opt: Any) -> None:
+    plain, ranks = Alone(opt=opt), math.prod(sizes)
+    runs = [Run(sizes, stage, opt=opt) for stage in (1, 2, 3)]
     for number in range(3):
-        expected = plain.backward(number, 4)
+        expected = plain.backward(number, ranks)
         for run in runs:
             assert close(run.backward(number), expected)
             run.step()
@@ -120,7 +124,12 @@ def delayed(rank: int) -> None:
 
 @pytest.mark.slow
 def test_updated_late() -> None:
-    on_ranks(4, delayed)
+    on_ranks(4, scheduled, SIZES, [zk.Delayed(after=1)], ["cpu"])
+
+
+def test_buckets_that_one_rank_has_alone_beside_others_that_are_gathered() -> None:
+    """With one rank along efsdp, experts have no all-gather in a step and all else has one."""
+    on_ranks(2, scheduled, (1, 2), ["sync", "overlap", zk.Delayed(after=1)], ["device", "cpu"])
 
 
 def refused(rank: int) -> None:

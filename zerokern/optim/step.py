@@ -25,7 +25,7 @@ from zerokern.optim.hosted import Departure, Leaving
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.update import Part, Update, buckets_of, parts_of
+from zerokern.optim.update import Part, Update, buckets_of, gathers, parts_of
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
@@ -420,7 +420,7 @@ class StepRunner:
     def _gather_rest(self, shards: Shards, update: Update) -> None:
         """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
         for part in self._parts_of(shards):
-            if part.sharding is not None and part.sharding.publisher.gathers and part.name not in update.gathered:
+            if part.name not in update.gathered and gathers(part):
                 part.sharding.publisher.gather(part.bucket).wait()
 
     def tell(self, error: BaseException) -> None:

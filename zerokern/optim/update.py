@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zerokern.optim.hosted import HostCopies, HostCopy
     from zerokern.optim.shards import Shards
 
-__all__ = ["Part", "Update", "buckets_of", "parts_of"]
+__all__ = ["Part", "Update", "buckets_of", "gathers", "parts_of"]
 
 _EDITED = (
     "a gradient was changed in place after step() and before the update had read it; keep gradients until the next "
@@ -79,6 +79,13 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
             name = f"{prefix}bucket {bucket}"
             parts.append(Part(name, tuple(buckets[id(sharding), bucket]), sharding, bucket))
     return parts
+
+
+def gathers(part: Part) -> bool:
+    """Whether the update of a part ends with an all-gather."""
+    return part.sharding is not None and part.sharding.publisher.gathers(
+        part.sharding.gradient_buckets[part.bucket].memory
+    )
 
 
 class Update:
@@ -181,7 +188,7 @@ class Update:
             if self.binding.tier.streams:
                 yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, parts):
-            if sharding.publisher.gathers and memory.bucket.trainable:
+            if sharding.publisher.gathers(memory):
                 yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
 
     def _actions_of(self, part: Part, turn: int, shards: Shards, ticket: Any, ready: Any, lazily: bool) -> Actions:
@@ -203,7 +210,7 @@ class Update:
             if host.link is not None and crosses:
                 yield ("Store", name), partial(self.store, host, copies, ready)
             yield ("Publish", name), partial(host.put, copies) if host.delays else _nothing
-        if lazily and part.sharding is not None and part.sharding.publisher.gathers:
+        if lazily and gathers(part):
             yield ("Gather", name), partial(self.gather, part, host.driver)
 
     def program(
@@ -300,8 +307,7 @@ def _with_others(spans: Sequence[Span], buckets: Iterable[tuple[Any, Any, str]])
     for sharding, memory, name in buckets:
         span = by_name.pop(name, None)
         again = shards_parameters(sharding.stage)
-        gathers = again or (sharding.publisher.gathers and memory.bucket.trainable)
-        if span is None and gathers and not memory.group.alone:
+        if span is None and (sharding.publisher.gathers(memory) or (again and not memory.group.alone)):
             span = Span(name, 0, unit=memory.bucket.unit if again else None, **_gathered(sharding, memory))
         found += [] if span is None else [span]
     return [*by_name.values(), *found]

@@ -100,14 +100,14 @@ def without_waiting() -> Any:
 class Publisher:
     """Shows updated buckets of one model to whoever reads its parameters.
 
-    `gathers`: by a collective, where each rank updates a part of parameters that all have. Waiting for an update talks
-    to no other rank: one rank may save its model while the others go on.
+    `by_gather`: each rank updates a part of parameters that all have, and a collective sends it to the others. Waiting
+    for an update talks to no other rank: one rank may save its model while the others go on.
     """
 
-    def __init__(self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
+    def __init__(self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, by_gather: bool) -> None:
         self._memories = [memory for memory in memories if memory.bucket.trainable]
-        self.gathers = gathers and any(not memory.group.alone for memory in memories)
-        self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers}
+        self._by_gather = by_gather
+        self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers(one)}
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
@@ -127,6 +127,10 @@ class Publisher:
             for spot in memory.bucket.places:
                 self._last_of[numbers[spot.param]] = number
 
+    def gathers(self, memory: BucketMemory) -> bool:
+        """Whether an update of this bucket ends with an all-gather."""
+        return self._by_gather and memory.bucket.trainable and not memory.group.alone
+
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
         versions = [piece._version for piece in self._pieces]
@@ -137,7 +141,7 @@ class Publisher:
     def gather_all(self) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them."""
         handles = []
-        for memory in self._memories if self.gathers else ():
+        for memory in filter(self.gathers, self._memories):
             handle, recorder = self.launch_gather(memory), memory.recorder
             size = memory.group.size
             handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))

@@ -166,7 +166,7 @@ class Sharding:
         self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
         self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
-        self.publisher = Publisher(units, self.memories, gathers=in_parts)
+        self.publisher = Publisher(units, self.memories, by_gather=in_parts)
 
     def _broadcast_buffers(self) -> None:
         """Copies rank 0's buffers to all ranks, as bytes, whatever their dtype."""
