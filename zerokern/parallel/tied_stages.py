@@ -268,7 +268,7 @@ def _joined(pg: Any, device: torch.device) -> Group:
 
 
 def _whole(grad: Tensor) -> Tensor:
-    whole = grad.whole(grad) if isinstance(grad, Sharded) and grad.whole is not None else grad
+    whole = grad.gather_full(grad) if isinstance(grad, Sharded) and grad.gather_full is not None else grad
     return local_of(whole).detach().reshape(-1)
 
 

@@ -17,7 +17,7 @@ from zerokern.comm import Handle
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
 from zerokern.zero.kinds import local_of
-from zerokern.zero.params import BucketEntry, BucketMemory, whole_like
+from zerokern.zero.params import BucketEntry, BucketMemory, gather_full
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
@@ -477,7 +477,7 @@ class GradientBucket:
             named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
             named.settle = self._settle_shown
             named.receive = None if self.receive is None else partial(self.receive, number)
-            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, entry.place, entry.placed)
+            named.gather_full = partial(gather_full, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
             del named, local
         self._pieces = [] if self.replicated else [one.span for one in self.shown if isinstance(one, Sharded)]

@@ -216,7 +216,7 @@ class Shard:
         self._stages = stages
 
     @property
-    def whole(self) -> Tensor | None:
+    def param_in_bucket(self) -> Tensor | None:
         """The model's parameter, where its values lie in the same memory as the piece."""
         if self.gradients is None or shards_parameters(self.sharding.stage):
             return None
@@ -232,7 +232,7 @@ class Shard:
 
     def look(self, param: Tensor) -> None:
         """Writes to the parameter count as writes to the piece; our own have been accounted for by `publish`."""
-        source = self.whole if param is self.piece else param
+        source = self.param_in_bucket if param is self.piece else param
         if source is None or self.materialized is not None:  # that is another body, whose versions count from 0
             return
         version = version_of(source)

@@ -345,7 +345,7 @@ def bare(one: Any, cls: Any) -> Any:
 
 
 def span(first: Any, cls: Any, one: Any) -> Any:
-    """This rank's elements of an argument beside `first`: of what is sharded alike, or of a plain tensor of its shape."""
+    """This rank's elements of what stands beside `first`: sharded alike, or a plain tensor of its shape."""
     if isinstance(one, cls):
         return one.span
     return first.span_of(one) if first is not None and isinstance(one, torch.Tensor) and one.ndim else one

@@ -32,7 +32,6 @@ __all__ = [
     "check_tier",
     "driver_of",
     "fetched",
-    "goes_by_rests",
     "in_turns",
     "laid_out",
     "lies_on",
@@ -176,13 +175,8 @@ def in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
             rest.leave()
 
 
-def goes_by_rests(func: Callable) -> bool:
-    """Returns whether a call takes lists of tensors, position by position."""
-    return getattr(func, "__name__", "").startswith("_foreach_")
-
-
 def by_rests(perform: Callable[[tuple, dict], Any], args: tuple, given: dict) -> Any:
-    """Performs such a call, one part at a time."""
+    """Performs a call that takes lists of tensors, position by position: one part of them at a time."""
     first = args[0] if args else next(iter(given.values()))
     lists = [one for one in (*args, *given.values()) if _is_parallel(one, len(first))]
     results: dict[int, Any] = {}
