@@ -46,13 +46,12 @@ class _HalfBackwards:
         sharding = self._sharding()
         if self._here and not self._hears and sharding is not None:
             self._hears = True
-            hooks.wrap_forward(sharding.module, lambda args, kwargs: None, self._after)
+            hooks.wrap_forward(sharding.module, after=self._after)
 
     def _after(self, result: Any) -> None:
         if self._here and not hooks.in_backward():
             self._here = False
-            for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, self._refuse_half)
+            hooks.when_backward_begins(result, self._refuse_half)
 
     def _refuse_half(self) -> None:
         sharding = self._sharding()

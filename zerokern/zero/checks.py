@@ -13,8 +13,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -30,7 +29,7 @@ from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
 from zerokern.zero.params import sharded_parameter_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.publishing import without_waiting
-from zerokern.zero.shard import Shard, give_shard, shard_of
+from zerokern.zero.shard import Shard, give_shard, refuse_unfrozen, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import PLACE, UnitSpec
 
@@ -279,9 +278,10 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
     if group.alone:
         return
     rows = [
-        (name, _shown(param), str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
+        (name, [*param.shape, *placements], str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
         for unit in units
         for name, param in unit.params
+        for placements in [map(str, param.placements) if is_placed(param) else ()]
     ]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     found = group.exchange([settings, len(rows), digest])
@@ -309,30 +309,24 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
 def _first_difference(group: Any, rows: list[Any]) -> str:
     everyone = group.exchange(rows)
     for rank, theirs in enumerate(everyone):
-        for number in range(max(len(theirs), len(everyone[0]))):
-            here, there = (_row(some, number) for some in (everyone[0], theirs))
-            if here != there:
+        for number, pair in enumerate(itertools.zip_longest(everyone[0], theirs)):
+            if pair[0] != pair[1]:
+                here, there = map(_in_words, pair)
                 return f"parameter {number} is {here} on rank 0, {there} on rank {rank}"
     return "the units differ"
 
 
-def _row(rows: list[Any], number: int) -> str:
-    if number >= len(rows):
+def _in_words(row: list[Any] | None) -> str:
+    if row is None:
         return "missing"
-    name, shape, dtype, trained, unit = rows[number]
+    name, shape, dtype, trained, unit = row
     return f"{name!r} {tuple(shape)} {dtype} {trained} in unit {unit or 'root'!r}"
-
-
-def _shown(param: Any) -> list[Any]:
-    """Its shape; of a DTensor, where its parts are too."""
-    return [*param.shape, *map(str, param.placements)] if is_placed(param) else list(param.shape)
 
 
 # torch's optimizers whose update of an element depends on others
 MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
 _pointer_of = torch.Tensor.data_ptr
-_version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 _materialized_of = operator.attrgetter("materialized")
 _reference_of = operator.attrgetter("_zk_shard")
@@ -342,12 +336,8 @@ _reference_of = operator.attrgetter("_zk_shard")
 def install() -> None:
     """Once for the process, when the first model is sharded."""
     hooks.on_optimizer_steps(before=_before, after=_after)
-    hooks.on_registration(_known_to_the_user)
-
-
-def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
-    """A module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there."""
-    return sharded_parameter_of(param)
+    # a module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there
+    hooks.on_registration(sharded_parameter_of)
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
@@ -419,7 +409,6 @@ class Guard:
         self._references = list(map(_reference_of, self._params))
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
         self._addresses = self._whereabouts()
-        self._versions = list(map(_version_of, self._params))
         if self._params:
             for module in sharding.module.modules():
                 hooks.after_loading(module, hooks.weakly(self.attend))
@@ -468,13 +457,8 @@ class Guard:
         self._found = list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _refuse_unfrozen(self) -> None:
-        entries = [entry for memory in self.sharding.memories for entry in memory.entries]
-        known = set(map(id, self._frozen))
-        name = next(one.name for one in entries if id(one.param) in known and one.param.requires_grad)
-        raise ShardError(
-            f"{name!r} was frozen when the model was sharded, and has no place for gradients; "
-            "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
-        )
+        frozen = (one for one in self.sharding.memories if not one.bucket.trainable)
+        refuse_unfrozen(next(one.name for memory in frozen for one in memory.entries if one.param.requires_grad))
 
     def _whereabouts(self) -> list[int]:
         return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
@@ -491,22 +475,17 @@ class Guard:
                 "Move, convert and parametrize a model before it is sharded. Under Hugging Face use "
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
-        versions = list(map(_version_of, self._params))
         try:
-            here = all(map(operator.is_, map(_reference_of, self._params), self._references))
+            if all(map(operator.is_, map(_reference_of, self._params), self._references)):
+                return
         except AttributeError:  # one of them lost it
-            here = False
-        if here and versions == self._versions:
-            return
-        whose = list(map(shard_of, self._params))
-        for place, (param, shard) in enumerate(zip(self._params, self._shards, strict=True)):
-            if versions[place] != self._versions[place] or whose[place] is not shard:
+            pass
+        for param, shard in zip(self._params, self._shards, strict=True):
+            if shard_of(param) is not shard:
                 self._take_back(param, shard)
-        self._versions = versions
+        self._references = list(map(_reference_of, self._params))
 
     def _take_back(self, param: nn.Parameter, shard: Shard) -> None:
-        if shard_of(param) is shard:
-            return
         give_shard(param, shard)  # with it went what hears of its gradients
         if shard.gradients is None:
             return
@@ -516,15 +495,6 @@ class Guard:
             param.grad_dtype = dtype
         shard.take_arrived(param)
         param.requires_grad_(trained)
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """The versions that rise within are no sign of anything."""
-        before = list(map(_version_of, self._params))
-        yield
-        after = map(_version_of, self._params)
-        pairs = zip(self._versions, before, after, strict=True)
-        self._versions = [now if known == was else known for known, was, now in pairs]
 
 
 def is_trained(param: Tensor | None) -> bool:

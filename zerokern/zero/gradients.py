@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from zerokern.comm import Handle
 from zerokern.zero import checks
@@ -21,7 +22,7 @@ from zerokern.zero.params import BucketEntry, BucketMemory, gather_full
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
-from zerokern.zero.shard import Shard, alias, strides
+from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
 from zerokern.zero.tiers import fetched
 
@@ -88,7 +89,7 @@ class GradientBucket:
         self._pieces: list[Tensor] = []  # this rank's parts of what is shown
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
-        self._spots = [(entry.shape, strides(entry.shape), entry.place.offset) for entry in self.entries]
+        self._spots = [(entry.shape, contiguous_strides(entry.shape), entry.place.offset) for entry in self.entries]
         self._spans: list[Tensor] = []  # of the buffer, by place
         self._places = frozenset(range(len(self.entries)))
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown

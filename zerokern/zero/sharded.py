@@ -36,11 +36,21 @@ from zerokern.zero.sharded_ops import (
 )
 from zerokern.zero.tiers import by_rests, fetched
 
-__all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "leaves"]
+__all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "known_shard", "leaves"]
 
 
 ADD_ = torch.ops.aten.add_.Tensor
 KINDS = ("parameter", "gradient", "state")
+
+
+def known_shard(tensor: Tensor | None) -> Any:
+    """Returns the `Shard` of a parameter, or of a piece of one; None if it has none, or its sharded model is gone.
+
+    >>> known_shard(torch.ones(2)) is None
+    True
+    """
+    reference = getattr(tensor, "_zk_shard", None)
+    return None if reference is None else reference()
 
 
 @dataclass(frozen=True)
@@ -216,16 +226,11 @@ class Sharded(torch.Tensor):
         """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
         if self._leaf is None:
             refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
-        return self._known_shard.call_after_reduction(hook)
+        return hooks.keep_hook(known_shard(self).after_reduction, hook)
 
     @property
     def _leaf(self) -> torch.Tensor | None:
-        return getattr(self._known_shard, "leaf", None)
-
-    @property
-    def _known_shard(self) -> Any:
-        reference = getattr(self, "_zk_shard", None)
-        return None if reference is None else reference()
+        return getattr(known_shard(self), "leaf", None)
 
     def __deepcopy__(self, memo: dict) -> Sharded:
         """Of what a state_dict holds; a module that is copied would be of no use with its parameters' parts."""
@@ -267,8 +272,7 @@ class Sharded(torch.Tensor):
     ) -> Any:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                reference = getattr(args[0], "_zk_shard", None) if func in FREEZING else None
-                if reference is not None and (shard := reference()) is not None:
+                if func in FREEZING and (shard := known_shard(args[0])) is not None:
                     shard.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up

@@ -253,8 +253,7 @@ class Sharding:
         if result is not None and not hooks.in_backward():
             self.publisher.complete()
         if self.runner is None and torch.is_grad_enabled() and self.gradient_buckets:
-            for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, hooks.weakly(self._begin_backward, hooks.refuse_gradients))
+            hooks.when_backward_begins(result, hooks.weakly(self._begin_backward, hooks.refuse_gradients))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.runner is not None:
@@ -303,7 +302,7 @@ class Sharding:
         for number, module in enumerate(self._unit_modules):
             there = module()
             if number and there is not None:
-                hooks.wrap_forward(there, partial(hooks.weakly(self.publisher.upto), number), _unchanged)
+                hooks.wrap_forward(there, partial(hooks.weakly(self.publisher.upto), number))
 
     def _announce(self) -> None:
         if self.runner is not None:
@@ -314,8 +313,7 @@ class Sharding:
         with without_waiting():
             version = version_of if self._has_dtensors else _version_of
             seen, versions = list(map(_seen_version, self.shards)), list(map(version, self.zero_order))
-            with self.watch.following():
-                self.publisher.announce()
+            self.publisher.announce()
             now = map(version, self.zero_order)
             for shard, known, before, after in zip(self.shards, seen, versions, now, strict=True):
                 if known == before:  # the optimizer that owns what was written by others has yet to notice
@@ -380,7 +378,3 @@ class Sharding:
             "buffers": [*self.reduction.buffers, *lent],
             "scratch": self.reduction.scratch,
         }
-
-
-def _unchanged(result: Any) -> None:
-    pass

@@ -201,28 +201,20 @@ LARGEST = 16 << 20
 class DiskCopy:
     """The ticket of one copy: nobody touches its target before `gate` or `wait`, which raise what went wrong."""
 
-    def __init__(self, future: Future[Copy | None]) -> None:
+    def __init__(self, future: Future[Copy]) -> None:
         self._future = future
 
     def gate(self) -> None:
         """Makes the current stream wait for the copy; the host waits for the disk alone."""
-        last = self._future.result()
-        if last is not None:
-            last.gate()
+        self._future.result().gate()
 
     def wait(self) -> None:
         """Waits for the copy."""
-        last = self._future.result()
-        if last is not None:
-            last.wait()
+        self._future.result().wait()
 
     def done(self) -> bool:
         """Whether the copy has ended, or failed."""
-        if not self._future.done():
-            return False
-        failed = self._future.exception() is not None
-        last = None if failed else self._future.result()
-        return last is None or last.done()
+        return self._future.done() and (self._future.exception() is not None or self._future.result().done())
 
 
 class DiskCopier:
@@ -250,8 +242,8 @@ class DiskCopier:
         """
         return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
 
-    def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy | None:
-        last: Copy | None = None
+    def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy:
+        last = ready
         try:
             rest.wait()
             source = rest.memory.view(torch.uint8)
@@ -269,7 +261,6 @@ class DiskCopier:
                     last = self.copies.here()
                 self._drained[number] = last
         except BaseException:
-            if last is not None:
-                last.wait()  # nothing moves into memory that nobody waits for
+            last.wait()  # nothing moves into memory that nobody waits for
             raise
         return last
