@@ -170,7 +170,7 @@ class Shards:
             map(_seen_version_of, self._followed_shards)
         ):
             for param, shard in self._followed:
-                shard.look(param)
+                shard.count_writes(param)
         self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:

@@ -43,15 +43,15 @@ __all__ = [
     "mixed",
     "model",
     "no_other_wrapper",
-    "no_writes_of_one_rank",
     "not_reduced_by_ddp",
-    "one_unit",
     "reduce",
     "refuse_materialized",
+    "refuse_max_norm",
     "refuse_stranger",
     "same_on_all_ranks",
     "thawed",
     "unreduced",
+    "warn_of_large_units",
 ]
 
 
@@ -85,8 +85,8 @@ def model(module: object, units: Sequence[UnitSpec], group: Group, *, built: boo
     if not params:
         raise ValueError(f"{type(module).__name__} has no parameters; allowed: a module with something to shard")
     for name, param in params:
-        _one(name, param, built)
-    _no_overlap(params)
+        _check_parameter(name, param, built)
+    _check_overlap(params)
     if built:
         return group.device
     devices = sorted({str(param.device) for _, param in params})
@@ -137,7 +137,7 @@ def not_reduced_by_ddp(module: nn.Module) -> None:
         )
 
 
-def one_unit(units: Sequence[UnitSpec]) -> None:
+def warn_of_large_units(units: Sequence[UnitSpec]) -> None:
     """Warn of a unit with most of a large model in it: at stage 3 all of it is gathered at once.
 
     A unit that would not be much smaller without its largest module is as it must be: an embedding, say.
@@ -160,8 +160,8 @@ def one_unit(units: Sequence[UnitSpec]) -> None:
         )
 
 
-def no_writes_of_one_rank(module: nn.Module, group: Any) -> None:
-    """Lookups that renormalize what they look up write to other rows on each rank."""
+def refuse_max_norm(module: nn.Module, group: Any) -> None:
+    """Lookups that renormalize what they check up write to other rows on each rank."""
     lookups = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     for name, one in lookups:
         if one.max_norm is not None and one.weight.requires_grad and group.size > 1:
@@ -228,7 +228,7 @@ def unreduced(names: Sequence[str]) -> NoReturn:
     )
 
 
-def _one(name: str, param: nn.Parameter, built: bool) -> None:
+def _check_parameter(name: str, param: nn.Parameter, built: bool) -> None:
     if shard_of(param) is not None:
         raise StateError(f"{name!r} is sharded already; shard a model once, as a whole")
     if built and is_placed(param):
@@ -255,10 +255,10 @@ def _one(name: str, param: nn.Parameter, built: bool) -> None:
         raise StateError(f"{name!r} has a gradient; call zero_grad() before zk.shard")
 
 
-def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
+def _check_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
     """Two parameters that share memory would no longer share it afterwards."""
     locals_of = [(name, local_of(param)) for name, param in params]
-    spans = sorted((*_where(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
+    spans = sorted((*_address(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
     for (kind, begin, nbytes, left), (other, after, _, right) in itertools.pairwise(spans):
         if kind == other and begin + nbytes > after:
             raise ValueError(
@@ -267,7 +267,7 @@ def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
             )
 
 
-def _where(param: Tensor) -> tuple[int, int]:
+def _address(param: Tensor) -> tuple[int, int]:
     """An address; of memory that is emptied until its unit is built, its place within that."""
     storage = param.untyped_storage()
     return (0, param.data_ptr()) if storage.nbytes() else (storage._cdata, int(param.storage_offset()) * param.itemsize)
@@ -411,7 +411,7 @@ class Guard:
         self._addresses = self._whereabouts()
         if self._params:
             for module in sharding.module.modules():
-                hooks.after_loading(module, hooks.weakly(self.attend))
+                hooks.after_loading(module, hooks.weakly(self.check_memory))
 
     @property
     def sharding(self) -> Any:
@@ -419,19 +419,19 @@ class Guard:
         assert sharding is not None
         return sharding
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
         for check in self.before_forward:
             check()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
         if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
-            self._walk()
+            self._check_parameters()
         if any(map(_is_trained, self._frozen)):
             self._refuse_unfrozen()
         with without_waiting():
-            self.attend()
+            self.check_memory()
 
-    def _walk(self) -> None:
+    def _check_parameters(self) -> None:
         """What takes a parameter's place and is none (functional_call puts plain tensors there) is to compute."""
         known = self.sharding.entries
         there = set()
@@ -463,7 +463,7 @@ class Guard:
     def _whereabouts(self) -> list[int]:
         return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
 
-    def attend(self) -> None:
+    def check_memory(self) -> None:
         """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
         addresses = self._whereabouts()
         if addresses != self._addresses:
@@ -482,10 +482,10 @@ class Guard:
             pass
         for param, shard in zip(self._params, self._shards, strict=True):
             if shard_of(param) is not shard:
-                self._take_back(param, shard)
+                self._restore_shard(param, shard)
         self._references = list(map(_reference_of, self._params))
 
-    def _take_back(self, param: nn.Parameter, shard: Shard) -> None:
+    def _restore_shard(self, param: nn.Parameter, shard: Shard) -> None:
         give_shard(param, shard)  # with it went what hears of its gradients
         if shard.gradients is None:
             return

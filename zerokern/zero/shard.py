@@ -210,8 +210,8 @@ class Shard:
             return known is self if known is not None else param is self.piece and not is_divided(param)
         return param is self._param and isinstance(param, DTensor) and _where(param) == self._where
 
-    def look(self, param: Tensor) -> None:
-        """Writes to the parameter count as writes to the piece; our own have been accounted for by `publish`."""
+    def count_writes(self, param: Tensor) -> None:
+        """Counts writes to the parameter as writes to the piece; our own have been accounted for by `publish`."""
         source = self.param_in_bucket if param is self.piece else param
         if source is None or self.materialized is not None:  # that is another body, whose versions count from 0
             return

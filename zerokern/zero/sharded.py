@@ -170,11 +170,6 @@ class Sharded(torch.Tensor):
             self.zk_rest.watch(self.span) if counts else self.zk_rest.change()
             return self.zk_rest.lend(self.span)
 
-    @property
-    def handed_out(self) -> bool:
-        """Whether anybody was given `local`, of this or of what is over the same memory."""
-        return getattr(self.span, "zk_handed_out", False)
-
     def is_same_layout(self, other: object) -> bool:
         """Whether ``other`` is sharded and holds the same elements of the same shape here.
 

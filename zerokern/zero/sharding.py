@@ -31,7 +31,7 @@ from zerokern.zero.reduction import Reduction
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
 from zerokern.zero.spilling import kind_of_bucket
-from zerokern.zero.tiers import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.tiers import check_tier, driver_of, keep_driver, reserve, rests_on
 from zerokern.zero.unit import Registration, Unit
 from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
 
@@ -74,7 +74,7 @@ class Sharding:
         checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
         if shards_parameters(stage):
-            checks.one_unit(found)
+            checks.warn_of_large_units(found)
         params = [pair for unit in found for pair in unit.params]
         wrapped = "None" if wrapper is None else wrapper.check(found)
         self.groups = groups(module, params, group, self.replicated)
@@ -82,7 +82,7 @@ class Sharding:
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
         self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
-            checks.no_writes_of_one_rank(module, group.everyone)
+            checks.refuse_max_norm(module, group.everyone)
         settings = {
             "stage": stage,
             "reduce": self.op,
@@ -98,7 +98,7 @@ class Sharding:
             checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
-            self._take_in(found, device, bucket_bytes, materialize, tier)
+            self._fill_buckets(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
         self.groups.watch_gradients(self)
         self.wrapper = wrapper
@@ -108,7 +108,7 @@ class Sharding:
         for memory in self.memories:
             if memory.rest is not None:
                 memory.rest.is_viewed()
-        self.watch = checks.Guard(self)
+        self.guard = checks.Guard(self)
         checks.install()
         # nobody waits for an update of a model that is gone, and its optimizer is not kept for that
         weakref.finalize(module, hooks.weakly(self.publisher.retire)).atexit = False
@@ -120,7 +120,7 @@ class Sharding:
             raise StateError("these parameters are of a sharded model that is gone; keep the model as long as these")
         return module
 
-    def _take_in(
+    def _fill_buckets(
         self,
         units: Sequence[UnitSpec],
         device: torch.device,
@@ -140,7 +140,7 @@ class Sharding:
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = driver_of(device, [param for _, param, _ in named])
-        for bucket, room in zip(buckets, laid_out(tier, self.rests, driver, buckets), strict=True):
+        for bucket, room in zip(buckets, reserve(tier, self.rests, driver, buckets), strict=True):
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
             prepared |= present
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
@@ -159,7 +159,7 @@ class Sharding:
         self.shards = [shards[number] for number in range(len(named))]
         self._has_dtensors = any(shard.placed is not None for shard in self.shards)
         if tier == "device":
-            lies_on(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
+            keep_driver(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
         entries = [entry for memory in self.memories for entry in memory.entries]
         self.entries = {id(entry.param): entry for entry in entries}
@@ -236,7 +236,7 @@ class Sharding:
             self.reduction.abandon()
             if torch.is_grad_enabled():
                 checks.not_reduced_by_ddp(self.module)
-                self.watch.look()
+                self.guard.check()
         if self.runner is not None:
             self.runner.begin_forward()
             self.runner.before_forward(self.runner.root)

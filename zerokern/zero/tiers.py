@@ -33,9 +33,9 @@ __all__ = [
     "driver_of",
     "fetched",
     "in_turns",
-    "laid_out",
-    "lies_on",
+    "keep_driver",
     "own_name",
+    "reserve",
     "rests_of",
     "rests_on",
 ]
@@ -64,11 +64,11 @@ def rests_on(tier: AnyTier, group: Group) -> Rests | None:
         return None
     opened = config.open(own_name("parameters", group.rank), "parameters")
     rests = Rests(opened)
-    opened.gives_way = partial(_give_way, weakref.ref(rests), _REPLACED.format(where=opened))
+    opened.gives_way = partial(_close, weakref.ref(rests), _REPLACED.format(where=opened))
     return rests
 
 
-def _give_way(there: weakref.ref[Rests], because: str) -> str:
+def _close(there: weakref.ref[Rests], because: str) -> str:
     rests = there()
     return because if rests is None or rests.close(because) else ""
 
@@ -86,20 +86,20 @@ def own_name(name: str, rank: int = 0) -> str:
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
     """Returns the driver of copies to and from the compute device; None: it is the CPU.
 
-    A device that torch does not know forgets these parameters, whose contents will be swapped: see `lies_on`.
+    A device that torch does not know forgets these parameters, whose contents will be swapped: see `keep_driver`.
     """
     played = [driver for param in params if (driver := EMULATED_DRIVERS.pop(param, None)) is not None]
     return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
 
 
-def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
+def keep_driver(driver: Any, tensors: Sequence[Tensor]) -> None:
     """Says that these lie on a device that torch does not know."""
     if driver is not None and not isinstance(driver, CudaDriver):
         for one in tensors:
             EMULATED_DRIVERS[one] = driver
 
 
-def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
+def reserve(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
     """Reserves room for this rank's shard of each bucket; returns the arguments of each `BucketMemory`."""
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
     if rests is not None:
