@@ -17,7 +17,7 @@ __all__ = ["for_inputs", "for_weights"]
 
 
 def for_inputs(leaves: Sequence[Tensor], given: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """Gradients of a stage's inputs, and what those of its weights are to be computed from later.
+    """Computes gradients of a stage's inputs; returns them, and what `for_weights` computes the others from.
 
     Weights that no gradient of an input comes past have theirs at once: torch would leave them out.
     """
@@ -38,7 +38,7 @@ def for_inputs(leaves: Sequence[Tensor], given: dict[str, Any]) -> tuple[Any, li
 
 
 def _accumulators(nodes: Iterable[Any]) -> list[Any]:
-    """The nodes of all leaves that these come from."""
+    """Returns the accumulation nodes of all leaves that these nodes depend on."""
     stack = list(nodes)
     seen, found = set(stack), []
     while stack:
@@ -53,7 +53,7 @@ def _accumulators(nodes: Iterable[Any]) -> list[Any]:
 
 
 def for_weights(groups: Sequence[dict[str, Any]]) -> None:
-    """The half that was left: from the nodes where a weight's gradient leaves the way to the inputs.
+    """Computes the gradients of the weights that `for_inputs` has left.
 
     Of a weight that is used several times, what comes to one of its nodes from another is in its gradient already; and
     these go first, as they pass through nodes that others begin with, which would be freed by then.

@@ -205,7 +205,7 @@ class PipelineStage(TorchStage):
                     owner.grad.add_(grad)
 
     def _find_shardings(self) -> list[Sharding]:
-        """What zk.shard has made of this module."""
+        """Returns the shardings of this module's parameters."""
         params = list(self.submod.parameters())
         stranger = next((name for name, one in self.submod.named_parameters() if shard_of(one) is None), None)
         if stranger is not None:
@@ -238,7 +238,7 @@ class PipelineStage(TorchStage):
                     )
 
     def _refuse_repeated(self) -> None:
-        """A half that computes units again has nothing left of them for the other."""
+        """Refuses recomputation, whose result the first half of a backward would use up."""
         for sharding in self._shardings:
             keep, micro = getattr(sharding.wrapper, "keep", None), getattr(sharding.wrapper, "micro", 1)
             if keep is not None and micro == 1:
@@ -255,13 +255,13 @@ class PipelineStage(TorchStage):
         return all(sharding.rests is None for sharding in self._shardings)
 
     def _keep_unsharded(self, keeps: bool) -> None:
-        """Whether parameters at stage 3 stay whole from here on."""
+        """Sets whether units of stage 3 stay unsharded."""
         for sharding in self._shardings:
             if sharding.runner is not None:
                 sharding.runner.keep_unsharded(keeps)
 
     def _reshard(self) -> None:
-        """Nothing stays whole."""
+        """Reshards all units."""
         self._keep_unsharded(False)
         for sharding in self._shardings:
             if sharding.runner is not None:
@@ -269,7 +269,7 @@ class PipelineStage(TorchStage):
 
     @contextmanager
     def _reshard_on_error(self) -> Iterator[None]:
-        """What breaks off leaves nothing whole, and gradients that were there before where they were."""
+        """Context manager: after an error nothing is kept unsharded, and earlier gradients are back in `.grad`."""
         try:
             yield
         except BaseException:
@@ -284,7 +284,7 @@ class PipelineStage(TorchStage):
         return stack
 
     def _set_gradients_aside(self) -> list[tuple[Tensor, Tensor]]:
-        """Gradients of an earlier step, which are not this one's to divide."""
+        """Takes gradients of earlier steps out of `.grad`: they are not divided by micro-batches again."""
         buckets = [bucket for sharding in self._shardings for bucket in sharding.gradient_buckets]
         with without_waiting():
             owners = [_gradient_owner(bucket, place) for bucket in buckets for place in range(len(bucket.entries))]
@@ -294,18 +294,18 @@ class PipelineStage(TorchStage):
         return found
 
     def _leaves(self) -> list[Tensor]:
-        """What autograd meets of the parameters that are trained."""
+        """Returns the leaves of autograd of trained parameters."""
         buckets = [bucket for sharding in self._shardings for bucket in sharding.gradient_buckets]
         return [leaf for bucket in buckets for leaf in bucket.leaves if leaf.requires_grad]
 
 
 def _gradient_owner(bucket: Any, place: int) -> Tensor:
-    """Where the user looks for a gradient."""
+    """Returns the tensor whose `.grad` the user reads."""
     return bucket.shards[place].piece if bucket.exposed else bucket.entries[place].param
 
 
 def _divide(sharding: Sharding, count: int) -> None:
-    """What is reduced, by the number of micro-batches: exactly as torch divides each gradient."""
+    """Divides reduced gradients by the number of micro-batches, with the rounding of torch's division."""
     for bucket in sharding.gradient_buckets:
         if count & (count - 1) == 0:
             bucket.scale(1.0 / count)
@@ -331,7 +331,7 @@ class _RunInBackward(torch.autograd.Function):
 
 
 def _in_one_backward(shardings: Sequence[Sharding], device: torch.device, work: Callable[[], None]) -> None:
-    """Passes that `work` runs are parts of one, at whose end gradients are reduced, if any pass reduces them."""
+    """Runs `work` within one backward pass; gradients are reduced at its end, if any pass within reduces them."""
 
     def within() -> None:
         for sharding in shardings:

@@ -32,7 +32,7 @@ ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def check_tied(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
-    """What `tied=` may be: parameters of this module by name."""
+    """Checks `tied=`: parameters of this module by name."""
     if tied is None:
         return {}
     if not isinstance(tied, Mapping):
@@ -48,7 +48,7 @@ def check_tied(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_tied_still_there(tied: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-    """A step begins: these are still what the module computes with."""
+    """Refuses a step whose module no longer has the tied parameters."""
     own = set(map(id, module.parameters())) if tied else ()
     for name, param in tied.items():
         if id(param) not in own:
@@ -60,7 +60,7 @@ def check_tied_still_there(tied: Mapping[str, nn.Parameter], module: nn.Module) 
 
 @dataclass
 class StageCopy:
-    """One stage's, on this rank."""
+    """One stage's copy of a tied weight, on this rank."""
 
     stage: int
     param: nn.Parameter
@@ -81,7 +81,7 @@ class StageCopy:
 
     @property
     def span(self) -> Tensor:
-        """Of its gradient, what is here."""
+        """This rank's span of its gradient."""
         return self.bucket.reduced_span(self.shard.place)
 
     def described(self, name: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class StageCopy:
         return [min(max(rank * each - place.offset, 0), place.numel) for rank in range(self.group.size)]
 
     def digest(self, stride: int) -> Tensor:
-        """Of each `stride`-th value, wherever it is divided; it tells weights apart, on all ranks alike."""
+        """Returns a checksum of every `stride`-th value, the same on all ranks however the weight is cut."""
         piece = self.shard.piece
         self.shard.sharding.publisher.finish()
         with present(piece, written=False):
@@ -124,7 +124,7 @@ class StageCopy:
 
 
 class Tie:
-    """One weight: its copies that are here, and the ranks that have others."""
+    """One tied weight: its copies on this rank, and the group of ranks with copies."""
 
     def __init__(
         self, name: str, copies: Sequence[StageCopy], told: Sequence[dict[str, Any]], group: Group | None
@@ -182,7 +182,7 @@ class Tie:
 
 
 class Ties:
-    """What the stages of one rank share with others. All ranks of the pipeline make one, at the end of a first step."""
+    """The tied weights of this rank's stages. All ranks of the pipeline make one, at the end of the first step."""
 
     def __init__(self, stages: Sequence[Any]) -> None:
         self._pg = stages[0].group or dist.group.WORLD

@@ -161,7 +161,7 @@ def warn_of_large_units(units: Sequence[UnitSpec]) -> None:
 
 
 def refuse_max_norm(module: nn.Module, group: Any) -> None:
-    """Lookups that renormalize what they check up write to other rows on each rank."""
+    """Refuses `max_norm` of embeddings, whose forward writes to other rows on each rank."""
     lookups = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     for name, one in lookups:
         if one.max_norm is not None and one.weight.requires_grad and group.size > 1:
@@ -173,7 +173,7 @@ def refuse_max_norm(module: nn.Module, group: Any) -> None:
 
 
 def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
-    """What of a gradient is added up: this rank's part, where the parameter is a DTensor `placed` in some way.
+    """Checks a gradient and returns what is reduced: of a DTensor that is `placed`, this rank's part.
 
     >>> gradient("weight", torch.ones(2))
     tensor([1., 1.])
@@ -256,7 +256,7 @@ def _check_parameter(name: str, param: nn.Parameter, built: bool) -> None:
 
 
 def _check_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
-    """Two parameters that share memory would no longer share it afterwards."""
+    """Refuses two parameters that share memory: in buckets they no longer would."""
     locals_of = [(name, local_of(param)) for name, param in params]
     spans = sorted((*_address(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
     for (kind, begin, nbytes, left), (other, after, _, right) in itertools.pairwise(spans):
@@ -268,7 +268,7 @@ def _check_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _address(param: Tensor) -> tuple[int, int]:
-    """An address; of memory that is emptied until its unit is built, its place within that."""
+    """Returns the address; of memory that is empty until its unit is built, the offset within it."""
     storage = param.untyped_storage()
     return (0, param.data_ptr()) if storage.nbytes() else (storage._cdata, int(param.storage_offset()) * param.itemsize)
 
@@ -334,7 +334,7 @@ _reference_of = operator.attrgetter("_zk_shard")
 
 @functools.cache
 def install() -> None:
-    """Once for the process, when the first model is sharded."""
+    """Registers checks around every optimizer step, once for the process."""
     hooks.on_optimizer_steps(before=_before, after=_after)
     # a module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there
     hooks.on_registration(sharded_parameter_of)
@@ -371,7 +371,7 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_materialized(shards: Iterable[Shard | None]) -> None:
-    """A step within zk.gathered would not be seen there, and be overwritten at its end."""
+    """Refuses a step within zk.gathered, which has copies of the parameters."""
     known = [shard for shard in shards if shard is not None]
     for shard in known if list(map(_materialized_of, known)).count(None) < len(known) else ():
         if shard.materialized is not None:
@@ -388,7 +388,7 @@ def _after(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Guard:
-    """Whether a model still consists of what zk.shard divided, and gradients still come to it: asked at every forward.
+    """Checks in every forward that the model still has the parameters that zk.shard sharded, where they were.
 
     All of it is compared by loops that are not Python's; only what differs is looked at.
     """
@@ -420,7 +420,7 @@ class Guard:
         return sharding
 
     def check(self) -> None:
-        """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
+        """Refuses parameters that were added, exchanged, moved or unfrozen; restores hooks that were lost."""
         for check in self.before_forward:
             check()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
@@ -432,7 +432,7 @@ class Guard:
             self.check_memory()
 
     def _check_parameters(self) -> None:
-        """What takes a parameter's place and is none (functional_call puts plain tensors there) is to compute."""
+        """Refuses parameters that were added or removed. Plain tensors in their place (functional_call) are allowed."""
         known = self.sharding.entries
         there = set()
         for name, module in self.sharding.module.named_modules():
@@ -464,7 +464,7 @@ class Guard:
         return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
 
     def check_memory(self) -> None:
-        """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
+        """Refuses parameters whose memory was exchanged; restores hooks of those swapped over the same memory."""
         addresses = self._whereabouts()
         if addresses != self._addresses:
             known = zip(self._plain, addresses, self._addresses, strict=True)
@@ -498,7 +498,7 @@ class Guard:
 
 
 def is_trained(param: Tensor | None) -> bool:
-    """Whether this is a parameter that would be trained; functional_call's plain tensors are their owners' affair."""
+    """Returns whether this is a parameter that would be trained, and no plain tensor of functional_call's."""
     return isinstance(param, nn.Parameter) and param.requires_grad
 
 

@@ -52,7 +52,7 @@ SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 
 
 def here_of(tensor: Tensor) -> Here:
-    """Which elements of a tensor are on this rank: of a piece, those of its parameter.
+    """Returns which elements of a tensor are on this rank; for a piece, those of its parameter.
 
     >>> here_of(Sharded(torch.ones(4), torch.Size([2, 3]), 0)).boxes()
     [((0, 0), (1, 3), 0), ((1, 0), (1, 1), 3)]
@@ -68,7 +68,7 @@ def here_of(tensor: Tensor) -> Here:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The memory of these elements: a plain tensor of another shape, or the tensor itself.
+    """Returns the plain tensor in which this rank keeps these elements; of a plain tensor, the tensor itself.
 
     >>> local_of(Sharded(torch.ones(4), torch.Size([2, 3]), 0))
     tensor([1., 1., 1., 1.])
@@ -80,7 +80,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
-    """Within, the values of a piece, or of a gradient, are in memory, wherever it rests; what is `written` lasts.
+    """Context manager that fetches the values of a piece or a gradient; `written`: they are stored afterwards.
 
     >>> with present(torch.ones(2)):
     ...     pass
@@ -96,7 +96,7 @@ def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
 
 
 def rest_of(tensor: Tensor) -> Rest | None:
-    """Where the values of a piece, of a twin of one or of its gradient are while nobody uses them; None: there."""
+    """Returns where the values of a piece or a gradient rest while nobody uses them; None if in memory."""
     own: Rest | None = getattr(tensor, "zk_rest", None)
     if own is not None:
         return own
@@ -105,7 +105,7 @@ def rest_of(tensor: Tensor) -> Rest | None:
 
 
 def is_divided(value: object) -> bool:
-    """Whether something is a tensor that says by its type that it is one of many ranks'.
+    """Returns whether a value is a DTensor or a `Sharded`.
 
     >>> is_divided(torch.ones(2))
     False
@@ -123,7 +123,7 @@ def is_placed(value: object) -> TypeGuard[DTensor]:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """One that has the version of the tensor, and none of its memory.
+    """Returns a tensor that shares the version counter of this one, and has no memory.
 
     >>> x = torch.ones(2)
     >>> one = without_memory(x); _ = x.add_(1); one.numel(), one._version == x._version
@@ -140,7 +140,7 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def is_replicated(tensor: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether a DTensor says that it is the same on all of these ranks, which are those of a dimension of its mesh.
+    """Returns whether a DTensor is replicated over these ranks, those of one dimension of its mesh.
 
     >>> is_replicated(torch.ones(2), [0])
     False
@@ -153,7 +153,7 @@ def is_replicated(tensor: Tensor, ranks: Sequence[int]) -> bool:
 
 
 def shown_as(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes of a local tensor what this one is, and holds none of its memory."""
+    """Returns a function that wraps a local tensor as this tensor is wrapped; it keeps no memory of this one."""
     if not isinstance(tensor, DTensor):
         return lambda local: local
     spec = tensor._spec
@@ -161,7 +161,7 @@ def shown_as(tensor: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to: writes to a DTensor do not count on the tensor within, nor the other way round.
+    """Returns how often a tensor was written to. A DTensor and its local tensor count writes separately.
 
     >>> version_of(torch.ones(2).add_(1))
     1
@@ -170,7 +170,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
-    """This rank's elements of a whole tensor, or of one that is divided in the same way: 1-D.
+    """Returns this rank's elements, 1-D, of a full tensor or of one that is sharded alike.
 
     A view where that is possible, unless it is to `own` them.
     """
@@ -194,7 +194,7 @@ def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed(Here):
-    """What the placements of a DTensor leave here, shown as a DTensor."""
+    """This rank's elements of a DTensor, as its placements say; state is shown as a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -202,7 +202,7 @@ class Placed(Here):
 
     @staticmethod
     def by(tensor: DTensor, group: Any = None) -> Placed:
-        """What its own leave."""
+        """Returns this rank's elements of a DTensor."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         box, stride = (tuple(offsets), tuple(sizes)), tensor.stride()
@@ -308,7 +308,7 @@ def over(
 
 
 def shardings_of(shards: Iterable[Any]) -> list[Any]:
-    """What these are sharded with, each once; None is nothing's shard.
+    """Returns the `Sharding`s of these shards, each once; None is left out.
 
     >>> shardings_of([None])
     []
@@ -328,7 +328,7 @@ class ShardedDTensor(Sharded, _Slotted):
 
 
 def largest_local_numel(tensor: Tensor) -> int:
-    """How many elements of a tensor the rank has that has most of them.
+    """Returns the number of elements on the rank that has most of them.
 
     >>> import torch
     >>> largest_local_numel(torch.ones(2, 3))

@@ -33,7 +33,7 @@ _WRITTEN = (
 
 
 class _Updating:
-    """The class of a parameter whose update is under way: functions that are given it wait. Its memory is the same."""
+    """The class of a parameter during its update: functions that are given it wait for that. Its memory is the same."""
 
     __slots__ = ()
 
@@ -80,13 +80,13 @@ def _wait_for(param: Any) -> None:
 
 
 def mark_updating(params: Sequence[Tensor]) -> None:
-    """From now on whoever asks one of these for its values waits for its update."""
+    """Makes whoever reads one of these parameters wait for its update."""
     for param in params:
         param.__class__ = _UPDATING.get(type(param), type(param))
 
 
 def mark_updated(params: Sequence[Tensor]) -> None:
-    """From now on nobody waits for these: they are updated, or never will be."""
+    """Makes nobody wait for these parameters any more: they are updated, or never will be."""
     for param in params:
         if isinstance(param, _Updating):
             param.__class__ = _UPDATED[type(param)]

@@ -1,4 +1,4 @@
-"""What a rank holds of one parameter, whoever divided it: nobody, `zk.shard`, FSDP2, another program with DTensors."""
+"""`Shard`: what this rank holds of one parameter: a plain one, one of `zk.shard`, or a DTensor (FSDP2)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shard_changes() -> int:
 
 
 def give_shard(param: Tensor, shard: Shard) -> None:
-    """From now on `shard_of` finds it, as long as its sharding lives."""
+    """Makes `shard_of(param)` return the shard, as long as its sharding lives."""
     global _changes
     _changes += 1
     param._zk_shard = _Reference(shard)  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> T
 
 
 def here_of_state(param: Tensor) -> Here:
-    """Which elements of a parameter's state are here: zk.shard divides it where the parameter itself is whole.
+    """Returns which elements of a parameter's state are on this rank; at stages 1 and 2 those of its span.
 
     >>> here_of_state(torch.nn.Parameter(torch.ones(2, 3))).runs()
     [(0, 6, 0)]
@@ -123,7 +123,7 @@ class Shard:
         initial: Tensor | None,
         ranks: Any = None,
     ) -> Shard:
-        """Of a parameter that zk.shard divides, or replicates. `ranks`: those that share it, where they are not those
+        """Makes the shard of a parameter of zk.shard's. `ranks`: those that share it, where they are not those
         of all of the model. `initial`: what rounding has lost of its values."""
         ranks = sharding if ranks is None else ranks
         there = here_of(param)
@@ -148,7 +148,7 @@ class Shard:
 
     @staticmethod
     def of_dtensor(name: str, param: DTensor, ranks: DTensorRanks) -> Shard:
-        """Of a DTensor that another program divides, and moves."""
+        """Makes the shard of a DTensor that another program (FSDP2) shards and gathers."""
         local, here = _local_of(name, param), Placed.by(param, ranks.group)
         if local.numel() != here.numel:
             do = "every rank must hold what its placements say"
@@ -264,7 +264,7 @@ class Shard:
         return self.here.of(key).show(value, before, f"{self.name}.{key}")
 
     def initial(self, param: Tensor) -> Tensor | None:
-        """What the parameter's dtype rounded away, as long as nobody has taken it, or written since."""
+        """Returns what the parameter's dtype rounded away, unless it was taken or the parameter written since."""
         known = (self.piece._version, version_of(param)) == (self._initial_version, self.seen_version)
         return self._initial if known else None
 
@@ -284,11 +284,11 @@ class Shard:
         return initial
 
     def keep_initial(self, initial: Tensor | None) -> None:
-        """What the parameter's dtype has just rounded away of its values: a remainder, or the values themselves."""
+        """Keeps what the parameter's dtype has rounded away: a bf16 remainder, or the fp32 values."""
         self._initial, self._initial_version = initial, self.piece._version
 
     def take_arrived(self, leaf: Tensor) -> None:
-        """Gradients of the leaf that modules compute with go from its `.grad` to the sharding's reduction."""
+        """Hooks accumulation into the leaf that modules compute with: its gradients go to the sharding's reduction."""
         bucket, number, place = self.gradients, self.gradients.number, self.place
         arrived = hooks.weakly(
             self.sharding.reduction.gradient_arrived, hooks.refuse_gradients
@@ -305,7 +305,7 @@ class Shard:
         )
 
     def is_frozen_or_thawed(self) -> None:
-        """Within a pass, what arrives from here on is asked whether it counts."""
+        """Makes later gradients of a running pass be checked: the parameter was frozen or thawed."""
         if self.gradients is not None:
             self.gradients.inbox.task = hooks.NO_PASS
 
@@ -325,7 +325,7 @@ class Shard:
         return any(self.hooks)
 
     def call_hooks(self, param: Tensor) -> None:
-        """Those that wait for the gradient: it has been reduced, and is `param`'s."""
+        """Calls users' hooks with the parameter, whose gradient has been reduced."""
         for call in [*self._before.values(), *self.after_reduction.values()]:
             call(param)
 
@@ -398,12 +398,12 @@ def shards_of(params: Sequence[Tensor], names: Sequence[str], before: Sequence[S
 
 
 def plain_shard(name: str, param: Tensor) -> Shard:
-    """Of a parameter that nobody divides, or that is to be taken for one."""
+    """Makes a shard that covers all of a parameter."""
     return Shard(name, Here.span(param.shape, 0, param.numel()), param)
 
 
 def gradients_of_dtensors(params: Iterable[Tensor]) -> list[tuple[MeshGroups, list[Tensor]]]:
-    """This rank's elements of the gradients of DTensors, by the ranks that hold the others; replicated ones alone."""
+    """Returns this rank's elements of gradients of DTensors that zk.shard does not know, grouped by ranks."""
     found: dict[Any, list[Tensor]] = {}
     for number, param in enumerate(params):
         if not isinstance(param, DTensor) or shard_of(param) is not None:

@@ -1,4 +1,4 @@
-"""What a sharded tensor is to its user: the full logical shape in front, one span of the elements behind."""
+"""The tensor that users see for a sharded parameter, gradient or state: full shape, this rank's span of elements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def known_shard(tensor: Tensor | None) -> Any:
 
 @dataclass(frozen=True)
 class Spanned(Here):
-    """What zk.shard leaves here, of a whole tensor or of a box of it, shown as a `Sharded`.
+    """This rank's span of a whole tensor, or of a box of it, as zk.shard cuts it; it is shown as a `Sharded`.
 
     `placed`: what a DTensor has here, of which this is a span.
     """
@@ -134,7 +134,7 @@ class Sharded(torch.Tensor):
     def of(
         cls, local: torch.Tensor, here: Here, *, name: str = "", kind: str = "parameter", dtype: Any = None
     ) -> Sharded:
-        """The tensor of which ``local`` are these elements: a span of it, or of a box of it."""
+        """Makes the tensor of which ``local`` has these elements."""
         if kind not in KINDS:
             raise ValueError(got("kind", kind, "'parameter', 'gradient' or 'state'"))
         made = torch.Tensor._make_wrapper_subclass(cls, here.shape, dtype=dtype or local.dtype, device=local.device)
@@ -162,7 +162,7 @@ class Sharded(torch.Tensor):
         return self._shown(counts=False)
 
     def _shown(self, counts: bool = True) -> torch.Tensor:
-        """For whoever `counts` what he writes, or does not. What rests elsewhere stays as long as it is held."""
+        """Returns the span, in memory while it is held. `counts`: the caller bumps its version when it writes."""
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
         if self.zk_rest is None:
             return self.span
@@ -228,7 +228,7 @@ class Sharded(torch.Tensor):
         return getattr(known_shard(self), "leaf", None)
 
     def __deepcopy__(self, memo: dict) -> Sharded:
-        """Of what a state_dict holds; a module that is copied would be of no use with its parameters' parts."""
+        """Copies a tensor of a state_dict. Parameters are refused: a copied module would have parts of them."""
         if isinstance(self, torch.nn.Parameter):
             refuse("copy.deepcopy", self, "copy")
         self.settle()
@@ -247,7 +247,7 @@ class Sharded(torch.Tensor):
         return chunk_list(self._boxes())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """A box, as a view of what is here."""
+        """Returns a box as a view of this rank's memory."""
         self.settle()
         for at, sizes, first in self._boxes():
             if index.offset is None or at == tuple(index.offset):
@@ -255,7 +255,7 @@ class Sharded(torch.Tensor):
         raise StateError(f"{self!r} has no box that begins at {index.offset}: what was planned was another tensor")
 
     def _boxes(self) -> list[Cuboid]:
-        """Those that are here. A tensor without elements is everywhere: somebody has to say that it exists."""
+        """Returns the boxes on this rank. A tensor without elements has one everywhere, so that it is saved."""
         if not self.numel():
             return [((0,) * self.ndim, tuple(self.shape), 0)]
         return self.here.boxes()
@@ -279,7 +279,7 @@ class Sharded(torch.Tensor):
 
     @staticmethod
     def perform(func: Callable, args: tuple, given: dict) -> Any:
-        """What a call on sharded tensors comes to."""
+        """Calls a function on this rank's elements, or on gathered tensors where that needs all elements."""
         sharded = sharded_among((args, given))
         op, topic = BELOW_DISPATCH.get(func, ("", ""))
         if topic not in ("", "values", "autograd"):
@@ -438,14 +438,15 @@ _NORM = (
 
 
 class SpanGradient(Tensor):
-    """torch's clipping is refused, for ranks would clip by different norms; what its GradScaler finds counts on all."""
+    """Gradient of a rank's span. Refuses torch's clipping, which would use another norm on each rank; a GradScaler's
+    overflow on one rank counts on all."""
 
     name: str = ""  # over torch's own property, which cannot be set
     group: Any = None
 
     @classmethod
     def of(cls, span: Tensor, name: str, group: Any) -> Tensor:
-        """The same object, which knows from now on whose part it is, where there are others. None: each has it all."""
+        """Makes a gradient span one of these, in place, if other ranks of `group` have other spans."""
         if group is not None and group.size > 1 and type(span) is Tensor:
             span.__class__ = cls
             named: Any = span

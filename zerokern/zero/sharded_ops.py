@@ -183,7 +183,7 @@ def leaves(arguments: Any) -> Iterable[Any]:
 
 
 def targets(func: Callable, args: tuple, kwargs: dict) -> list[Any]:
-    """What the call writes to."""
+    """Returns the arguments that a call writes to."""
     name = getattr(func, "__name__", "")
     found = [kwargs["out"]] if "out" in kwargs else []
     if name in WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
@@ -322,7 +322,7 @@ def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def found_by_any(group: Any, found: torch.Tensor) -> None:
-    """What a GradScaler found non-finite on one rank counts on all, wherever gradients lie."""
+    """Makes an overflow that a GradScaler found on one rank count on all."""
     with during("GradScaler.unscale_", of="GradScaler.unscale_"):
         there = found.to(group.device)
         group.all_reduce(there, "max").wait()
