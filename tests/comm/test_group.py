@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import values
+from fake_world import FakeWorld
 from ranks import run_ranks
 from tables import each
 
 from zerokern.comm import CommError, Group, Handle, group_on, offline_group
-from zerokern.debug.fake import FakeWorld
 
 
 def of_meshes(rank: int) -> dict:
