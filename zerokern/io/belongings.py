@@ -1,4 +1,4 @@
-"""A store's folder as this process holds it: lock, engine, files, transfers; opened in order, let go of in reverse."""
+"""A store's lock, engine, files and transfers: opened in order, closed in reverse."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from zerokern.core.errors import IoError
 from zerokern.io import index
-from zerokern.io.advice import refused
+from zerokern.io.advice import refusing
 from zerokern.io.engine import Engine, Faults
 from zerokern.io.files import Files, make_folder, remains
 from zerokern.io.lock import FolderLock, let_go_in_child
 from zerokern.io.probing import settings
-from zerokern.io.space import Space
+from zerokern.io.space import Extent, Space
 from zerokern.io.ticket import Transfers, again
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _log = logging.getLogger("zerokern.io")
 
 
 class Belongings:
-    """Everything of a store that must be let go of, apart from the store itself: a finalizer may hold it."""
+    """Everything of a store that must be closed, apart from the store itself: a finalizer may hold it."""
 
     def __init__(
         self,
@@ -49,45 +49,42 @@ class Belongings:
         self.pid = os.getpid()
         self._registered: Arena | None = None
         self._lock_number = -1
-        try:
+        with refusing(folder, "A store"):
             make_folder(folder, 0o700)
             self.lock = FolderLock(folder)
-        except OSError as error:
-            raise refused(error, folder, "A store") from error
-        try:
-            self.rows = self._published()
-            self._clear(keep=self._names)
-            depth, block = settings(folder, depth, block)
-            self.engine = Engine(engine, depth=depth, block=block, faults=faults)
-        except BaseException as error:
-            self.lock.release()
-            if isinstance(error, OSError):
-                raise refused(error, folder, "A store") from error
-            raise
-        self.files = Files(folder, self.engine, place=self.lock.folder_fd, named=durable)
-        try:
-            # The kernel lets go of a killed ring's files when its last transfer has ended. With the lock among them no
-            # other process takes the folder while a write may still land in it.
-            self._lock_number = self.engine.file(self.lock.fd, 1, 1)
-            self._reopen()
-            taken = (row.extent for row in self.rows if row.extent is not None)
-            self.space = Space(self.files, budget, taken)
-            self.transfers = Transfers(self.engine, self.files.paths)
-            if arena is not None:
-                # The ring goes on moving these very pages: an arena that is closed meanwhile must not give them back.
-                self._pages = arena.view_at(arena.base, torch.uint8, arena.nbytes)
-                if self.engine.register(arena):
-                    self._registered = arena
-        except BaseException as error:
-            self._let_go_of_files()
-            if isinstance(error, OSError):
-                raise refused(error, folder, "A store") from error
-            raise
+            try:
+                self.entries = self._published()
+                self._clear(keep=self._names)
+                depth, block = settings(folder, depth, block)
+                self.engine = Engine(engine, depth=depth, block=block, faults=faults)
+            except BaseException:
+                self.lock.release()
+                raise
+            self.files = Files(folder, self.engine, place=self.lock.folder_fd, named=durable)
+            try:
+                # The kernel lets go of a killed ring's files when its last transfer has ended. With the lock among them
+                # no other process takes the folder while a write may still land in it.
+                self._lock_number = self.engine.file(self.lock.fd, 1, 1)
+                self._reopen()
+                self.space = Space(self.files, budget, self._extents)
+                self.transfers = Transfers(self.engine, self.files.paths)
+                if arena is not None:
+                    # The ring goes on moving these very pages, which an arena that is closed meanwhile must not free.
+                    self._pages = arena.view_at(arena.base, torch.uint8, arena.nbytes)
+                    if self.engine.register(arena):
+                        self._registered = arena
+            except BaseException:
+                self._let_go_of_files()
+                raise
         self.open = True
         let_go_in_child(self)
 
-    def _published(self) -> list[index.IndexRow]:
-        """The rows of a durable store that was here before."""
+    @property
+    def _extents(self) -> list[Extent]:
+        return [entry.extent for entry in self.entries if entry.extent is not None]
+
+    def _published(self) -> list[index.Entry]:
+        """Returns the entries of a durable store that was here before."""
         found = index.read(self.folder)
         if found is not None and not self.durable:
             raise IoError(
@@ -120,29 +117,29 @@ class Belongings:
                     errno=errno.ENOENT,
                 ) from None
         # A longer file would read as zeros where bytes are missing: what is lost is written down before any is made so.
-        self.rows = [self._checked(row) for row in self.rows]
-        if any(row.lost for row in self.rows):
-            self.publish(self.rows)
-        for extent in (row.extent for row in self.rows if row.extent is not None):
+        for entry in self.entries:
+            self._check_length(entry)
+        if any(entry.lost for entry in self.entries):
+            self.publish(self.entries)
+        for extent in self._extents:
             file, end = self.files.all[extent.file], extent.offset + extent.nbytes
             if file.nbytes < end:
                 self.files.lengthen(file, end)
 
-    def _checked(self, row: index.IndexRow) -> index.IndexRow:
-        """The row, or where its file ends before its bytes do, one that says so."""
-        if row.extent is None:
-            return row
-        file, offset = self.files.all[row.extent.file], row.extent.offset
-        if offset + row.nbytes <= file.nbytes:
-            return row
-        says = (
-            f"{file.path} had {file.nbytes} bytes when it was opened, {row.key!r} lies at offset {offset}, "
-            f"{row.nbytes} bytes: something has truncated the file"
-        )
-        return row._replace(extent=None, lost=says)
+    def _check_length(self, entry: index.Entry) -> None:
+        """Marks an entry as lost if its file ends before its bytes do."""
+        if entry.extent is None:
+            return
+        file, offset = self.files.all[entry.extent.file], entry.extent.offset
+        if offset + entry.nbytes > file.nbytes:
+            entry.extent = None
+            entry.lost = (
+                f"{file.path} had {file.nbytes} bytes when it was opened, {entry.key!r} lies at offset {offset}, "
+                f"{entry.nbytes} bytes: something has truncated the file"
+            )
 
-    def publish(self, rows: list[index.IndexRow]) -> None:
-        """Makes what these rows say the state that a reopened store begins with."""
+    def publish(self, entries: list[index.Entry]) -> None:
+        """Makes these entries the state that a reopened store begins with."""
         if self._sync_failure is not None:
             raise again(
                 f"{self._sync_failure}. It is unknown since then what the disk holds; another fsync would not tell. "
@@ -156,10 +153,8 @@ class Belongings:
             raise
         # From the rename on the index names these files, also where what follows it fails.
         self._names = [file.path.name for file in self.files.all]
-        try:
-            index.publish(self.folder, self._names, rows)
-        except OSError as error:
-            raise refused(error, self.folder, "Publishing the index") from error
+        with refusing(self.folder, "Publishing the index"):
+            index.publish(self.folder, self._names, entries)
         self.unpublished = False
 
     def close(self) -> None:
@@ -185,7 +180,7 @@ class Belongings:
             self.lock.release()
 
     def abandon(self) -> None:
-        """What is left to do for a store that nobody closed."""
+        """Closes a store that nobody has closed, and logs what nobody was told."""
         if not self.open:
             return
         if self.durable and self.unpublished:
@@ -195,19 +190,21 @@ class Belongings:
             _log.error("%s: not closed, and nobody was told: %s", self.folder, ticket._failure)
 
     def let_go(self) -> None:
-        """In a forked child: all of it stays the parent's."""
+        """Forgets all of it in a forked child: it stays the parent's."""
         if self.open:
             self.open = False
             self.transfers.let_go()
             self.engine.close()
             self.files.close(keep=None)
 
-    def refuse(self) -> IoError:
-        """Why nothing can be done with the store."""
+    def check(self) -> None:
+        """Raises IoError if the store is closed, or belongs to another process."""
+        if self.open:
+            return
         says = "is closed; open another store"
         if os.getpid() != self.pid:
             says = (
                 f"belongs to process {self.pid}, from which this one was forked; only that one may use it. "
                 "Open a store of another folder in this process"
             )
-        return IoError(f"the store of {self.folder} {says}", path=str(self.folder), errno=errno.EBADF)
+        raise IoError(f"the store of {self.folder} {says}", path=str(self.folder), errno=errno.EBADF)

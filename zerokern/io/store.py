@@ -16,8 +16,7 @@ from zerokern.core.errors import IoError, KernelError, got
 from zerokern.core.units import parse_nbytes
 from zerokern.io.belongings import Belongings
 from zerokern.io.engine import Faults, check_settings
-from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
-from zerokern.io.index import IndexRow
+from zerokern.io.index import Entry, mismatch, span_of
 from zerokern.io.ticket import Ticket, again
 from zerokern.memory.room import amount
 
@@ -82,12 +81,11 @@ class Store:
         self._crc32c = native.library().zk_crc32c
         self._entries: dict[str, Entry] = {}
         self._replaced: list[Entry] = []  # on the disk until an index without them is published
-        for row in belongings.rows:
-            entry = self._entries[row.key] = Entry(row.key, row.extent, row.nbytes, row.dtype, row.shape)
-            entry.crc, entry.published = row.crc, True
-            entry.put = Ticket(self._transfers, None, WRITE, row.key, row.nbytes, 0, 0)
-            if row.lost:
-                entry.put._failure = IoError(row.lost, path=str(self.folder), errno=errno.ENODATA, key=row.key)
+        for entry in belongings.entries:
+            self._entries[entry.key], entry.published = entry, True
+            entry.put = Ticket(self._transfers, None, WRITE, entry.key, entry.nbytes, 0, 0)
+            if entry.lost:
+                entry.put._failure = IoError(entry.lost, path=str(self.folder), errno=errno.ENODATA, key=entry.key)
         self._finalizer = weakref.finalize(self, belongings.abandon)
 
     def put(self, key: str, tensor: torch.Tensor, after: Ticket | None = None) -> Ticket:
@@ -101,8 +99,7 @@ class Store:
         crc = self._crc32c(0, address, nbytes) if self.checksum else None
         with self._transfers.lock:
             entry = self._entries.get(key)
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._belongings.check()
             before = self._before(entry, after)  # it may wait, and be interrupted: nothing has changed yet
             if entry is None or entry.nbytes != nbytes or entry.published:
                 entry = self._place(key, entry, nbytes, tensor.dtype, tensor.shape)
@@ -115,11 +112,8 @@ class Store:
         if after is not None:
             self._check_after(after)
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
-            entry = self._entries.get(key)
-            if entry is None:
-                raise unknown(key, len(self._entries), self.folder)
+            self._belongings.check()
+            entry = self._known(key)
             put = entry.put
             if put is None:
                 raise KeyError(f"key {key!r} was reserved and never put: there is nothing to read yet")
@@ -130,7 +124,10 @@ class Store:
                 self._transfers.settle(put)
                 slot = None
             if put._failure is not None:
-                raise lost(entry, put._failure)
+                says = (
+                    f"get of {key!r} is not possible: its last put failed. Put it again. That put said: {put._failure}"
+                )
+                raise again(says, put._failure)
             ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), None)
             if slot is not None:
                 ticket._source = put
@@ -165,6 +162,15 @@ class Store:
             raise
         return ticket
 
+    def _known(self, key: str) -> Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            raise KeyError(
+                f"key {key!r} was asked for; it is none of the {len(self._entries)} keys of {self.folder}. "
+                "keys() lists them"
+            )
+        return entry
+
     def _check_after(self, after: Ticket) -> None:
         if not isinstance(after, Ticket):
             raise TypeError(got("after", type(after).__name__, "a ticket of this store, or None"))
@@ -172,29 +178,24 @@ class Store:
             raise ValueError("after= is a ticket of another store; allowed: tickets of this one. Wait for it first")
 
     def _before(self, entry: Entry | None, after: Ticket | None) -> int:
-        """The request to come after: the last of the key, and `after`. The engine knows one; of two one is awaited."""
-        before = 0
+        """Returns the request that comes first: the last of the key, or `after`. The engine knows one; of two, one is
+        awaited."""
+        pending = self._transfers.pending_slot
         last = None if entry is None else entry.last
-        if last is not None:
-            slot = last._slot
-            if slot is not None and slot.words[slot.state] != DONE:
-                before = slot.address
-        if after is None:
-            return before
-        slot = self._transfers.pending_slot(after)
-        if slot is None:
-            return before
-        if before and last is not None and last is not after:
+        own = None if last is None else pending(last)
+        other = None if after is None else pending(after)
+        if own is not None and other is not None and last is not None and last is not after:
             self._transfers.await_ticket(last)
-        return slot.address
+        first = other or own
+        return 0 if first is None else first.address
 
     def _owns_padding(self, address: int, nbytes: int) -> bool:
-        """Whether what lies behind the span, up to the disk's alignment, is the unused end of its own lease."""
+        """Returns whether what lies behind the span, up to the disk's alignment, is the unused end of its lease."""
         lease = self.arena.find(address, nbytes) if self.arena is not None else None
         return lease is not None and lease.ptr + lease.nbytes == address + nbytes and self._files.offset_align <= PAGE
 
     def _place(self, key: str, entry: Entry | None, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
-        """An entry whose extent may be written to, in place of the one there is."""
+        """Returns an entry whose extent may be written to, in place of the one there is."""
         if not isinstance(key, str):
             raise TypeError(got("key", key, "a string"))
         old = None if entry is None or entry.published else entry.extent
@@ -212,7 +213,7 @@ class Store:
         return made
 
     def _leave(self, entry: Entry) -> None:
-        """Frees an extent: at once, or when no published index speaks of it any more."""
+        """Frees an extent: at once, or when no published index names it any more."""
         if entry.extent is None:
             return
         if entry.published:
@@ -221,7 +222,7 @@ class Store:
             self._space.give(entry.extent, entry.last)
 
     def _table(self) -> str:
-        """Who holds what, the largest first."""
+        """Returns a table of the largest keys."""
         held = sorted(self._entries.values(), key=lambda one: -one.nbytes)
         rows = [f"  {one.key[:40]:<40}{amount(one.nbytes):>12}" for one in held[:MOST_SHOWN]]
         rest = sum(one.nbytes for one in held[MOST_SHOWN:])
@@ -229,10 +230,9 @@ class Store:
         return "\n".join([*rows, *more]) or "  no key yet"
 
     def reserve(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Takes the room for a tensor that will be put later: a full disk shows now. Until then a get raises."""
+        """Takes the room for a tensor that is put later, so that a full disk shows now. A get raises until then."""
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._belongings.check()
             if key in self._entries:
                 raise ValueError(got("key", key, "keys that are not there yet", "Delete it first"))
             size = torch.Size(shape)
@@ -243,16 +243,14 @@ class Store:
     def delete(self, key: str) -> None:
         """Forgets a key; its room is used again when the last transfer in it has ended."""
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
-            entry = self._entries.pop(key, None)
-            if entry is None:
-                raise unknown(key, len(self._entries), self.folder)
+            self._belongings.check()
+            entry = self._known(key)
+            del self._entries[key]
             self._belongings.unpublished = True
             self._leave(entry)
 
     def keys(self) -> list[str]:
-        """Keys that were put, in order of their first put."""
+        """Lists the keys that were put, in order of their first put."""
         with self._transfers.lock:
             return [key for key, entry in self._entries.items() if entry.put is not None]
 
@@ -277,10 +275,9 @@ class Store:
         return self._files.direct
 
     def stats(self) -> dict[str, object]:
-        """What runs, what is held, and what the engine has done since it was opened."""
+        """Returns which engine runs, what is held, and what the engine has done since it was opened."""
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._belongings.check()
             engine, extents = self._belongings.engine, self._space.extents
             return {
                 "engine": engine.kind,
@@ -295,46 +292,39 @@ class Store:
             }
 
     def sync(self) -> None:
-        """Returns when everything has ended; raises failures that no ``wait()`` has told.
+        """Waits until everything has ended; raises failures that no ``wait()`` has told.
 
-        A durable store is now what will be found after a kill; where this raises, that is what the last one left.
+        After a kill a durable store is as this leaves it; where this raises, as the last one left it.
         """
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._belongings.check()
             self._transfers.drain()
             if self.durable and not any(ticket.op == WRITE for ticket in self._transfers.untold):
                 self._publish()  # a get that failed takes nothing from what was put
             self._transfers.raise_untold()
 
     def _publish(self) -> None:
-        kept: list[Entry] = []
-        rows: list[IndexRow] = []
-        for one in self._entries.values():
-            if one.put is None:
-                continue
-            failure = one.put._failure
+        kept = [one for one in self._entries.values() if one.put is not None]
+        for one in kept:
+            failure = one.put._failure if one.put is not None else None
             if failure is not None and not one.published:
                 raise again(
                     f"sync is not possible: the last put of {one.key!r} failed. Put it again or delete it. "
                     f"That put said: {failure}",
                     failure,
                 )
-            kept.append(one)
-            lost = None if failure is None else str(failure)
-            rows.append(IndexRow(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
         if not self._belongings.unpublished:
             return
         for one in kept:  # from the rename on the index names these extents, also where what follows it fails
             one.published = True
-        self._belongings.publish(rows)
+        self._belongings.publish(kept)
         replaced, self._replaced = self._replaced, []
         for entry in replaced:
             if entry.extent is not None:
                 self._space.give(entry.extent, None)
 
     def close(self) -> None:
-        """``sync()``, then lets go of the folder: without ``durable`` its files are removed. Twice is no error."""
+        """Does ``sync()``, then unlocks the folder; without ``durable`` its files are removed. Twice is no error."""
         if not self._belongings.open:
             return
         try:
