@@ -41,7 +41,8 @@ _UNTIMED = "inputs that are kept off the device, where parameters rest on it"
 
 @dataclass(frozen=True)
 class Hiding:
-    """What moves in a step: bytes of one rank, seconds alone, and T*, the tokens from which compute takes longer."""
+    """Bytes that one rank moves in a step, the seconds they take alone, and T*, the tokens from which compute takes
+    longer."""
 
     what: str
     nbytes: int
@@ -50,9 +51,9 @@ class Hiding:
 
 
 def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
-    """Returns that of a step that first moves and then computes: ZeRO-Infinity's `ait * bw / (ait * bw + peak)`.
+    """Returns the efficiency of a step that moves and then computes: ZeRO-Infinity's `ait * bw / (ait * bw + peak)`.
 
-    `ait`: flops for each byte that is moved. Of tokens T in units in which T* is the peak: T / (T + T*).
+    `ait`: flops per byte moved. With tokens T for `ait * bw` and T* for the peak it is T / (T + T*).
 
     >>> round(efficiency(2 * 1024, 70e9, 70e12), 2)  # parameters and gradients, batch 2 of 1,024 tokens
     0.67
@@ -61,7 +62,7 @@ def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
 
 
 def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hiding]:
-    """Yields each link, then the disk in both directions at once, then host memory, for a step of so many tokens.
+    """Yields what each link, the disk in both directions at once, and host memory move in a step of these tokens.
 
     >>> from zerokern.schedule import machine_of
     >>> plan = zk.plan("1B", stage=3, param_tier="cpu", tier="cpu", keep="device")
@@ -86,7 +87,7 @@ def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hidi
 
 
 def _both_ways(machine: Machine, read: float, written: float) -> float:
-    """Returns seconds for so many GB in two directions: both until the shorter ends, then the other alone."""
+    """Returns the seconds for GB in two directions: both until the shorter one ends, then the other alone."""
     rates = machine.rate("read", {"write"}), machine.rate("write", {"read"})
     both = min(read / rates[0], written / rates[1])
     left = (read - both * rates[0]) / machine.rate("read"), (written - both * rates[1]) / machine.rate("write")
@@ -97,10 +98,10 @@ def _both_ways(machine: Machine, read: float, written: float) -> float:
 class Prediction:
     """Predicts one step of `tokens` on each rank. `tokens_s` counts all ranks.
 
-    `hidden`: the share of copies and update that runs beside forward and backward. `of_resident`: the step's speed as a
-    share of that without offload. `computes`: the share in which the device does forward or backward. `flow_seconds`:
-    what the flow of data allows where nothing is shared. `written`: bytes that each rank writes to its disk.
-    `hides_from`, T*: the tokens from which all that moves takes no longer than compute, if all of it runs beside that.
+    `hidden`: the share of copies and update that overlaps with forward and backward. `of_resident`: the step's speed
+    relative to no offload. `computes`: the share of the step in which the device runs forward or backward.
+    `flow_seconds`: a lower bound from the dependencies alone, without contention. `written`: bytes that each rank
+    writes to its disk. `hides_from`, T*: the tokens from which full overlap hides all transfers behind compute.
     """
 
     schedule: str
@@ -121,22 +122,22 @@ class Prediction:
 
     @property
     def without_overlap(self) -> float:
-        """The efficiency of the ZeRO-Infinity paper, whose copies run beside nothing: T / (T + T*)."""
+        """The efficiency without overlap, as the ZeRO-Infinity paper counts it: T / (T + T*)."""
         return efficiency(self.tokens, 1.0, self.hides_from)
 
     @property
     def with_overlap(self) -> float:
-        """What is left of full speed where all copies run beside compute: T / T*, and at most all of it."""
+        """The efficiency with full overlap: T / T*, at most 1."""
         return min(1.0, self.tokens / self.hides_from) if self.hides_from else 1.0
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicts what a plan's steps take on a machine; printed, as tables.
+    """Predicts the steps of a plan on a machine. Its text is tables.
 
-    `needed`: by schedule and share of the step, from how many tokens on the device computes for so much of it.
-    `hidings`: by schedule, what moves in a step where parameters rest off the device, or state on the disk.
-    `flops`: for each token and parameter. `leaves_out`: what moves in a step and has no part in its time.
+    `needed`: by schedule and share of the step, the tokens from which the device computes for that share of it.
+    `hidings`: by schedule, what a step moves if parameters rest off the device, or state on disk. `flops`: per token
+    and parameter. `leaves_out`: transfers that the prediction does not time.
     """
 
     title: str
@@ -189,7 +190,8 @@ class Forecast:
             alone = row.schedule == NO_OFFLOAD
             cells += ["-" if alone else f"{row.hidden:.0%}", f"{row.of_resident:.0%}"]
             if self.hidings:
-                cells += ["-"] * 3 if alone else [f"{row.without_overlap:.0%}", f"{row.with_overlap:.0%}", _a_day(row)]
+                written = f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
+                cells += ["-"] * 3 if alone else [f"{row.without_overlap:.0%}", f"{row.with_overlap:.0%}", written]
             rows.append(cells)
         header = ["tokens", "schedule", "step", "tokens/s", "hidden", "of no offload"]
         header += ["T / (T + T*)", "min(1, T / T*)", "written a day"] if self.hidings else []
@@ -211,7 +213,7 @@ class Forecast:
 
 
 def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
-    """Returns a table of the tokens from which each link is hidden, by schedule, without repetitions."""
+    """Returns a table of the tokens from which each link is hidden, by schedule; equal rows are one."""
     if not found:
         return []
     whose: dict[tuple[str, int], list[str]] = {}
@@ -226,12 +228,8 @@ def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
     return ["What has to hide beside compute, alone and at the machine's rates:", table_of(header, told, left=2)]
 
 
-def _a_day(row: Prediction) -> str:
-    return f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
-
-
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
-    """Predicts every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
+    """Predicts every schedule at every number of tokens, whatever the plan's own schedule and tier are."""
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 1:
             raise ValueError(got("tokens", token, "whole numbers of tokens per rank and step, from 1 on"))
@@ -243,15 +241,15 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
-    moving = names if shape.tells else []
+    moving = names if shape.has_transfers else []
     hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
 def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None = None) -> StepProgram:
-    """Returns the step that is simulated, of one rank; with its machine's share (`Machine.shared_by`), in as long.
+    """Returns the step of one rank that a prediction simulates, on its share of the machine (`Machine.shared_by`).
 
-    `spans`: in about so many parts, instead of as many as a prediction has.
+    `spans`: about how many parts it has, instead of as many as in a prediction.
 
     >>> sorted({op.verb for op in step_program(zk.plan("1B"), "delayed", 4096).ops})
     ['Backward', 'Fetch', 'Forward', 'Norm', 'Publish', 'Step', 'Store']
@@ -298,7 +296,7 @@ def _compute(program: StepProgram, machine: Machine) -> float:
 
 
 def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | None]:
-    """Returns the least number of tokens, to 2 %, at which the device computes for such a share of the step."""
+    """Returns the fewest tokens, to 2 %, at which the device computes for each of `SHARES` of the step."""
 
     @cache
     def computes(tokens: int) -> float:
@@ -309,7 +307,7 @@ def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | 
 
 
 def _least(computes: Callable[[int], float], share: float) -> int | None:
-    """The more tokens, the less is left that does not run beside them.
+    """Returns the fewest tokens at which `computes`, which grows with them, reaches a share; None if it never does.
 
     >>> _least(lambda tokens: tokens / (tokens + 1000), 0.9), _least(lambda tokens: 0.5, 0.9)
     (9000, None)
@@ -318,7 +316,7 @@ def _least(computes: Callable[[int], float], share: float) -> int | None:
         return None
 
     def would_do(tokens: int) -> int:
-        """If as much were left as at so many tokens."""
+        """Returns the tokens that reach the share if the rest of the step took as long as at `tokens`."""
         return min(_MOST, max(1, round(tokens * (1 / computes(tokens) - 1) * share / (1 - share))))
 
     low = would_do(_MOST)

@@ -1,4 +1,4 @@
-"""A plan's step as spans: what of each is computed, fetched, updated and stored, as the simulator is given it."""
+"""Converts a plan's buckets to spans, which the simulator computes, fetches, updates and stores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ SPANS = 32  # more of them change a step by less than one of them takes
 
 
 @dataclass(frozen=True)
-class Lump:
-    """What is fetched, updated and stored together; `own_numel` of it by this rank."""
+class Part:
+    """Elements that are fetched, updated and stored together, `own_numel` of them by this rank. `encloses`: they belong
+    to no unit, and are needed by all."""
 
     numel: int
     own_numel: int
@@ -28,11 +29,10 @@ class Lump:
     trainable: bool
     rests: bool = False
     encloses: bool = False
-    """all others: of no unit"""
 
 
 class StepShape:
-    """A plan's buckets as spans that are as long as is useful, for steps of any number of tokens."""
+    """A plan's buckets as at most about `count` spans, for steps of any number of tokens."""
 
     def __init__(self, plan: Footprint, count: int) -> None:
         self.plan = plan
@@ -41,22 +41,22 @@ class StepShape:
         self.flops = 6 if plan.recipe.keep is None else 8
         self.passes = self.accumulate if rests else 1
         count = max(4, count // self.passes)
-        self.tells = rests or plan.recipe.tier == "nvme"
+        self.has_transfers = rests or plan.recipe.tier == "nvme"
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = plan.kept // self.passes
 
     def _stays(self, last: int) -> Iterator[int]:
-        """Returns, for each part from the last on, the bytes that stay from forward to backward: the last unit's and
-        the root's."""
+        """Yields, for each part from the last on, the bytes that stay from forward to backward: those of the last unit
+        and of the root."""
         for part in reversed(self.parts):
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
             last -= min(last, nbytes)
 
     def spans(self, tokens: int) -> list[Span]:
-        """Returns the spans. Gradients leave in the last micro-batch; earlier ones count towards the begin of its
-        backward."""
+        """Returns the spans. Gradients leave in the last micro-batch, whose backward begins with the compute of earlier
+        ones."""
         last = tokens / self.accumulate
         spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
         if self.plan.recipe.rests:
@@ -65,14 +65,14 @@ class StepShape:
         return [*spans[:-1], replace(spans[-1], backward_flops=spans[-1].backward_flops + before)]
 
     def at_once(self, spans: Sequence[Span]) -> list[Span]:
-        """Returns the same with all passes merged, for what is on the device."""
+        """Returns the same spans with all passes merged, as a step without offload has them."""
         times = self.passes
         return [
             replace(span, forward_flops=times * span.forward_flops, backward_flops=times * span.backward_flops)
             for span in spans
         ]
 
-    def _span(self, number: int, part: Lump, tokens: float) -> Span:
+    def _span(self, number: int, part: Part, tokens: float) -> Span:
         recipe, settings, stage = self.plan.recipe, self.plan.settings, self.plan.stage
         compute = 2.0 * part.numel * tokens
         again = compute if self.flops > 6 else 0.0
@@ -105,8 +105,8 @@ class StepShape:
             **at_rest,
         )
 
-    def _at_rest(self, number: int, part: Lump) -> dict[str, Any]:
-        """Returns the bytes of a part that are not on the device, and the lanes that they are fetched through."""
+    def _at_rest(self, number: int, part: Part) -> dict[str, Any]:
+        """Returns the bytes of a part that rest off the device, and the lanes that they are fetched through."""
         recipe, settings = self.plan.recipe, self.plan.settings
         found: dict[str, Any] = {}
         if part.trainable and recipe.tier == "nvme":
@@ -123,24 +123,24 @@ class StepShape:
         return found
 
 
-def _parts(plan: Footprint) -> Iterator[Lump]:
+def _parts(plan: Footprint) -> Iterator[Part]:
     for load in plan.buckets.sizes:
         rests = plan.recipe.rests
         for part in _pieces(load, shards_state(plan.stage)):
             yield replace(part, rests=rests, encloses=plan.buckets.in_units and load.unit == ROOT)
 
 
-def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Lump]:
-    """Yields a bucket as one part, several small ones as one, or a large one as several."""
+def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Part]:
+    """Splits buckets into at most `SPANS` parts."""
     count = min(SPANS, max(load.count, 1))
     for number in range(count):
         numel, own = (total * (number + 1) // count - total * number // count for total in (load.numel, load.own_numel))
-        yield Lump(numel, own if is_sharded else numel, load.dtype, load.trainable)
+        yield Part(numel, own if is_sharded else numel, load.dtype, load.trainable)
 
 
-def _merged(parts: Sequence[Lump], least: int) -> Iterator[Lump]:
-    """Merges neighbours of one kind until they have so many elements."""
-    held: Lump | None = None
+def _merged(parts: Sequence[Part], least: int) -> Iterator[Part]:
+    """Merges neighbours of one kind until they have at least this many elements."""
+    held: Part | None = None
     for part in parts:
         kind = part.dtype, part.trainable, part.encloses
         if held is not None and (held.dtype, held.trainable, held.encloses) == kind and held.numel < least:
