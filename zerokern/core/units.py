@@ -1,5 +1,5 @@
-"""What every layer counts state in: the block, the formats and who may have which, buffers and rings; what "8GB" and
-"8GiB" mean. And the words that public arguments take, as types: a type checker finds `stage=4`."""
+"""Units that all layers share: the block of int8 state, formats, ring sizes, and numbers of bytes ("8GB", "8GiB"). The
+values of public arguments are types, so that a type checker finds `stage=4`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
 
 def parse_nbytes(argument: str, value: object) -> int:
-    """Bytes from a whole number, or from text. GB is 1000^3; GiB, and G alone, is 1024^3.
+    """Parses bytes from a whole number, or from text. GB is 1000^3; GiB, and G alone, is 1024^3.
 
     >>> [parse_nbytes("budget", text) for text in ("8GB", "8GiB", "8G", 77)]
     [8000000000, 8589934592, 8589934592, 77]
@@ -63,7 +63,7 @@ def parse_nbytes(argument: str, value: object) -> int:
 
 
 def in_units(digits: str, unit: int) -> int:
-    """So many of a unit, to the nearest whole number, by exact arithmetic; 0 where 64 bits do not hold it.
+    """Returns digits times a unit, to the nearest whole number, by exact arithmetic; 0 if 64 bits do not hold it.
 
     >>> in_units("9007199254740993", 1), in_units(".5", 10**9), in_units("9" * 400, 1)
     (9007199254740993, 500000000, 0)
