@@ -40,8 +40,8 @@ _TYPES = {"u32": c_uint32, "i32": c_int32, "u64": c_uint64, "i64": c_int64, "f64
 def _fields(text: str) -> list[tuple[str, type]]:
     """Parses the fields of a structure, in the order of the C header: a type and its names, up to a semicolon.
 
-    >>> [(name, kind.__name__) for name, kind in _fields("u32 depth; i64 step")]
-    [('depth', 'c_uint'), ('step', 'c_long')]
+    >>> fields = dict(_fields("ptr tensors gradients; i64 count")); list(fields), fields["gradients"].__name__
+    (['tensors', 'gradients', 'count'], 'c_void_p')
     """
     return [(name, _TYPES[kind]) for kind, *names in map(str.split, text.split(";")) for name in names]
 
