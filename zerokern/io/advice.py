@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerokern.core.errors import IoError
 
-__all__ = ["because", "failed", "on_disk", "refused", "refusing"]
+__all__ = ["because", "failed", "failing", "on_disk", "refused", "refusing"]
 
 ADVICE = {
     errno.EROFS: "The file system is read-only: choose another folder",
@@ -63,6 +63,15 @@ def failed(what: str, path: Path, error: IoError | OSError, offset: int = 0, nby
         offset, nbytes = error.offset, error.nbytes
     says = f"{what} {path} failed at offset {offset}, {nbytes} bytes: {because(number)}"
     return IoError(says, path=str(path), offset=offset, nbytes=nbytes, errno=number)
+
+
+@contextmanager
+def failing(what: str, path: Path, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Context manager that raises errors of transfers and of the system within as `failed` says them."""
+    try:
+        yield
+    except (IoError, OSError) as error:
+        raise failed(what, path, error, offset, nbytes) from error
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import weakref
 from pathlib import Path
@@ -14,10 +15,15 @@ from torch.autograd.graph import increment_version
 from zerokern.core import native
 from zerokern.core.errors import IoError, KernelError, got
 from zerokern.core.units import parse_nbytes
-from zerokern.io.belongings import Belongings
-from zerokern.io.engine import Faults, check_settings
+from zerokern.io import index
+from zerokern.io.advice import refusing
+from zerokern.io.engine import Engine, Faults, check_settings
+from zerokern.io.files import Files, make_folder, remains
 from zerokern.io.index import Entry, mismatch, span_of
-from zerokern.io.ticket import Ticket, again
+from zerokern.io.lock import FolderLock, let_go_in_child
+from zerokern.io.probing import settings
+from zerokern.io.space import Extent, Space
+from zerokern.io.ticket import Ticket, Transfers, again
 from zerokern.memory.room import amount
 
 if TYPE_CHECKING:
@@ -30,6 +36,8 @@ __all__ = ["Store"]
 DONE, READ, WRITE, PADDED = native.IO_DONE, native.IO_READ, native.IO_WRITE, native.IO_PADDED
 PAGE = 4096
 MOST_SHOWN = 8
+
+_log = logging.getLogger("zerokern.io")
 
 
 class Store:
@@ -66,7 +74,7 @@ class Store:
         check_settings(engine, 1 if depth is None else depth, PAGE if block is None else block)
         self.folder = Path(os.path.abspath(folder))
         self.checksum, self.durable, self.arena = checksum, durable, arena
-        self._belongings = belongings = Belongings(
+        self._resources = resources = Resources(
             self.folder,
             durable=durable,
             budget=None if budget is None else parse_nbytes("budget", budget),
@@ -76,17 +84,17 @@ class Store:
             faults=faults,
             arena=arena,
         )
-        self._transfers, self._slots = belongings.transfers, belongings.transfers.requests
-        self._files, self._space = belongings.files, belongings.space
+        self._transfers, self._slots = resources.transfers, resources.transfers.requests
+        self._files, self._space = resources.files, resources.space
         self._crc32c = native.library().zk_crc32c
         self._entries: dict[str, Entry] = {}
         self._replaced: list[Entry] = []  # on the disk until an index without them is published
-        for entry in belongings.entries:
+        for entry in resources.entries:
             self._entries[entry.key], entry.published = entry, True
             entry.put = Ticket(self._transfers, None, WRITE, entry.key, entry.nbytes, 0, 0)
             if entry.lost:
                 entry.put._failure = IoError(entry.lost, path=str(self.folder), errno=errno.ENODATA, key=entry.key)
-        self._finalizer = weakref.finalize(self, belongings.abandon)
+        self._finalizer = weakref.finalize(self, resources.abandon)
 
     def put(self, key: str, tensor: torch.Tensor, after: Ticket | None = None) -> Ticket:
         """Writes a tensor, whose memory must not change until the ticket has ended.
@@ -99,11 +107,11 @@ class Store:
         crc = self._crc32c(0, address, nbytes) if self.checksum else None
         with self._transfers.lock:
             entry = self._entries.get(key)
-            self._belongings.check()
+            self._resources.check()
             before = self._before(entry, after)  # it may wait, and be interrupted: nothing has changed yet
             if entry is None or entry.nbytes != nbytes or entry.published:
                 entry = self._place(key, entry, nbytes, tensor.dtype, tensor.shape)
-            self._belongings.unpublished = True
+            self._resources.unpublished = True
             return self._start(WRITE, entry, address, nbytes, tensor, before, crc)
 
     def get(self, key: str, out: torch.Tensor, after: Ticket | None = None) -> Ticket:
@@ -112,7 +120,7 @@ class Store:
         if after is not None:
             self._check_after(after)
         with self._transfers.lock:
-            self._belongings.check()
+            self._resources.check()
             entry = self._known(key)
             put = entry.put
             if put is None:
@@ -232,7 +240,7 @@ class Store:
     def reserve(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Takes the room for a tensor that is put later, so that a full disk shows now. A get raises until then."""
         with self._transfers.lock:
-            self._belongings.check()
+            self._resources.check()
             if key in self._entries:
                 raise ValueError(got("key", key, "keys that are not there yet", "Delete it first"))
             size = torch.Size(shape)
@@ -243,10 +251,10 @@ class Store:
     def delete(self, key: str) -> None:
         """Forgets a key; its room is used again when the last transfer in it has ended."""
         with self._transfers.lock:
-            self._belongings.check()
+            self._resources.check()
             entry = self._known(key)
             del self._entries[key]
-            self._belongings.unpublished = True
+            self._resources.unpublished = True
             self._leave(entry)
 
     def keys(self) -> list[str]:
@@ -267,7 +275,7 @@ class Store:
     @property
     def engine(self) -> str:
         """The engine that runs: ``"uring"`` or ``"threads"``."""
-        return self._belongings.engine.kind
+        return self._resources.engine.kind
 
     @property
     def direct(self) -> bool:
@@ -277,8 +285,8 @@ class Store:
     def stats(self) -> dict[str, object]:
         """Returns which engine runs, what is held, and what the engine has done since it was opened."""
         with self._transfers.lock:
-            self._belongings.check()
-            engine, extents = self._belongings.engine, self._space.extents
+            self._resources.check()
+            engine, extents = self._resources.engine, self._space.extents
             return {
                 "engine": engine.kind,
                 "why": engine.why,
@@ -297,7 +305,7 @@ class Store:
         After a kill a durable store is as this leaves it; where this raises, as the last one left it.
         """
         with self._transfers.lock:
-            self._belongings.check()
+            self._resources.check()
             self._transfers.drain()
             if self.durable and not any(ticket.op == WRITE for ticket in self._transfers.untold):
                 self._publish()  # a get that failed takes nothing from what was put
@@ -313,11 +321,11 @@ class Store:
                     f"That put said: {failure}",
                     failure,
                 )
-        if not self._belongings.unpublished:
+        if not self._resources.unpublished:
             return
         for one in kept:  # from the rename on the index names these extents, also where what follows it fails
             one.published = True
-        self._belongings.publish(kept)
+        self._resources.publish(kept)
         replaced, self._replaced = self._replaced, []
         for entry in replaced:
             if entry.extent is not None:
@@ -325,13 +333,13 @@ class Store:
 
     def close(self) -> None:
         """Does ``sync()``, then unlocks the folder; without ``durable`` its files are removed. Twice is no error."""
-        if not self._belongings.open:
+        if not self._resources.open:
             return
         try:
             self.sync()
         finally:
             self._finalizer.detach()
-            self._belongings.close()
+            self._resources.close()
 
     def __enter__(self) -> Store:
         return self
@@ -340,10 +348,193 @@ class Store:
         """After an exception a durable store is not published: half of a change is no state."""
         if kind is None:
             self.close()
-        elif self._belongings.open:
+        elif self._resources.open:
             self._finalizer.detach()
-            self._belongings.close()
+            self._resources.close()
 
     def __repr__(self) -> str:
-        state = f"{self.engine}, {len(self._entries)} keys" if self._belongings.open else "closed"
+        state = f"{self.engine}, {len(self._entries)} keys" if self._resources.open else "closed"
         return f"Store({str(self.folder)!r}, {state})"
+
+
+class Resources:
+    """A store's lock, engine, files and transfers, opened in order and closed in reverse. They are apart from the store
+    so that its finalizer may hold them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        durable: bool,
+        budget: int | None,
+        engine: str,
+        depth: int | None,
+        block: int | None,
+        faults: Faults | None,
+        arena: Arena | None,
+    ) -> None:
+        self.folder, self.durable = folder, durable
+        self.open, self.unpublished = False, False
+        self._sync_failure: IoError | None = None
+        self.pid = os.getpid()
+        self._registered: Arena | None = None
+        self._lock_number = -1
+        with refusing(folder, "A store"):
+            make_folder(folder, 0o700)
+            self.lock = FolderLock(folder)
+            try:
+                self.entries = self._published()
+                self._clear(keep=self._names)
+                depth, block = settings(folder, depth, block)
+                self.engine = Engine(engine, depth=depth, block=block, faults=faults)
+            except BaseException:
+                self.lock.release()
+                raise
+            self.files = Files(folder, self.engine, place=self.lock.folder_fd, named=durable)
+            try:
+                # The kernel lets go of a killed ring's files when its last transfer has ended. With the lock among them
+                # no other process takes the folder while a write may still land in it.
+                self._lock_number = self.engine.file(self.lock.fd, 1, 1)
+                self._reopen()
+                self.space = Space(self.files, budget, self._extents)
+                self.transfers = Transfers(self.engine, self.files.paths)
+                if arena is not None:
+                    # The ring goes on moving these very pages, which an arena that is closed meanwhile must not free.
+                    self._pages = arena.view_at(arena.base, torch.uint8, arena.nbytes)
+                    if self.engine.register(arena):
+                        self._registered = arena
+            except BaseException:
+                self._let_go_of_files()
+                raise
+        self.open = True
+        let_go_in_child(self)
+
+    @property
+    def _extents(self) -> list[Extent]:
+        return [entry.extent for entry in self.entries if entry.extent is not None]
+
+    def _published(self) -> list[Entry]:
+        """Returns the entries of a durable store that was here before."""
+        found = index.read(self.folder)
+        if found is not None and not self.durable:
+            raise IoError(
+                f"{self.folder} holds a durable store with {len(found[1])} keys; durable=False would remove it. "
+                "Open it with durable=True, choose another folder, or remove its files yourself",
+                path=str(self.folder),
+                errno=errno.EEXIST,
+            )
+        self._names = found[0] if found else []
+        return found[1] if found else []
+
+    def _clear(self, keep: list[str]) -> None:
+        """Removes what a killed owner left behind."""
+        left = [path for path in remains(self.folder) if path.name not in keep]
+        for path in left:
+            path.unlink(missing_ok=True)
+        if left:
+            _log.info("%s: %d files of a store that ended without close() are removed", self.folder, len(left))
+
+    def _reopen(self) -> None:
+        for name in self._names:
+            try:
+                self.files.reopen(name)
+            except FileNotFoundError:
+                path = self.folder / name
+                raise IoError(
+                    f"{path} is named by {index.NAME} and is not there; restore it, or remove the folder's files to "
+                    "begin anew",
+                    path=str(path),
+                    errno=errno.ENOENT,
+                ) from None
+        # A longer file would read as zeros where bytes are missing: what is lost is written down before any is made so.
+        for entry in self.entries:
+            self._check_length(entry)
+        if any(entry.lost for entry in self.entries):
+            self.publish(self.entries)
+        for extent in self._extents:
+            file, end = self.files.all[extent.file], extent.offset + extent.nbytes
+            if file.nbytes < end:
+                self.files.lengthen(file, end)
+
+    def _check_length(self, entry: Entry) -> None:
+        """Marks an entry as lost if its file ends before its bytes do."""
+        if entry.extent is None:
+            return
+        file, offset = self.files.all[entry.extent.file], entry.extent.offset
+        if offset + entry.nbytes > file.nbytes:
+            entry.extent = None
+            entry.lost = (
+                f"{file.path} had {file.nbytes} bytes when it was opened, {entry.key!r} lies at offset {offset}, "
+                f"{entry.nbytes} bytes: something has truncated the file"
+            )
+
+    def publish(self, entries: list[Entry]) -> None:
+        """Makes these entries the state that a reopened store begins with."""
+        if self._sync_failure is not None:
+            raise again(
+                f"{self._sync_failure}. It is unknown since then what the disk holds; another fsync would not tell. "
+                "Close the store; what the last sync() published is kept",
+                self._sync_failure,
+            )
+        try:
+            self.files.sync()
+        except IoError as error:
+            self._sync_failure = error
+            raise
+        # From the rename on the index names these files, also where what follows it fails.
+        self._names = [file.path.name for file in self.files.all]
+        with refusing(self.folder, "Publishing the index"):
+            index.publish(self.folder, self._names, entries)
+        self.unpublished = False
+
+    def close(self) -> None:
+        """Waits for all transfers, then removes the files that nobody wants to keep, and unlocks the folder."""
+        if not self.open:
+            return
+        self.open = False
+        try:
+            with self.transfers.lock:
+                self.transfers.drain()
+        finally:
+            self._let_go_of_files()
+
+    def _let_go_of_files(self) -> None:
+        try:
+            self.files.close(keep=self._names)
+            if self._registered is not None:
+                self.engine.forget(self._registered)
+            if self._lock_number >= 0:
+                self.engine.forget_file(self._lock_number)
+        finally:
+            self.engine.close()
+            self.lock.release()
+
+    def abandon(self) -> None:
+        """Closes a store that nobody has closed, and logs what nobody was told."""
+        if not self.open:
+            return
+        if self.durable and self.unpublished:
+            _log.warning("%s: not closed; what was put since the last sync() is not kept", self.folder)
+        self.close()
+        for ticket in self.transfers.untold:
+            _log.error("%s: not closed, and nobody was told: %s", self.folder, ticket._failure)
+
+    def let_go(self) -> None:
+        """Forgets all of it in a forked child: it stays the parent's."""
+        if self.open:
+            self.open = False
+            self.transfers.let_go()
+            self.engine.close()
+            self.files.close(keep=None)
+
+    def check(self) -> None:
+        """Raises IoError if the store is closed, or belongs to another process."""
+        if self.open:
+            return
+        says = "is closed; open another store"
+        if os.getpid() != self.pid:
+            says = (
+                f"belongs to process {self.pid}, from which this one was forked; only that one may use it. "
+                "Open a store of another folder in this process"
+            )
+        raise IoError(f"the store of {self.folder} {says}", path=str(self.folder), errno=errno.EBADF)
