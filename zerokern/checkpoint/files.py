@@ -413,8 +413,10 @@ class FileReader(AbstractContextManager["FileReader"]):
             how = "truncated" if nbytes < row.nbytes else "written to"
             says = f"has {nbytes} bytes, and {row.nbytes} were written: something has {how} it"
             raise self._broken(says, min(nbytes, row.nbytes), abs(row.nbytes - nbytes), errno.ENODATA)
-        with failing("Reading", self.path, row.table, row.nbytes - row.table):
-            table = _pread(self._fd, row.nbytes - row.table, row.table)
+        where = failing("Reading", self.path, row.table, row.nbytes - row.table)
+        with where, open(self._fd, "rb", closefd=False) as file:
+            file.seek(row.table)
+            table = file.read(row.nbytes - row.table)
         if crc32c(_address_of(table), len(table)) != row.crc:
             raise self._broken("is damaged: its table of checksums is not what was written", row.table, len(table))
         sums = array("I", table)
@@ -469,16 +471,6 @@ def _blocks(spans: list[Span]) -> Iterator[int]:
         behind = -(-(offset + nbytes) // BLOCK)
         yield from range(max(offset // BLOCK, end), behind)
         end = max(end, behind)
-
-
-def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    """Reads nbytes, or fewer at the end of the file."""
-    parts = []
-    while nbytes and (part := os.pread(fd, nbytes, offset)):
-        parts.append(part)
-        offset += len(part)
-        nbytes -= len(part)
-    return b"".join(parts)
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:

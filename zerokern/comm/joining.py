@@ -183,9 +183,7 @@ def _join(pg: Any, device: torch.device) -> Group:
     if dist.get_world_size(pg) == 1:
         return Group(0, 1, device, _name(pg))
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            got("device", str(device), "cpu, cuda", "zerokern.comm.offline_group(rank, size) serves plans")
-        )
+        raise ValueError(got("device", str(device), "cpu, cuda", "zk.plan(model, world=...) plans without a device"))
     _backend(pg, device)
     if device.type == "cuda" and env.read("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(

@@ -11,7 +11,7 @@ from zerokern.core.errors import got
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "STATE_FORMATS",
-    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "in_units", "parse_nbytes",
+    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "in_units", "itemsize", "parse_nbytes",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -37,6 +37,7 @@ RING_NBYTES = 64 << 20
 """of host memory that state on a disk streams through, unless told otherwise"""
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 """a letter behind a number of elements or tokens, and behind one of bytes where no B follows"""
+_BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE | re.ASCII)
 MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
@@ -70,3 +71,17 @@ def in_units(digits: str, unit: int) -> int:
     """
     found = round(Fraction(digits) * unit) if len(digits) <= _LONGEST else 0
     return found if found <= MOST else 0
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of one element of a dtype, by its name in torch.
+
+    >>> itemsize("bfloat16"), itemsize("bool"), itemsize("float8_e4m3fn"), itemsize("complex64")
+    (2, 1, 1, 8)
+    """
+    if dtype == "bool":
+        return 1
+    match = _BITS.match(dtype)
+    if match is None:
+        raise ValueError(f"{dtype!r} is the name of no dtype")
+    return max(1, int(match[1]) // 8)

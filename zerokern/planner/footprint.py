@@ -14,11 +14,11 @@ from itertools import product
 from typing import TypeVar
 
 from zerokern.core.errors import got
-from zerokern.core.units import BUFFERS
+from zerokern.core.units import BUFFERS, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Arrangement, Recipe, itemsize, short
+from zerokern.planner.recipe import Arrangement, Recipe, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 

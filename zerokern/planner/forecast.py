@@ -9,9 +9,9 @@ from functools import cache, cached_property
 from typing import Any
 
 from zerokern.core.errors import got
+from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import Footprint, lanes_to
-from zerokern.planner.recipe import itemsize
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state

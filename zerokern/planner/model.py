@@ -10,9 +10,9 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK
+from zerokern.core.units import BLOCK, itemsize
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.recipe import Recipe, itemsize
+from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.model import BucketSize
-from zerokern.planner.recipe import Arrangement, Recipe, itemsize
+from zerokern.planner.recipe import Arrangement, Recipe
 from zerokern.schedule import Op, Ref, StepProgram
 from zerokern.schedule.passes import ROOT, step_of
 from zerokern.zero.partition import shards_parameters, shards_state

@@ -11,10 +11,8 @@ from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STA
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
-__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "itemsize", "mesh_sizes", "short"]
+__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "mesh_sizes", "short"]
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
-_ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
 
@@ -328,15 +326,6 @@ def dtype_of(argument: str, value: object) -> str:
     if name not in _BY_NAME:
         raise ValueError(got(argument, value, " | ".join(map(repr, _SHORT.values())) + ", or torch's dtypes"))
     return _BY_NAME[name]
-
-
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of an element.
-
-    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn")
-    (2, 1)
-    """
-    return _ITEMSIZE.get(dtype, 1)
 
 
 def short(dtype: str) -> str:
