@@ -25,7 +25,7 @@ from zerokern.optim.hosted import Departure, Leaving
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.update import Part, Update, buckets_of, gathers, parts_of
+from zerokern.optim.update import ALL, Part, Update, buckets_of, gathers, parts_of
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
@@ -195,11 +195,10 @@ class StepRunner:
             self._publish(shards, None)
             self._count_call()
             return
-        update, binding.recorder = Update(binding, self._decision, by_parts=here.is_scheduled), here.recorder
+        binding.recorder = here.recorder
         taken = self._taken(shards, binding)
-        if update.by_parts:
-            order = taken[::-1] if here.delays else taken
-            binding.arrange([part.members for part in order], [part.name for part in order])
+        parts = (taken[::-1] if here.delays else taken) if here.is_scheduled else [Part(ALL, survey.numbers)]
+        update = Update(binding, self._decision, shards, parts)
         if inline:
             self._run_inline(shards, update, taken, prepare)
             return
@@ -227,7 +226,8 @@ class StepRunner:
     ) -> None:
         here, binding = self._holdings, update.binding
         ran: list[Update] = []
-        with whole("the step") if update.by_parts else nullcontext():  # one that is made at once is one call
+        takes_long = binding.moves or here.is_scheduled
+        with whole("the step") if takes_long else nullcontext():  # which is one native call, whose end is known
             try:
                 with self._reported(lambda: any(one.changed for one in ran)):
                     prepare(binding)
@@ -237,7 +237,7 @@ class StepRunner:
                     self._wait_until_made(update)
                     update.count()
             except BaseException as error:  # refused, here or on another rank, or the second Ctrl-C
-                if update.began and update.counted is False and binding.carried_out:
+                if ran and update.made and update.counted is False:
                     update.count()
                 here.torn = update.torn if ran else here.torn
                 self._give_up(update, error)
@@ -247,22 +247,19 @@ class StepRunner:
 
     def _wait_until_made(self, update: Update) -> None:
         """Does all but gathers and what follows them."""
-        if not update.by_parts:
-            update.run.wait("Step", "all")
-            return
-        last = next(op for op in reversed(update.run.program.ops) if op.verb in ("Step", "Store"))
-        update.run.wait(last.verb, last.what)
+        ops = [op for op in update.run.program.ops if op.verb in ("Step", "Store") and not op.what.endswith(" record")]
+        update.run.wait(ops[-1].verb, ops[-1].what)
 
     def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], lazily: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
         here, inline, tickets = self._holdings, self._runs_inline, self._fetched
-        actions = dict(update.actions(shards, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
-        crosses = shards.host.link is not None
-        key = (update.binding, here.schedule, lazily, crosses, frozenset(tickets))
+        key = (update.binding, here.schedule, lazily, update.copies_back, frozenset(tickets))
         if self._program is None or self._program[0] != key:
             self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
+        program = self._program[1]
+        actions = dict(update.actions(program, shards, taken, tickets, lazily=lazily, inline=inline))
         ahead = ("Publish",) if here.delays and not inline else ()
-        update.run = self._executor().submit(self._program[1], actions, ahead=ahead)
+        update.run = self._executor().submit(program, actions, ahead=ahead)
         self.pending = update
         update.publish_when_done = not lazily and not self._is_late()
         self._count_call()

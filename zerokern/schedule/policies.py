@@ -102,11 +102,17 @@ def program_of(
 
 
 def resident(
-    spans: Sequence[Span], lane: str = "device", *, record_nbytes: int = 0, spill_nbytes: int = 0
+    spans: Sequence[Span],
+    lane: str = "device",
+    *,
+    record_nbytes: int = 0,
+    spill_nbytes: int = 0,
+    on_disk: bool = False,
 ) -> StepProgram:
     """Builds the program of an update that runs at once, where parameters and state are: "sync" without offload.
 
     `lane`: "cpu" if the compute device is the host. `record_nbytes`, `spill_nbytes`: those of all spans together.
+    `on_disk`: as in `program_of`.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
@@ -114,7 +120,7 @@ def resident(
      1 device Backward a                        after 0
      2 device Step     all  280 B, 10 elements  after 1
     """
-    builder = ProgramBuilder("resident")
+    builder = ProgramBuilder("resident", on_disk)
     updated = OpKey("Step", "all", 1)
     builder.compute(
         spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _is_gathered_once(spans[place]) else updated]
@@ -124,6 +130,7 @@ def resident(
     there = builder.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
     last = builder.add("Step", "all", lane, there or ready, nbytes, numel)
     builder.store_record("all", record_nbytes, last)
+    last += builder.store_state()  # before other ranks gather it
     for span in spans:
         builder.gather(span, last)
     return builder.program()
