@@ -1,8 +1,8 @@
 """Runs each update as a step program: gives its ops their actions, and accounts for what became of it.
 
 Under "sync" the program runs inline, in the thread that calls `step()`. Under "overlap" and `Delayed` a worker runs it
-beside what the program does next; at most one update is pending then. It has one of three outcomes. Nothing was
-changed, and the step may be tried again; or it was made; or it was broken off, and the optimizer is torn until a load.
+beside what the program does next; at most one update is pending then. What has become of it is the `Outcome` of the
+optimizer's holdings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerokern.comm import during
 from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.accord import say_outcome
+from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
 from zerokern.optim.hosted import Departure, Leaving
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
@@ -58,7 +58,6 @@ class StepRunner:
         self._fetched: dict[str, Any] = {}  # tickets of gradients on their way, by part
         self._gates: list[Any] = []
         self._on_their_way: list[Any] = []
-        self._owes_publish = False  # an update failed here, and other ranks publish it
 
     @property
     def waited_ns(self) -> Mapping[str, int]:
@@ -233,16 +232,17 @@ class StepRunner:
                     prepare(binding)
                     ran.append(update)
                     self._begin(shards, update, taken, lazily=False)
-                    here.torn = True
-                    self._wait_until_made(update)
-                    update.count()
+                    with here.writing():
+                        self._wait_until_made(update)
+                        update.count()
             except BaseException as error:  # refused, here or on another rank, or the second Ctrl-C
                 if ran and update.made and update.counted is False:
                     update.count()
-                here.torn = update.torn if ran else here.torn
+                if ran:
+                    here.settle(update.outcome)
                 self._give_up(update, error)
                 raise
-            here.torn, self.pending = False, None
+            self.pending = None
             self._publish(shards, update)
 
     def _wait_until_made(self, update: Update) -> None:
@@ -285,29 +285,27 @@ class StepRunner:
 
     def _publish(self, shards: Shards, update: Update | None) -> None:
         """Lets all ranks see what was updated: until then their parameters are of different steps."""
-        here = self._holdings
-        here.torn = shards.accord.publishes = True
-        if update is None:
-            shards.publish()
-        else:
-            shards.announce()
-            with during("opt.flush"):  # unless it is part of a step
-                for sharding in shards.shardings:
-                    sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
-                update.run.finish()
-            if not shards.stand_alone:
-                update.binding.witness.stepped()
-        here.torn = False
+        shards.accord.phase = Phase.PUBLISHES
+        with self._holdings.writing():
+            if update is None:
+                shards.publish()
+            else:
+                shards.announce()
+                with during("opt.flush"):  # unless it is part of a step
+                    for sharding in shards.shardings:
+                        sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
+                    update.run.finish()
+                if not shards.stand_alone:
+                    update.binding.witness.stepped()
         self.set_late(False)
 
     def _publish_pending(self, shards: Shards) -> None:
         """Publishes a delayed update that was made."""
-        self._holdings.torn = True
-        update, self._unpublished = self._unpublished, None
-        if update is not None:
-            update.publish()
-        shards.publish()
-        self._holdings.torn = False
+        with self._holdings.writing():
+            update, self._unpublished = self._unpublished, None
+            if update is not None:
+                update.publish()
+            shards.publish()
         self.set_late(False)
 
     def set_late(self, late: bool) -> None:
@@ -325,7 +323,7 @@ class StepRunner:
         shards.announce()
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
             names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
-            sharding.publish_later(partial(self._perform_bucket, update, names), self._tear)
+            sharding.publish_later(partial(self._perform_bucket, update, names), self._holdings.tear)
         update.binding.witness.stepped()
 
     def _take_first(self, update: Update, taken: Sequence[Part]) -> None:
@@ -334,7 +332,7 @@ class StepRunner:
             update.run.wait("Step", taken[0].name)
         except Exception as error:
             self._give_up(update, error)
-            say_outcome(error, torn=self._holdings.torn)
+            say_outcome(error, self._holdings.outcome)
             raise
 
     def _wait_for_first(self, shards: Shards, update: Update) -> None:
@@ -348,15 +346,12 @@ class StepRunner:
             else:
                 sharding.publish()
 
-    def _tear(self) -> None:
-        self._holdings.torn = True
-
     def _perform_bucket(self, update: Update, names: dict[int, str], bucket: int) -> None:
         if bucket in names:
             self._perform(update, names[bucket])
 
     def _perform(self, update: Update, name: str) -> None:
-        if update.failed or not update.run.program.has("Publish", name):
+        if not update.run.program.has("Publish", name):
             return
         try:
             update.run.perform("Publish", name)
@@ -396,23 +391,21 @@ class StepRunner:
 
     def _give_up(self, update: Update, error: BaseException) -> bool:
         """Ends an update that failed, once. Returns whether other ranks wait here, and have yet to hear of it."""
-        if self.pending is not update:
-            return update.failed
-        here, self.pending = self._holdings, None
-        update.binding.break_off()
-        if not here.is_scheduled or not isinstance(error, Exception):
-            here.torn = here.torn or update.torn
-            return False
-        shards, accord = here.shards, here.shards.accord
-        if accord.in_company and not (self.agrees and accord.agreed):
-            here.untold, update.failed = str(error), not isinstance(error, CommError)
-            if not update.counted:
-                self._owes_publish = True
-            elif update.failed:  # others publish it part by part, and their forwards wait for it
-                with contextlib.suppress(CommError):
-                    self._gather_rest(shards, update)
-        here.torn = here.torn or update.torn or bool(here.untold)
-        return update.failed
+        here, shards, accord = self._holdings, self._holdings.shards, self._holdings.shards.accord
+        spreads = not isinstance(error, CommError)
+        if self.pending is update:
+            self.pending = None
+            update.binding.break_off()
+            known = not accord.in_company or (self.agrees and accord.agreed)
+            if known or not here.is_scheduled or not isinstance(error, Exception):
+                if update.outcome is TORN:
+                    here.tear()
+            else:
+                here.fail_alone(error, owes=not update.counted)
+                if update.counted and spreads:  # others publish it part by part, and their forwards wait for it
+                    with contextlib.suppress(CommError):
+                        self._gather_rest(shards, update)
+        return spreads and here.outcome.is_here_alone
 
     def _gather_rest(self, shards: Shards, update: Update) -> None:
         """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
@@ -426,28 +419,29 @@ class StepRunner:
         accord = shards.accord
         if not accord.in_company:
             if self.agrees or (here.moves_on_disk and here.torn):
-                say_outcome(error, torn=here.torn)
+                say_outcome(error, here.outcome)
             return
         decided_there = not shards.is_hosted and device.holds(shards.pieces)  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with contextlib.suppress(CommError):
                 self._publish_with_others(shards)
-                accord.refuse(here.untold or str(error), torn=here.torn, reports=self.agrees)
+                accord.refuse(here.reason or str(error), torn=here.torn, reports=self.agrees)
         if accord.agreed:
-            here.torn, here.untold = accord.torn, ""
-            say_outcome(error, torn=accord.torn)
-        elif accord.met:
-            here.torn, here.untold = True, str(error)
-            if isinstance(error, Exception) and not accord.publishes and not here.is_scheduled:
+            here.settle(accord.agreed)
+            say_outcome(error, here.outcome)
+        elif accord.phase >= Phase.MET:
+            here.fail_alone(error)
+            if isinstance(error, Exception) and accord.phase < Phase.PUBLISHES and not here.is_scheduled:
                 with contextlib.suppress(CommError):
                     shards.publish()  # the others do, and wait for this rank's part
 
     def _publish_with_others(self, shards: Shards) -> None:
         """Publishes what other ranks publish before they meet this one, also of an update that has failed here."""
-        owes, self._owes_publish = self._owes_publish, False
-        if owes:
+        here = self._holdings
+        if here.outcome is OWED:
+            here.outcome = UNTOLD
             shards.publish()
-        elif shards.host.late and not shards.accord.met:
+        elif shards.host.late and shards.accord.phase < Phase.MET:
             self._publish_pending(shards)
 
     # For the rest of the optimizer.
@@ -472,7 +466,7 @@ class StepRunner:
             self.finish(groups)
             here.refuse_if_torn()
         finally:
-            if self._owes_publish:
+            if here.outcome is OWED:
                 self._publish_with_others(here.shards)
         entries = here.state.values() if here.shards.stand_alone else ()
         if any(PENDING in entry for entry in entries if isinstance(entry, dict)):
@@ -503,4 +497,4 @@ class StepRunner:
             self.leaving.remove()
         self._fetched, self._gates, self._on_their_way = {}, [], []
         self.pending = self.leaving = self._unpublished = self._program = None
-        self._owes_publish, self._parts, self._executors = False, (None, []), {}
+        self._parts, self._executors = (None, []), {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.optim.accord import TORN, WHOLE, Outcome
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.zero.partition import shards_parameters, shards_state
 from zerokern.zero.shard import Shard
@@ -43,7 +44,7 @@ class Part:
     """
 
     name: str
-    members: tuple[int, ...]
+    members: Sequence[int]
     sharding: Any = None
     bucket: int = -1
 
@@ -101,7 +102,6 @@ class Update:
         )  # gradients are read where the user's program has them, and could be edited
         self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
         self.publish_when_done = False
-        self.failed = False  # here, and other ranks have yet to hear of it
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
@@ -125,9 +125,9 @@ class Update:
         return done and not isinstance(self.run.failure, Exception)
 
     @property
-    def torn(self) -> bool:
-        """Whether it was broken off with something written."""
-        return self.counted is None or (self.changed and not self.made)
+    def outcome(self) -> Outcome:
+        """What it has left behind if it goes no further: torn is what was broken off with something written."""
+        return TORN if self.counted is None or (self.changed and not self.made) else WHOLE
 
     def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
         """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""

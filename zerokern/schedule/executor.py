@@ -371,12 +371,16 @@ class InlineRun:
         self, program: StepProgram, step: int, reach: Reach, actions: Mapping[Key, Action], worker: Worker
     ) -> None:
         self.program = program
-        self.failure: BaseException | None = None
         self._step, self._reach, self._actions, self._worker = step, reach, dict(actions), worker
         self._todo: Sequence[Key] = list(reach)
         self._begun = 0
         self._launched: dict[Key, tuple[Op, Any, Any]] = {}
         self._failed: OpFailure | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the run."""
+        return None if self._failed is None else self._failed.error
 
     def done(self) -> bool:
         """Returns whether everything has ended, well or not; `finish` says which."""
@@ -441,7 +445,6 @@ class InlineRun:
         for _, ticket, _ in launched.values():
             with contextlib.suppress(BaseException):
                 ticket.wait()
-        self.failure = error
         self._failed = OpFailure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
 
 
