@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,6 +53,18 @@ class Chosen:
 
     def __set__(self, opt: Any, value: Any) -> None:
         opt.holdings.change(self.name, value)
+
+
+class _Writing:
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings, self._before = holdings, holdings.outcome
+
+    def __enter__(self) -> None:
+        self._holdings.outcome = TORN
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._holdings.outcome = self._before
 
 
 def _has_company() -> bool:
@@ -174,12 +184,9 @@ class Holdings:
         """A step has failed here, and other ranks have yet to hear of it. `owes`: they publish it nevertheless."""
         self.outcome, self.reason = OWED if owes or self.outcome is OWED else UNTOLD, str(error)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Context manager: parameters and state are of different steps until its end."""
-        before, self.outcome = self.outcome, TORN
-        yield
-        self.outcome = before
+    def writing(self) -> _Writing:
+        """Context manager: parameters and state are of different steps until it ends, well."""
+        return _Writing(self)
 
     def refuse_if_torn(self) -> None:
         if self.torn:

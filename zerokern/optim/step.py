@@ -74,8 +74,7 @@ class StepRunner:
         """Whether ranks tell each other how the update went before `step()` returns."""
         return self._holdings.moves_on_disk and self._runs_inline
 
-    def _executor(self) -> Executor:
-        inline = self._runs_inline
+    def _executor(self, inline: bool) -> Executor:
         found = self._executors.get(inline)
         if found is None:
             found = self._executors[inline] = Executor(self._holdings.recorder, inline=inline)
@@ -205,7 +204,7 @@ class StepRunner:
         for publisher in shards.publishers if lazily else ():
             publisher.prepare()
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
-            self._begin(shards, update, taken, lazily)
+            self._begin(shards, update, taken, lazily=lazily, inline=False)
             if lazily:
                 self._publish_later(shards, update, taken)
         if lazily:
@@ -225,13 +224,13 @@ class StepRunner:
     ) -> None:
         here, binding = self._holdings, update.binding
         ran: list[Update] = []
-        takes_long = binding.moves or here.is_scheduled
-        with whole("the step") if takes_long else nullcontext():  # which is one native call, whose end is known
+        one_call = update.parts[0].name == ALL and not binding.moves
+        with nullcontext() if one_call else whole("the step"):  # the end of a native call is known
             try:
                 with self._reported(lambda: any(one.changed for one in ran)):
                     prepare(binding)
                     ran.append(update)
-                    self._begin(shards, update, taken, lazily=False)
+                    self._begin(shards, update, taken, lazily=False, inline=True)
                     with here.writing():
                         self._wait_until_made(update)
                         update.count()
@@ -247,19 +246,18 @@ class StepRunner:
 
     def _wait_until_made(self, update: Update) -> None:
         """Does all but gathers and what follows them."""
-        ops = [op for op in update.run.program.ops if op.verb in ("Step", "Store") and not op.what.endswith(" record")]
-        update.run.wait(ops[-1].verb, ops[-1].what)
+        update.run.wait(*next(key for key in reversed(update.run.keys) if key[0] in ("Step", "Store")))
 
-    def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], lazily: bool) -> None:
+    def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], *, lazily: bool, inline: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
-        here, inline, tickets = self._holdings, self._runs_inline, self._fetched
+        here, tickets = self._holdings, self._fetched
         key = (update.binding, here.schedule, lazily, update.copies_back, frozenset(tickets))
         if self._program is None or self._program[0] != key:
             self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
         program = self._program[1]
         actions = dict(update.actions(program, shards, taken, tickets, lazily=lazily, inline=inline))
         ahead = ("Publish",) if here.delays and not inline else ()
-        update.run = self._executor().submit(program, actions, ahead=ahead)
+        update.run = self._executor(inline).submit(program, actions, ahead=ahead)
         self.pending = update
         update.publish_when_done = not lazily and not self._is_late()
         self._count_call()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -36,8 +35,7 @@ Tickets = Mapping[str, Any]
 LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
 
     `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is.
