@@ -195,7 +195,10 @@ class StepRunner:
             return
         binding.recorder = here.recorder
         taken = self._taken(shards, binding)
-        parts = (taken[::-1] if here.delays else taken) if here.is_scheduled else [Part(ALL, survey.numbers)]
+        if here.is_scheduled or (taken and binding.moves):
+            parts = taken[::-1] if here.delays else taken
+        else:
+            parts = [Part(ALL, survey.numbers)]
         update = Update(binding, self._decision, shards, parts)
         if inline:
             self._run_inline(shards, update, taken, prepare)

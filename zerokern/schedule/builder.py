@@ -92,18 +92,28 @@ class ProgramBuilder:
         nbytes, numel = sum(span.grad_nbytes for span in spans), sum(span.numel for span in spans)
         return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
 
-    def step(
-        self, span: Span, after: Iterable[OpKey], *, read: int = 0, written: int = 0, ahead: Iterable[OpKey] = (NORM,)
-    ) -> list[OpKey]:
-        """Adds the update of a span. Its part on disk is read after `ahead`, as early as there is room, and written
-        back.
+    def update(
+        self, spans: Sequence[Span], norm: Sequence[OpKey], ahead: Callable[[Span], list[OpKey]] = lambda span: [NORM]
+    ) -> None:
+        """Adds the update of all spans, one after the other, which ends with the step: all are updated, then stored,
+        then gathered, then published. `ahead`: what the part of a span that is on disk is read after."""
+        last = list(norm)
+        for span in spans:
+            if span.numel or not span.fetch_lanes:
+                last = self.step(span, last, ahead=ahead(span))
+        for span in spans:
+            last = self.store(span, last) or last
+        last += self.store_state()  # before other ranks gather it
+        last = [key for span in spans for key in self.gather(span, last)] or last
+        for span in spans:
+            last = self.publish(span, last)
 
-        `read`, `written`: bytes besides the state's and the gradients'.
-        """
+    def step(self, span: Span, after: Iterable[OpKey], *, ahead: Iterable[OpKey] = (NORM,)) -> list[OpKey]:
+        """Adds the update of a span. Its part on disk is read after `ahead`, as early as there is room, and written
+        back."""
         after = [*after, *AWAY] if self.on_disk else list(after)
-        read += span.record_nbytes + span.spill_nbytes
-        written += span.record_nbytes
-        after += self.fetch_record(span.name, read, written, ahead)
+        written = span.written_nbytes
+        after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)
         last = self.add("Step", span.name, "cpu", after, span.step_nbytes, span.numel)
         self.store_record(span.name, written, last)
         return last
@@ -130,7 +140,7 @@ class ProgramBuilder:
 
     def gather(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
         """Adds the gather of updated parameters, unless each use gathers them anew."""
-        if span.gathered_again or not span.gather_nbytes:
+        if span.gathered_again or span.fetch_lanes or not span.gather_nbytes:
             return []
         return self.add("Gather", span.name, "net", after, span.gather_nbytes)
 

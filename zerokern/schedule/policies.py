@@ -95,7 +95,7 @@ def program_of(
     if not spans:
         raise ValueError(got("spans", list(spans), "at least one span"))
     if any(span.fetch_lanes for span in spans):
-        return resting("delayed" if isinstance(schedule, Delayed) else schedule, spans, passes)
+        return resting("delayed" if isinstance(schedule, Delayed) else schedule, spans, passes, on_disk=on_disk)
     if schedule == "sync":
         return _sync(spans, on_disk)
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
@@ -143,14 +143,7 @@ def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
     last: list[OpKey] = [reduced(span) for span in spans]
     for span in reversed(spans):
         last = builder.fetch(span, last) or last
-    last = builder.norm(spans, last)
-    for add in (builder.step, builder.store):
-        for span in spans:
-            last = add(span, last) or last
-    last += builder.store_state()  # before other ranks gather it
-    last = [key for span in spans for key in builder.gather(span, last)] or last
-    for span in spans:
-        last = builder.publish(span, last)
+    builder.update(spans, builder.norm(spans, last))
     return builder.program()
 
 

@@ -97,6 +97,11 @@ class Span:
     keep_lanes: tuple[str, ...] = ()
     """how they come back"""
 
+    @property
+    def written_nbytes(self) -> int:
+        """What an update reads from the disk and writes back: state, and parameters that rest there."""
+        return self.record_nbytes + (self.fetch_nbytes if "read" in self.fetch_lanes else 0)
+
     @classmethod
     def of(
         cls,

@@ -27,7 +27,7 @@ class _Use(NamedTuple):
     turn: int
 
 
-def resting(schedule: str, spans: Sequence[Span], passes: int = 1) -> StepProgram:
+def resting(schedule: str, spans: Sequence[Span], passes: int = 1, *, on_disk: bool = False) -> StepProgram:
     """One step over spans in forward order, of which some are fetched; `passes`: micro-batches, one after the other.
 
     "sync": updates after backward. "overlap": each before its span's next forward, on the fetch that this needs anyway.
@@ -50,11 +50,11 @@ def resting(schedule: str, spans: Sequence[Span], passes: int = 1) -> StepProgra
      11 down   Fetch    a                 20 B               after 0, 10
      12 cpu    Norm     all               40 B, 20 elements  after 8, 11
     """
-    return _Resting(schedule, spans, passes).program()
+    return _Resting(schedule, spans, passes, on_disk).program()
 
 
 class _Resting:
-    def __init__(self, schedule: str, spans: Sequence[Span], passes: int) -> None:
+    def __init__(self, schedule: str, spans: Sequence[Span], passes: int, on_disk: bool) -> None:
         self.schedule, self.spans, self.passes = schedule, spans, passes
         order = range(len(spans))
         self.uses = [
@@ -63,7 +63,7 @@ class _Resting:
             for verb, places in (("Forward", order), ("Backward", order[::-1]))
             for place in places
         ]
-        self.builder = ProgramBuilder(schedule)
+        self.builder = ProgramBuilder(schedule, on_disk)
         self.fetched: Counter[int] = Counter()  # by place of a span, how often in this step
         self.rides = {} if schedule == "sync" else self._rides()
 
@@ -82,10 +82,7 @@ class _Resting:
                 self._leave(use, span, last)
         norm = self.builder.norm(self.spans, self._gradients())
         if self.schedule == "sync":
-            for span in self.spans:
-                if span.numel:
-                    last = self.builder.step(span, norm, ahead=[*norm, *self._spilled(span, 0)], **self._beside(span))
-                    self.builder.store(span, last)
+            self.builder.update(self.spans, norm, lambda span: [*norm, *self._spilled(span, 0)])
         return self.builder.program()
 
     def _computed(self, number: int) -> list[OpKey]:
@@ -95,11 +92,13 @@ class _Resting:
 
     def _begin(self) -> Iterator[OpKey]:
         """What the first forward waits for: "sync" shows all updates at once, and so does a delay."""
-        for span in self.spans:
-            if span.numel and self.schedule != "overlap":
+        if self.schedule == "sync":
+            yield OpKey("Publish", self.spans[-1].name, 1)
+        for span in self.spans if self.schedule != "overlap" else ():
+            if span.numel and self.schedule == "sync" and span.written_nbytes:
+                yield OpKey("Store", f"{span.name} record", 1)
+            elif span.numel and self.schedule == "delayed":
                 yield OpKey("Store" if span.param_nbytes else "Step", span.name, 1)
-                if self.schedule == "sync" and self._written(span):
-                    yield OpKey("Store", f"{span.name} record", 1)
 
     def _read(self, number: int) -> int:
         """Bytes of parameters that a use fetches."""
@@ -128,7 +127,7 @@ class _Resting:
 
     def _away(self, number: int, span: Span) -> list[OpKey]:
         """What was updated is on disk before it is read again."""
-        if not span.numel or not self._written(span):
+        if not span.numel or not span.written_nbytes:
             return []
         updated = self.rides.get(self.uses[number].place, len(self.uses))  # or after all of them
         return [OpKey("Store", f"{span.name} record", int(updated > number))]
@@ -138,19 +137,11 @@ class _Resting:
         for it sooner. What the span's next use waits for: nothing of a delayed update, which is shown later."""
         norm = [NORM._replace(back=1)]
         ahead = [*norm, *self._spilled(span, 1), *(self._computed(number - 2) if "read" in span.fetch_lanes else ())]
-        last = self.builder.step(span, norm, ahead=ahead, **self._beside(span))
+        last = self.builder.step(span, norm, ahead=ahead)
         last = self.builder.store(span, last) or last
         if self.schedule == "overlap":
             return last
         return [OpKey("Fetch", f"{span.name} record")] if "read" in span.fetch_lanes else []
-
-    def _beside(self, span: Span) -> dict[str, int]:
-        """What an update reads and writes besides state and gradients: parameters that are on disk."""
-        params = span.fetch_nbytes if "read" in span.fetch_lanes else 0
-        return {"read": params, "written": params}
-
-    def _written(self, span: Span) -> int:
-        return span.record_nbytes + self._beside(span)["written"]
 
     def _keep(self, use: _Use, span: Span, last: list[OpKey]) -> None:
         """Inputs leave as soon as they were used; the last span's stay."""
@@ -209,8 +200,8 @@ class _Resting:
 
     def _moved(self, place: int) -> int:
         """Bytes that the disk reads and writes for an update, parameters that are read for the use itself left out."""
-        span, beside = self.spans[place], self._beside(self.spans[place])
-        return 2 * span.record_nbytes + beside["written"] + span.spill_nbytes
+        span = self.spans[place]
+        return span.record_nbytes + span.written_nbytes + span.spill_nbytes
 
     def _spread(self, waiting: set[int]) -> Iterator[tuple[int, int]]:
         """So that at each moment the disk has moved the share that has been computed; before new gradients come."""
