@@ -280,6 +280,81 @@ def fetched_and_gathered(world: World, schedule: str, folders: Sequence[Any], pa
         assert [op for op in ran if op[0] == verb] == [op for op in planned if op[0] == verb], verb
 
 
+def edges_of(program: StepProgram, rename: Callable[[str], str] = str, records: bool = True) -> list[Any]:
+    """What the update does, in order, and which op of which step each of its ops comes after."""
+    names = [(op.verb, rename(op.what)) for op in program.ops]
+    update = [verb in ("Norm", "Step", "Store", "Publish") or what.endswith("record") for verb, what in names]
+    taken = [known and (records or not names[i][1].endswith("record")) for i, known in enumerate(update)]
+    return [
+        (*names[i], sorted({(ref.back, *names[ref.index]) for ref in op.after if taken[ref.index] or not update[ref.index]}))
+        for i, op in enumerate(program.ops)
+        if taken[i]
+    ]
+
+
+def updated_as_simulated(
+    world: World, schedule: str, folders: Sequence[Any], states: Sequence[Any], passes: int, submitted: Callable
+) -> None:
+    """The update that a model with parameters at rest ran is, op by op and edge by edge, the one that is simulated."""
+    model, recorder = built(Blocks), Recorder()
+    world.shard(model, stage=3, tier=folders[world.rank], units=list(model.blocks))
+    optimizer = zk.AdamW(model.parameters(), tier=states[world.rank], schedule=SCHEDULES[schedule], max_grad_norm=1.0)
+    optimizer.holdings.recorder = recorder
+    for _ in range(STEPS):
+        for _ in range(passes):
+            model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    runs, events = submitted(recorder), all_of(recorder)
+    subject, kind = built(Blocks), "cpu" if states[world.rank] == "cpu" else "nvme"
+    settings = {"schedule": SCHEDULES[schedule], "world": world.size, "device": "cpu", "accumulate": passes}
+    settings |= {"units": lambda module: module in list(subject.blocks)}
+    plan = zk.plan(subject, stage=3, tier=kind, param_tier="nvme", **settings)
+    planned = step_program(plan, schedule, 100, 10**6)
+    # state of all buckets fits in one record, which is the first one's
+    mine = edges_of(runs[-2].program, records=kind == "cpu")
+    assert mine == edges_of(planned, lambda what: f"bucket {what}" if what[0].isdigit() else what, kind == "cpu")
+    assert {verb for verb, *_ in mine} >= {"Norm", "Step", "Publish"}
+    mine = [(op.lane, op.verb, op.what, op.nbytes) for op in runs[-2].program.ops if op.verb not in COMPUTE | BY_MODEL]
+    late = [one for one in mine if one[1] in runs[-2].ahead]  # of the step before: each was performed in this one
+    ran = [event[1:4] + event[6:7] for event in events if event.step == STEPS - 1 and event.verb not in BY_MODEL]
+    ran = [one for one in ran if not one[2].endswith("parameters on disk")]  # for compute: see the next test
+    assert sorted(ran) == sorted(mine) and len(late) == (5 if schedule == "delayed" else 0)
+    steps = [event.what for event in events if (event.step, event.verb) == (STEPS - 1, "Step")]
+    assert steps == [op.what for op in runs[-2].program.ops if op.verb == "Step"]
+    every_update_edge_held(events, runs)
+
+
+def every_update_edge_held(events: Sequence[Event], runs: Sequence[Submitted]) -> None:
+    """But for records: a Step of many transfers begins with the first, and notes the last."""
+    seen = {(event.step, event.verb, event.what): event for event in events}
+    checked = set()
+    for number in range(3, STEPS):
+        program = runs[number - 1].program
+        for op in program.ops:
+            for ref in op.after:
+                pair = seen.get((number - ref.back, *program.ops[ref.index][:2])), seen.get((number, op.verb, op.what))
+                if None not in pair and not any(one.what.endswith("record") for one in pair):
+                    assert pair[0].end_ns <= pair[1].begin_ns, pair
+                    checked.add((op.verb, pair[0].verb))
+    assert {("Step", "Norm"), ("Publish", "Publish" if runs[0].ahead else "Step")} <= checked or runs[0].program.name == "sync"
+
+
+@each(
+    "size, schedule, state, passes",
+    [
+        *((1, schedule, state, 1) for schedule in ("sync", "overlap", "delayed") for state in ("host", "disk")),
+        *((2, schedule, "host", 2) for schedule in ("sync", "overlap", "delayed")),
+    ],
+)
+def test_the_update_of_parameters_at_rest_is_the_one_simulated(
+    size: int, schedule: str, state: str, passes: int, submitted: Callable, tier: Callable
+) -> None:
+    states = ["cpu" if state == "host" else tier() for _ in range(size)]
+    on_threads(size, updated_as_simulated, schedule, [tier() for _ in range(size)], states, passes, submitted)
+
+
 @each(
     "size, schedule, passes",
     [(1, "sync", 1), (2, "sync", 1), (2, "sync", 2), (2, "overlap", 1), (2, "overlap", 2), (2, "delayed", 1)],

@@ -92,25 +92,11 @@ class ProgramBuilder:
         nbytes, numel = sum(span.grad_nbytes for span in spans), sum(span.numel for span in spans)
         return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
 
-    def update(
-        self, spans: Sequence[Span], norm: Sequence[OpKey], ahead: Callable[[Span], list[OpKey]] = lambda span: [NORM]
-    ) -> None:
-        """Adds the update of all spans, one after the other, which ends with the step: all are updated, then stored,
-        then gathered, then published. `ahead`: what the part of a span that is on disk is read after."""
-        last = list(norm)
-        for span in spans:
-            if span.numel or not span.fetch_lanes:
-                last = self.step(span, last, ahead=ahead(span))
-        for span in spans:
-            last = self.store(span, last) or last
-        last += self.store_state()  # before other ranks gather it
-        last = [key for span in spans for key in self.gather(span, last)] or last
-        for span in spans:
-            last = self.publish(span, last)
-
     def step(self, span: Span, after: Iterable[OpKey], *, ahead: Iterable[OpKey] = (NORM,)) -> list[OpKey]:
         """Adds the update of a span. Its part on disk is read after `ahead`, as early as there is room, and written
         back."""
+        if not span.is_updated:
+            return list(after)
         after = [*after, *AWAY] if self.on_disk else list(after)
         written = span.written_nbytes
         after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)
