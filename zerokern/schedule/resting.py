@@ -57,8 +57,8 @@ def gradients(spans: Sequence[Span], passes: int) -> Iterator[OpKey]:
 
 
 def spilled(span: Span, passes: int) -> list[OpKey]:
-    """Returns the op that has written what the update reads of gradients."""
-    return [OpKey("Store", f"{span.name} gradients", turn=passes - 1)] if span.spill_nbytes else []
+    """Returns the op that has written what the update reads of gradients, if the program has passes that do."""
+    return [OpKey("Store", f"{span.name} gradients", turn=passes - 1)] if span.spill_nbytes and passes else []
 
 
 class _Resting:
