@@ -480,7 +480,7 @@ def _moves_at_rest(run: Footprint) -> Iterator[Move]:
     if recipe.optimizer != "none" and recipe.param_tier == "nvme":
         updated = sum(kind.own_numel * kind.itemsize for kind in buckets.trained)
         yield Move("parameters", "write", updated)
-        if recipe.schedule == "sync":  # the update comes after both fetches, and so reads for itself
+        if recipe.schedule != "overlap":  # which hands over what it has updated to the next forward
             yield Move("parameters", "read", updated)
     own = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained)
     if settings.device != "cpu":

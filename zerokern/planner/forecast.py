@@ -270,7 +270,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     spans = shape.spans(tokens)
     if name == NO_OFFLOAD:
         return resident(shape.at_once(spans))
-    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, passes=shape.passes)
+    on_disk = shape.plan.recipe.tier == "nvme"
+    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, on_disk=on_disk, passes=shape.passes)
 
 
 def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], tokens: int) -> Iterator[Prediction]:
