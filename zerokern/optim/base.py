@@ -23,7 +23,7 @@ from zerokern.memory.tier import check_tier
 from zerokern.optim import checks, device
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
-from zerokern.optim.exchange import keep, take_over
+from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.outside import WatchedState, plain
@@ -365,7 +365,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        take_over(self.holdings, self.runner, self.param_groups, state_dict, keep)
+        take_over(self.holdings, self.runner, self.param_groups, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

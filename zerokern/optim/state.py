@@ -191,18 +191,14 @@ def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | N
     return made
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
-    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
-    sources = [entry for _, entry, _ in entries]
-    if room is not None:  # what is there may be what is copied: it is set apart
-        places = room.addresses()
-        sources = [untangled(entry, param, places) for param, entry, _ in entries]
-    made = laid_out(entries, room)
+def copy_entries(entries: Sequence[Checked], made: Sequence[Entry], room: HostTier | None = None) -> None:
+    """Copies checked entries into memory that was laid out for them; nothing is cast."""
+    places = {} if room is None else room.addresses()  # where the copies lie may be what is copied: it is set apart
+    sources = [untangled(entry, param, places) if places else entry for param, entry, _ in entries]
     for entry, mine in zip(sources, made, strict=True):
         for key, target in mine.items():
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             target.copy_(value.reshape(()) if key == "step" else value)
-    return made
 
 
 def exact_of(param: Tensor, kept: Tensor) -> Tensor:
