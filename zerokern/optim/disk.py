@@ -32,21 +32,7 @@ from zerokern.optim.state import (
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import present
 
-__all__ = [
-    "Disk",
-    "OnDisk",
-    "RecordReader",
-    "RecordSpan",
-    "RecordWriter",
-    "StateOnDisk",
-    "all_on_disk",
-    "in_memory",
-    "make_room",
-    "mark_loaded",
-    "on_disk_of",
-    "refuse_copy",
-    "write_entries",
-]
+__all__ = ["Disk", "OnDisk", "RecordReader", "RecordSpan", "RecordWriter", "StateOnDisk"]
 
 _PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
