@@ -201,7 +201,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
         if any(shards_parameters(one.stage) for one in shards.shardings):
-            zero_checks.refuse_materialized(shards.homes)
+            zero_checks.refuse_materialized(shards.shards)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None

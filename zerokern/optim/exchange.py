@@ -159,7 +159,7 @@ def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, An
         return state_dict, {}
     places = {place: key for place, key in enumerate(order) if key in entries}
     for place, key in places.items():
-        values, mine = entries[key][PENDING], shards.near[place]
+        values, mine = entries[key][PENDING], shards.local[place]
         if (values.shape, values.dtype) != (mine.shape, mine.dtype):
             what = f"{PENDING!r} of parameter {place}", f"{tuple(values.shape)} {values.dtype}"
             raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
@@ -203,7 +203,7 @@ class Exchange:
     def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
         """Each parameter that the groups have now, what is updated in its place, where that lies, and its state."""
         shards, state = self._here.shards, self._here.held
-        triples = [] if shards.stand_alone else zip(shards.everyone, shards.pieces, shards.homes, strict=True)
+        triples = [] if shards.stand_alone else zip(shards.params, shards.updated, shards.shards, strict=True)
         known = {id(param): (piece, shard) for param, piece, shard in triples}
         found: list[tuple[Tensor, Tensor, Shard, Entry | None]] = []
         for param in self.params:
@@ -263,7 +263,7 @@ class Exchange:
 
     def pieces(self) -> list[Tensor]:
         """What is updated for each parameter: itself, its piece, or a copy in host memory."""
-        return self.params if self._here.shards.stand_alone else self._here.shards.pieces
+        return self.params if self._here.shards.stand_alone else self._here.shards.updated
 
     def room_on_disk(self) -> dict[int, OnDisk]:
         """What `take_room` has made on disk, by the parameter's number: to be filled by a `RecordWriter`."""

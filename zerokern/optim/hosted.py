@@ -476,11 +476,11 @@ class Leaving:
         if self._arrived[key] != self._expected.get(key):
             self._recall(part)
             return
-        places = [place for place in part.members if self.shards.near[place].requires_grad]
-        homes: list[Any] = [self.shards.homes[place] for place in places]
+        places = [place for place in part.members if self.shards.local[place].requires_grad]
+        homes: list[Any] = [self.shards.shards[place] for place in places]
         grads = [ready.pieces[home.place] for home in homes]
         bucket = part.sharding.gradient_buckets[part.bucket]
-        self._leave(part, [self.shards.near[place] for place in places], grads, bucket.handed_out)
+        self._leave(part, [self.shards.local[place] for place in places], grads, bucket.handed_out)
 
     def _recall(self, part: Any) -> None:
         """Has a part fetched by `step()`, because another pass adds to its gradients."""

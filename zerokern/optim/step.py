@@ -118,7 +118,6 @@ class StepRunner:
         early = self.leaving.departures()
         try:
             grads = shards.gradients()
-            shards.fold_near(grads)
             self._fetch(shards, parts, grads, early, unscaled)
         finally:
             for departure in early.values():
@@ -150,7 +149,7 @@ class StepRunner:
             if part.sharding is not None:
                 part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
                 continue
-            shown = [shards.everyone[place].grad for place in part.members if place in grads]
+            shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(ticket)
@@ -165,7 +164,7 @@ class StepRunner:
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:
-            self._parts = (shards, parts_of(shards.pieces, shards.homes))
+            self._parts = (shards, parts_of(shards.updated, shards.shards))
         return self._parts[1]
 
     # The update itself.
@@ -431,7 +430,7 @@ class StepRunner:
             if self.agrees or (here.moves_on_disk and here.torn):
                 say_outcome(error, torn=here.torn)
             return
-        decided_there = not shards.is_hosted and device.holds(shards.pieces)  # nobody here has added up
+        decided_there = not shards.is_hosted and device.holds(shards.updated)  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with contextlib.suppress(CommError):
                 self._publish_with_others(shards)

@@ -203,7 +203,7 @@ class Update:
             yield ("Step", name), partial(self.make_part, turn, shards.readings(part.members))
             yield ("Publish", name), _nothing
         else:
-            copies = host.of(shards.near[member] for member in members)
+            copies = host.of(shards.local[member] for member in members)
             for copy in copies:
                 copy.free = False
             yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
