@@ -21,7 +21,7 @@ from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import say_outcome
-from zerokern.optim.hosted import Departure, Leaving
+from zerokern.optim.hosted import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
@@ -49,7 +49,7 @@ class StepRunner:
     def __init__(self, holdings: Holdings, decision: Decision) -> None:
         self._holdings, self._decision = holdings, decision
         self.pending: Update | None = None
-        self.leaving: Leaving | None = None
+        self.leaving: EarlyFetches | None = None
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
@@ -114,8 +114,8 @@ class StepRunner:
             self._publish_pending(shards)
         parts = self._parts_of(shards)
         if self.leaving is None or self.leaving.shards is not shards:
-            self.leaving = Leaving.of(self.leaving, shards, parts, self._holdings.schedule != "sync")
-        early = self.leaving.departures()
+            self.leaving = EarlyFetches(shards, parts, self._holdings.schedule != "sync", self.leaving)
+        early = self.leaving.take()
         try:
             grads = shards.gradients()
             self._fetch(shards, parts, grads, early, unscaled)
@@ -129,7 +129,7 @@ class StepRunner:
         shards: Shards,
         parts: Sequence[Part],
         grads: dict[int, Tensor],
-        early: dict[str, Departure],
+        early: dict[str, EarlyFetch],
         unscaled: bool,
     ) -> None:
         host = shards.host
