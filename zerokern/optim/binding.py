@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.kernels.cpu import StepTable, UpdateTable
+from zerokern.kernels.cpu import StepTable
 from zerokern.memory import Rest, Ring, flow, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
@@ -92,15 +92,6 @@ def table_of(
     return table, made
 
 
-def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
-    """Gives the table's groups the hyperparameters and step counts of the update to come."""
-    for number, group in enumerate(groups):
-        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-        if isinstance(values["lr"], Tensor):
-            values["lr"] = checks.number("lr", float(values["lr"]))
-        table.set_group(number, **values)
-
-
 class HostCompute:
     """Runs the native table in host memory, and counts the steps of its parameters."""
 
@@ -140,7 +131,11 @@ class HostCompute:
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
-        set_groups(self.table, self.groups, settings)
+        for number, group in enumerate(self.groups):
+            values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+            if isinstance(values["lr"], Tensor):
+                values["lr"] = checks.number("lr", float(values["lr"]))
+            self.table.set_group(number, **values)
         self.table.columns["grad"][:] = pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
