@@ -23,7 +23,7 @@ from zerokern.memory import Rest, Ring, flow, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.optim import checks
-from zerokern.optim.outside import WatchedState, Witness
+from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -220,7 +220,9 @@ class Binding:
                 compute.mark_first(survey, tier, new)
             same = previous is not None and same_objects(survey.everyone, previous.survey.everyone)
             compute.open_book(survey, tier, previous if same and not new else None)
-            self.witness = Witness.renewed(witness, tier.state)
+            if witness is not None:
+                witness.catch_up(tier.state)
+            self.witness = Witness(tracked(tier.state))
             tier.locate()
             if tier.state.mark.changed:
                 tier.state.watch_all()

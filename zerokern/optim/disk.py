@@ -4,6 +4,7 @@ or written at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import Any, NoReturn
 
 import torch
@@ -255,8 +256,6 @@ class RecordReader:
         disk = self.disk
         if disk.version != self._version:
             raise StateError(_CHANGED)
-        if record not in self._turn:
-            self.expect(self.spans)
         turn, ahead = self._turn[record], disk.ahead
         if record not in ahead:
             disk.stop_reading()
@@ -430,16 +429,9 @@ def _rest(entry: Entry) -> Entry:
 
 
 def _batches(entries: Sequence[Checked]) -> Iterator[list[Checked]]:
-    batch: list[Checked] = []
-    nbytes = 0
-    for one in entries:
-        batch.append(one)
-        nbytes += sum(slot.wanted(one[0]).nbytes for slot in one[2].columns)
-        if nbytes >= _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+    sizes = (sum(slot.wanted(param).nbytes for slot in layout.columns) for param, _, layout in entries)
+    for _, batch in groupby(zip(entries, accumulate(sizes), strict=True), key=lambda pair: pair[1] // _BATCH):
+        yield [entry for entry, _ in batch]
 
 
 class StateOnDisk(StateTier):

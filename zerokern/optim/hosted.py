@@ -56,7 +56,6 @@ class HostCopy:
     shadow: Tensor | None = None
     rest: NextRest | None = None
     shown: Tensor | None = None  # the values, for who shows them: other views would keep them in memory
-    others: dict[torch.dtype, Tensor] = field(default_factory=dict)  # room for gradients of other dtypes than the last
     seen: tuple[int, int] = (0, 0)  # version and address of `local`, as of the last time both agreed
     fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
     checked: bool = False  # copies to and from it have been checked
@@ -257,12 +256,9 @@ class HostCopies:
         return ticket
 
     def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:
-        """Gives gradients of another dtype memory; the old dtype's is kept for when it comes back."""
-        copy.others[copy.grad.dtype] = copy.grad
-        found = copy.others.pop(dtype, None)
-        if found is None:
-            (found,) = self.room.lay_out([Wanted("gradients", copy.local.shape, dtype)])
-        copy.grad, copy.values.grad_dtype, copy.checked = found, dtype, False
+        """Gives gradients of another dtype other memory."""
+        (copy.grad,) = self.room.lay_out([Wanted("gradients", copy.local.shape, dtype)])
+        copy.values.grad_dtype, copy.checked = dtype, False
 
     def store(self, copies: Sequence[HostCopy], ready: Any) -> Copy | None:
         """Copies updated values to the device, once `ready`; without a device, `publish` does."""
