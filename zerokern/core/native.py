@@ -241,7 +241,8 @@ def _open(path: Path) -> ctypes.CDLL:
             raise BackendError(f"the native library {path} lacks {name}: it is of another build; reinstall zerokern")
         function.restype, function.argtypes = result, arguments
     # These read objects that other Python threads may change, so they keep the GIL; all others release it.
-    for name, more in (("zk_gradients", 1), ("zk_in_place", 2), ("zk_raise_versions", 1), ("zk_in_cells", 1)):
+    asking = {"zk_gradients": 1, "zk_in_place": 2, "zk_raise_versions": 1, "zk_in_cells": 1}
+    for name, more in (asking | {"zk_have_gradients": 2, "zk_versions": 2, "zk_trained": 2}).items():
         holding_gil = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, *[c_int64] * more)  # addresses, a count
         setattr(lib, name, holding_gil((name, lib)))
     return lib

@@ -7,7 +7,9 @@ parameters and has the logical shape.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
 
@@ -16,16 +18,15 @@ from torch import Tensor
 
 from zerokern.comm import during, user_group
 from zerokern.core.errors import StateError, got
-from zerokern.memory.addresses import AddressRecord
+from zerokern.memory.addresses import AddressRecord, TensorBodies
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
-from zerokern.zero.kinds import is_divided, present, shardings_of
+from zerokern.zero.kinds import is_divided, is_placed, present, shardings_of
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, plain_shard, shard_changes, shard_of, shards_of
-from zerokern.zero.sharded import Sharded
 from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "gradient_of", "scale_gradients", "sharded"]
@@ -50,8 +51,7 @@ _EXPOSED = (
     "built over zk.shards(model), this one too"
 )
 
-_grad_of, _span_of = attrgetter("grad"), attrgetter("span")
-_version_of, _seen_version_of = attrgetter("_version"), attrgetter("seen_version")
+_seen_version_of = attrgetter("seen_version")
 
 
 def sharded(groups: Groups) -> bool:
@@ -95,9 +95,11 @@ class Shards:
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
-        self._followed_params, self._followed_shards = [p for p, _ in self._followed], [s for _, s in self._followed]
+        self._followed_bodies = TensorBodies([param for param, _ in self._followed])
+        self._followed_shards = [shard for _, shard in self._followed]
         # a DTensor has two versions, its own and that of the tensor within
-        self._counts_all = all(param is not shard.piece and not is_divided(param) for param, shard in self._followed)
+        self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in self._followed)
+        self._reductions, self._span_places = _places_of_spans(self.homes)
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
         self._of_piece = {id(piece): shard for piece, shard in zip(self.pieces, self.homes, strict=True)}
@@ -166,9 +168,8 @@ class Shards:
 
     def look(self) -> None:
         """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
-        if not self._counts_all or list(map(_version_of, self._followed_params)) != list(
-            map(_seen_version_of, self._followed_shards)
-        ):
+        seen = array("q", map(_seen_version_of, self._followed_shards))
+        if not self._counts_all or self._followed_bodies.versions() != seen:
             for param, shard in self._followed:
                 shard.look(param)
         self.host.look()
@@ -212,9 +213,10 @@ class Shards:
         """Sets `grads` to this rank's gradients, in the memory that they lie in."""
         with without_waiting():
             self.look()
-            grads = list(map(_grad_of, self.everyone))
-            if set(map(type, grads)) == {Sharded} and not any(one.holds_unreduced for one in self.shardings):
-                self.grads = list(map(_span_of, grads))
+            spans = [one.shown_spans() for one in self._reductions]
+            if self._span_places and None not in spans:
+                found = list(chain(*spans))
+                self.grads = list(map(found.__getitem__, self._span_places))
                 return
             self.grads = []
             for param, shard in zip(self.everyone, self.homes, strict=True):
@@ -456,6 +458,20 @@ def with_gradients(sharding: Any) -> set[int]:
     """The ids of the shards of all parameters of a model that have gradients."""
     pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
     return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
+
+
+def _places_of_spans(shards: Sequence[Shard]) -> tuple[list[Any], list[int]]:
+    """Returns the reductions of these shards, and the place of each among all spans that they reduce.
+
+    Returns no places if a shard has no gradient bucket.
+    """
+    if not all(shard.gradients is not None for shard in shards):
+        return [], []
+    reductions = list({id(one): one for one in (shard.sharding.reduction for shard in shards)}.values())
+    buckets = [bucket for one in reductions for bucket in one.buckets]
+    ends = accumulate((len(bucket.entries) for bucket in buckets), initial=0)
+    first = {id(bucket): end for bucket, end in zip(buckets, ends, strict=False)}
+    return reductions, [first[id(shard.gradients)] + shard.place for shard in shards]
 
 
 def gradient_of(param: Tensor, home: Shard) -> Tensor | None:

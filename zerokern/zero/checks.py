@@ -12,6 +12,7 @@ import operator
 import sys
 import warnings
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
 from zerokern.zero.params import sharded_parameter_of
@@ -332,7 +334,6 @@ def _shown(param: Any) -> list[Any]:
 MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
 _pointer_of = torch.Tensor.data_ptr
-_version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 _materialized_of = operator.attrgetter("materialized")
 _reference_of = operator.attrgetter("_zk_shard")
@@ -418,8 +419,9 @@ class Guard:
         self._shards = [shards[entry.name] for entry in self._plain]
         self._references = list(map(_reference_of, self._params))
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
+        self._bodies = TensorBodies(self._params)
         self._addresses = self._whereabouts()
-        self._versions = list(map(_version_of, self._params))
+        self._versions = self._bodies.versions()
         if self._params:
             for module in sharding.module.modules():
                 hooks.after_loading(module, hooks.weakly(self.attend))
@@ -476,12 +478,13 @@ class Guard:
             "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
         )
 
-    def _whereabouts(self) -> list[int]:
-        return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
+    def _whereabouts(self) -> array[int]:
+        return array("Q", map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
 
     def attend(self) -> None:
         """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
-        addresses = self._whereabouts()
+        in_place = not self._has_dtensors and self._bodies.are_at(self._addresses)
+        addresses = self._addresses if in_place else self._whereabouts()
         if addresses != self._addresses:
             known = zip(self._plain, addresses, self._addresses, strict=True)
             moved = next(entry.name for entry, address, before in known if address != before)
@@ -491,7 +494,7 @@ class Guard:
                 "Move, convert and parametrize a model before it is sharded. Under Hugging Face use "
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
-        versions = list(map(_version_of, self._params))
+        versions = self._bodies.versions()
         try:
             here = all(map(operator.is_, map(_reference_of, self._params), self._references))
         except AttributeError:  # one of them lost it
@@ -520,11 +523,13 @@ class Guard:
     @contextmanager
     def following(self) -> Iterator[None]:
         """The versions that rise within are no sign of anything."""
-        before = list(map(_version_of, self._params))
+        before = self._bodies.versions()
         yield
-        after = map(_version_of, self._params)
-        pairs = zip(self._versions, before, after, strict=True)
-        self._versions = [now if known == was else known for known, was, now in pairs]
+        after = self._bodies.versions()
+        if before != self._versions:
+            pairs = zip(self._versions, before, after, strict=True)
+            after = array("q", [now if known == was else known for known, was, now in pairs])
+        self._versions = after
 
 
 def is_trained(param: Tensor | None) -> bool:
