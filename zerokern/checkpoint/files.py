@@ -24,10 +24,10 @@ from torch import Tensor
 from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
 from zerokern.core import native
-from zerokern.core.errors import IoError, say_once
+from zerokern.core.errors import IoError
 from zerokern.io.advice import failed, failing
 from zerokern.io.engine import Engine, Faults
-from zerokern.io.files import go_direct, reserve
+from zerokern.io.files import register_file, reserve
 from zerokern.io.probing import START, cached
 from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
@@ -80,12 +80,8 @@ class Slots(AbstractContextManager["Slots"]):
     def register(self, fd: int, path: Path) -> int:
         """Returns the engine's number for an open file, which bypasses the page cache if the file
         system allows that."""
-        memory_align, offset_align = go_direct(fd, path.parent)
-        if offset_align == 1:
-            says = f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
-            say_once("zerokern.io", says)
+        number, offset_align = register_file(self.engine, fd, path.parent, "checkpoints")
         self.offset_align = max(self.offset_align, offset_align)
-        number = self.engine.file(fd, memory_align, offset_align)
         self.transfers.paths[number] = str(path)
         return number
 

@@ -51,6 +51,10 @@ class Faults:
     fail_begin: int = 0
     fail_end: int = 0
 
+    def structure(self) -> native.IoFaults:
+        """Returns these faults as the native structure."""
+        return native.IoFaults(**vars(self))
+
 
 class Engine:
     """One native engine. ``kind`` is the one that runs; ``why`` says why it is not io_uring, or is empty.
@@ -94,7 +98,7 @@ class Engine:
             bounces=max(2, min(self.depth, BOUNCE_NBYTES // self.block)),
         )
         if self._faults is not None:
-            options.faults = ctypes.pointer(native.IoFaults(**vars(self._faults)))
+            options.faults = ctypes.pointer(self._faults.structure())
         handle = ctypes.c_void_p()
         refusal = native.library().zk_io_open(ctypes.byref(options), ctypes.byref(handle))
         self._handle = None if refusal else handle.value

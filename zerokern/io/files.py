@@ -22,18 +22,9 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "File",
-    "Files",
-    "alignment",
-    "fallocate",
-    "go_direct",
-    "make_folder",
-    "refuse_beyond_free",
-    "refuse_unusable",
-    "remains",
-    "reserve",
-    "sync_folder",
-]
+    "File", "Files", "alignment", "fallocate", "go_direct", "make_folder", "refuse_beyond_free", "refuse_unusable",
+    "register_file", "remains", "reserve", "sync_folder",
+]  # fmt: skip
 
 OURS = re.compile(r"zerokern\.\d+\.data|zerokern\.index\.new")
 MOST_ALIGN = 1 << 16  # of the engine
@@ -137,6 +128,15 @@ def go_direct(fd: int, folder: Path) -> tuple[int, int]:
     return 1, 1
 
 
+def register_file(engine: Engine, fd: int, folder: Path, what: str) -> tuple[int, int]:
+    """Registers an open file with the engine, past the page cache if possible. Returns its number, and the alignment of
+    offsets. `what` goes through the page cache otherwise, for the log."""
+    memory_align, offset_align = go_direct(fd, folder)
+    if offset_align == 1:
+        say_once("zerokern.io", f"{folder}: this file system has no O_DIRECT; {what} go through the page cache")
+    return engine.file(fd, memory_align, offset_align), offset_align
+
+
 def _switch_direct(fd: int, on: bool) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -173,7 +173,7 @@ class Files:
         self._engine = engine
         self.all: list[File] = []
         self.paths: dict[int, str] = {}  # by the engine's number
-        self.memory_align = self.offset_align = 1
+        self.offset_align = 1
         self._reserves = True
 
     @property
@@ -241,15 +241,9 @@ class Files:
         os.ftruncate(fd, offset + nbytes)
 
     def _enter(self, file: File) -> File:
-        memory_align, offset_align = go_direct(file.fd, self.folder)
+        file.number, offset_align = register_file(self._engine, file.fd, self.folder, "transfers")
         file.direct = offset_align > 1
-        if not file.direct:
-            say_once(
-                "zerokern.io", f"{self.folder}: this file system has no O_DIRECT; transfers go through the page cache"
-            )
-        file.number = self._engine.file(file.fd, memory_align, offset_align)
         self.paths[file.number] = str(file.path)
-        self.memory_align = max(self.memory_align, memory_align)
         self.offset_align = max(self.offset_align, offset_align)
         self.all.append(file)
         return file

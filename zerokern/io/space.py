@@ -158,7 +158,7 @@ class Space:
             if not last.done():
                 if not wait:
                     return
-                last._transfers.await_ticket(last)
+                last.await_ended()
             self.extents.give(extent)
             self._leaving.popleft()
 

@@ -143,6 +143,10 @@ class Ticket:
             self._transfers.untold.pop(self, None)
             raise self._failure.with_traceback(None)
 
+    def await_ended(self) -> None:
+        """Waits with the lock of the transfers held; raises nothing."""
+        self._transfers.await_ticket(self)
+
     def _verify(self) -> None:
         tensor, crc = self._tensor, self._crc
         if tensor is None or crc is None:  # another thread has just done it

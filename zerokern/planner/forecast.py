@@ -342,7 +342,7 @@ def _time(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Elements that are fetched, updated and stored together, `own_numel` of them by this rank. `encloses`: they belong
     to no unit, and are needed by all."""
 
@@ -395,7 +395,7 @@ class StepShape:
             for span in spans
         ]
 
-    def _span(self, number: int, part: Part, tokens: float) -> Span:
+    def _span(self, number: int, part: StepPart, tokens: float) -> Span:
         recipe, settings, stage = self.plan.recipe, self.plan.settings, self.plan.stage
         compute = 2.0 * part.numel * tokens
         again = compute if self.flops > 6 else 0.0
@@ -428,7 +428,7 @@ class StepShape:
             **at_rest,
         )
 
-    def _at_rest(self, number: int, part: Part) -> dict[str, Any]:
+    def _at_rest(self, number: int, part: StepPart) -> dict[str, Any]:
         """Returns the bytes of a part that rest off the device, and the lanes that they are fetched through."""
         recipe, settings = self.plan.recipe, self.plan.settings
         found: dict[str, Any] = {}
@@ -446,19 +446,19 @@ class StepShape:
         return found
 
 
-def _parts(plan: Footprint) -> Iterator[Part]:
+def _parts(plan: Footprint) -> Iterator[StepPart]:
     """Yields each bucket as one part; a count of equal buckets as at most `SPANS` parts."""
     for load in plan.buckets.sizes:
         count, encloses = min(SPANS, max(load.count, 1)), plan.buckets.in_units and load.unit == ROOT
         for number in range(count):
             numel, own = (n * (number + 1) // count - n * number // count for n in (load.numel, load.own_numel))
             own = own if shards_state(plan.stage) else numel
-            yield Part(numel, own, load.dtype, load.trainable, plan.recipe.rests, encloses)
+            yield StepPart(numel, own, load.dtype, load.trainable, plan.recipe.rests, encloses)
 
 
-def _merged(parts: Sequence[Part], least: int) -> Iterator[Part]:
+def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
     """Merges neighbours of one kind until they have at least this many elements."""
-    held: Part | None = None
+    held: StepPart | None = None
     for part in parts:
         kind = part.dtype, part.trainable, part.encloses
         if held is not None and (held.dtype, held.trainable, held.encloses) == kind and held.numel < least:
