@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "slot_filled_while_it_is_written_out",
-        "zerokern/optim/exchange.py",
+        "zerokern/optim/disk.py",
         "for record, slot in mine:\n                self._wait(slot)\n                disk.view(slot, record).zero_()",
         "for record, slot in mine:\n                disk.view(slot, record).zero_()",
         "A load fills slots of the ring whose last records are still on their way to the disk.",

@@ -74,7 +74,7 @@ class OnDiskPart:
     def order(self, index: MetadataIndex) -> tuple[int, ...]:
         """Returns a sort key: the position of a box on disk."""
         place, first, _ = self._places[tuple(index.offset or ())]
-        return (id(self.column.home), *self.column.order(place), first)
+        return (id(self.column.disk), *self.column.order(place), first)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -98,9 +98,9 @@ class SavePlanner(DefaultSavePlanner):
         asked: dict[Any, list[Any]] = {}
         for item in far:
             part = self.state_dict[item.index.fqn]
-            asked.setdefault(part.column.stream, []).append(part.record(item.index))
-        for stream, records in asked.items():  # replicated state is written by one of those who have it
-            stream.expect(records)
+            asked.setdefault(part.column.reader, []).append(part.record(item.index))
+        for reader, records in asked.items():  # replicated state is written by one of those who have it
+            reader.expect(records)
         far.sort(key=lambda item: self.state_dict[item.index.fqn].order(item.index))
         self.plan = replace(plan, items=far + near)
         return self.plan

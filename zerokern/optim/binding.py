@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.kernels.cpu import StepTable, UpdateTable
+from zerokern.kernels.cpu import StepTable
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
-from zerokern.optim.outside import WatchedState, Witness
+from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -92,15 +92,6 @@ def table_of(
     return table, made
 
 
-def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
-    """Gives the table's groups the hyperparameters and step counts of the update to come."""
-    for number, group in enumerate(groups):
-        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-        if isinstance(values["lr"], Tensor):
-            values["lr"] = checks.number("lr", float(values["lr"]))
-        table.set_group(number, **values)
-
-
 class HostCompute:
     """Runs the native table in host memory, and counts the steps of its parameters."""
 
@@ -138,7 +129,11 @@ class HostCompute:
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
-        set_groups(self.table, self.groups, settings)
+        for number, group in enumerate(self.groups):
+            values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+            if isinstance(values["lr"], Tensor):
+                values["lr"] = checks.number("lr", float(values["lr"]))
+            self.table.set_group(number, **values)
         self.table.columns["grad"][:] = pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
@@ -231,7 +226,9 @@ class Binding:
                 compute.mark_first(survey, tier, new)
             same = previous is not None and same_objects(survey.everyone, previous.survey.everyone)
             compute.open_book(survey, tier, previous if same and not new else None)
-            self.witness = Witness.renewed(witness, tier.state)
+            if witness is not None:
+                witness.catch_up(tier.state)
+            self.witness = Witness(tracked(tier.state))
             tier.locate()
             if tier.state.mark.changed:
                 tier.state.watch_all()

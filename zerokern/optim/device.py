@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,26 +15,13 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
-from zerokern.kernels.triton.backend import capturing
+from zerokern.kernels.triton.backend import capturing as capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.copies import Driver
 from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
 
-__all__ = [
-    "EMULATED_DRIVERS",
-    "DeviceSteps",
-    "Kernels",
-    "capturing",
-    "driver_of",
-    "holds",
-    "is_apart",
-    "kernels",
-    "put_in_place",
-    "refuse_capture",
-    "require",
-    "serves",
-]
+__all__ = ["DeviceSteps", "Kernels"]
 
 
 def serves(device: torch.device) -> bool:
@@ -112,11 +99,8 @@ def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None
         with torch.no_grad():
             torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
 
-    getattr(driver, "launch", _at_once)(copy)
-
-
-def _at_once(work: Callable[[], object]) -> None:
-    work()
+    launch = getattr(driver, "launch", None)
+    copy() if launch is None else launch(copy)
 
 
 _STALE = (
@@ -130,9 +114,8 @@ class DeviceSteps:
     """Keeps the step counters of all parameters side by side on their device; 0-dim views of them are state.
 
     The host does not read them, for a step that the device skips counts nowhere, and the host hears of it only when it
-    asks. But it knows which of them are equal: parameters that took part in the same updates have the same count,
-    whatever it is. A counter has an origin, a number that stands for an unknown count, and a number of updates known to
-    have been made since; counters with the same of both are equal.
+    asks. But it knows which of them are equal: counters of one class have the same value, whatever it is. Those of a
+    class that take part in an update without the others become a class of their own. Class 0 is what never moved.
 
     >>> params, entries = [torch.ones(2), torch.ones(2)], [{"step": torch.tensor(3.0)}, {"step": 4}]
     >>> book = DeviceSteps(torch.device("cpu"), params, None)
@@ -146,89 +129,112 @@ class DeviceSteps:
         self.place, self.params = place, list(params)  # held, so that no other parameter has one of their ids
         self._numbers = {id(param): number for number, param in enumerate(params)}
         self._ids: Iterator[int] = itertools.count(1) if last is None else last._ids
-        self._bound = _CLASSES
+        self._bound, self._captured = _CLASSES, False
         self._active: list[int] = []
         self._captures: list[set[int]] = []  # counters that a graph takes for equal
         self._replaced: dict[int, Tensor] = {}  # views of the last book whose values are here
-        self._origins, self._made, self._graphs = ([0] * len(self.params) for _ in range(3))
-        self._forget()
+        self._classes, self._graphs = [0] * len(self.params), [0] * len(self.params)  # graphs: by which move them
         with torch.no_grad(), torch.inference_mode(False):
             self.steps = upload(array("f", bytes(4 * len(self.params))), place)
             self._views: list[Tensor] = list(self.steps.unbind())
             if last is not None:
                 self._carry_over(last)
-        self._adopted: list[int] = []
-        self._look()
+        self._note_views([])
 
     def _carry_over(self, last: DeviceSteps) -> None:
-        last._settle()
+        last._read_if_written()
         if last._captures:
             warnings.warn(_STALE % "parameters were added or taken away", stacklevel=2)
         pairs = [(now, last._numbers[key]) for key, now in self._numbers.items() if key in last._numbers]
         for now, then in pairs:
-            self._origins[now], self._made[now] = last._origins[then], last._made[then]
-            self._replaced[now] = last._views[then]
+            self._classes[now], self._replaced[now] = last._classes[then], last._views[then]
         self._put([now for now, _ in pairs], last.steps[upload(array("q", [then for _, then in pairs]), self.place)])
 
     def adopt(self, entries: Sequence[dict[str, Any]]) -> None:
         """Replaces each `entries[i]["step"]` that is not a view of the book by one with the same value."""
-        self._settle()
+        self._read_if_written()
         found = [(number, entry["step"]) for number, entry in enumerate(entries) if "step" in entry]
         others = [(number, value) for number, value in found if value is not self._views[number]]
         unread = [(number, value) for number, value in others if value is not self._replaced.get(number)]
         values = zip((number for number, _ in unread), _numbers([value for _, value in unread]), strict=True)
-        moved = {number: value for number, value in values if not self._is_at(number, int(value))}
-        for number, value in moved.items():
-            self._set(number, int(value))
+        moved = {number: int(value) for number, value in values if int(value) or self._classes[number]}
+        self._classify(moved)
         self._drop_captures(set(moved), "counters were written")
         with torch.no_grad(), torch.inference_mode(False):
             self._put(list(moved), upload(array("f", moved.values()), self.place))
         self._replaced = {}
         for number, _ in others:
             entries[number]["step"] = self._views[number]
-        self._adopted = [number for number, _ in found]
-        self._look()
+        self._note_views([number for number, _ in found])
+
+    def restart(self, number: int) -> None:
+        """Count a parameter that has no counter in its state from 0 again, right after `adopt`."""
+        if self._classes[number]:
+            self._views[number].zero_()
+            self._classify({number: 0})
+            self._version = self.steps._version
 
     def _put(self, numbers: Sequence[int], values: Tensor) -> None:
         if numbers:
             self.steps.index_copy_(0, upload(array("q", numbers), self.place), values)
 
-    def _look(self) -> None:
-        self._whereabouts = AddressRecord([self._views[number] for number in self._adopted])
+    def _note_views(self, numbers: list[int]) -> None:
+        """These are in the state, where they may be written or exchanged."""
+        self._adopted = numbers
+        self._whereabouts = AddressRecord([self._views[number] for number in numbers])
         self._version = self.steps._version
 
-    def _settle(self) -> None:
-        """Know the counters again after somebody has written them."""
-        self._fold()
+    def _read_if_written(self) -> None:
+        self._note_capture()
         if self.steps._version != self._version:
             self._drop_captures(set(self._adopted), "counters were written")
             self._read()
             self._version = self.steps._version
 
-    def _forget(self) -> None:
-        self._certain, self._uncertain, self._captured = 0, False, False
+    def _read(self) -> None:
+        """Wait for the device, so that counters that are equal by chance are known to be."""
+        self._classify({number: int(value) for number, value in enumerate(self.steps.tolist())})
+
+    def _classify(self, values: Mapping[int, int]) -> None:
+        """Put counters that have these values now into classes; those that a CUDA graph moves stay apart, for it moves
+        them again whenever it is replayed."""
+        known = {(0, 0): 0}
+        for number, value in values.items():
+            key = self._graphs[number], value
+            if key not in known:
+                known[key] = next(self._ids)
+            self._classes[number] = known[key]
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
         """Which counters the updates to come move. Returns a label for each: those with the same label are equal."""
-        self._fold()
+        self._note_capture()
         self._active = list(numbers)
-        self._look_at_captures()
+        chosen = set(numbers)  # a graph keeps the labels of its capture: it must not see those of one label move apart
+        self._drop_captures(chosen, "some of its parameters take a step without the others", but=chosen.issuperset)
         labels = self._labels()
         if max(labels, default=0) >= self._bound and not capturing(self.place):
             self._read()
             labels = self._labels()
             self._bound = max(_CLASSES, 4 * max(labels))
         self._chosen = labels
-        moved = array("f", bytes(4 * len(self._made)))
+        moved = array("f", bytes(4 * len(self._classes)))
         for number in numbers:
             moved[number] = 1.0
         self.increments = upload(moved, self.place)
         return labels
 
-    def _look_at_captures(self) -> None:
-        """A graph keeps the labels of its capture: it must not see counters of one label move apart."""
-        chosen = set(self._active)
-        self._drop_captures(chosen, "some of its parameters take a step without the others", but=chosen.issuperset)
+    def _labels(self) -> list[int]:
+        """Of the chosen, which are apart from the others of their classes from now on."""
+        self._split(self._classes)
+        labels: dict[int, int] = {}
+        return [labels.setdefault(self._classes[number], len(labels)) for number in self._active]
+
+    def _split(self, ids: list[int]) -> None:
+        fresh: dict[int, int] = {}
+        for number in self._active:
+            if ids[number] not in fresh:
+                fresh[ids[number]] = next(self._ids)
+            ids[number] = fresh[ids[number]]
 
     def _drop_captures(
         self, moved: set[int], why: str, but: Callable[[set[int]], bool] = lambda members: False
@@ -239,65 +245,23 @@ class DeviceSteps:
             self._captures = [members for members in self._captures if members not in broken]
             warnings.warn(_STALE % why, stacklevel=2)
 
-    def _labels(self) -> list[int]:
-        labels: dict[tuple[int, int], int] = {}
-        return [labels.setdefault((self._origins[n], self._made[n]), len(labels)) for n in self._active]
-
-    def _read(self) -> None:
-        """Wait for the device, so that counters that are equal by chance are known to be.
-
-        Those that a CUDA graph moves stay apart: it moves them again whenever it is replayed.
-        """
-        for number, found in enumerate(self.steps.tolist()):
-            self._origins[number], self._made[number] = self._graphs[number], int(found)
-
-    def advance(self, *, certain: bool) -> None:
-        """The chosen took part in an update, which the device may have skipped unless it is `certain` that it did not.
+    def advance(self) -> None:
+        """The chosen took part in an update, which the device may have skipped.
 
         An update that goes into a CUDA graph is made as often as that is replayed.
         """
-        if capturing(self.place):
-            self._captured = True
-        elif certain:
-            self._certain += 1
-        else:
-            self._uncertain = True
+        self._captured = self._captured or capturing(self.place)
 
-    def _fold(self) -> None:
-        """What is known of the counters after the updates since `choose`."""
-        if self._captured:
-            self._split(self._graphs)
-            alike: dict[int, set[int]] = {}
-            for number, label in zip(self._active, self._chosen, strict=True):
-                alike.setdefault(label, set()).add(number)
-            self._captures += alike.values()
-        if self._captured or self._uncertain:
-            self._split(self._origins)
-        for number in self._active if self._certain else ():
-            self._made[number] += self._certain
-        self._forget()
-
-    def _split(self, ids: list[int]) -> None:
-        fresh: dict[int, int] = {}
-        for number in self._active:
-            if ids[number] not in fresh:
-                fresh[ids[number]] = next(self._ids)
-            ids[number] = fresh[ids[number]]
-
-    def restart(self, number: int) -> None:
-        """Count a parameter that has no counter in its state from 0 again, right after `adopt`."""
-        if not self._is_at(number, 0):
-            self._views[number].zero_()
-            self._set(number, 0)
-            self._version = self.steps._version
-
-    def _set(self, number: int, count: int) -> None:
-        """A counter is there now, and stays so but for the updates to come and the graphs that move it."""
-        self._origins[number], self._made[number] = next(self._ids) if self._graphs[number] else 0, count
-
-    def _is_at(self, number: int, count: int) -> bool:
-        """Whether a counter is known to be there."""
-        return (self._origins[number], self._made[number]) == (0, count)
+    def _note_capture(self) -> None:
+        """If updates since `choose` went into a graph: it moves the chosen, and takes those of one label for equal."""
+        if not self._captured:
+            return
+        self._captured = False
+        self._split(self._graphs)
+        alike: dict[int, set[int]] = {}
+        for number, label in zip(self._active, self._chosen, strict=True):
+            alike.setdefault(label, set()).add(number)
+        self._captures += alike.values()
 
     def in_place(self) -> bool:
         """Whether nobody has exchanged the memory of a counter."""

@@ -164,7 +164,8 @@ class DeviceCompute(HostCompute):
         return self.table.begun and not self._done
 
     def count(self, tier: StateTier) -> None:
-        self.book.advance(certain=self._decision.launched())
+        self._decision.launched()
+        self.book.advance()
 
     def shown(self, state: Mapping[Any, Any], binding: Binding) -> dict[Any, Any]:
         """Returns counters with memory of their own, and no moment that nothing has started. Waits for the device."""

@@ -5,7 +5,7 @@ State goes from one format to another by name, and never on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.core.units import MASTERS
-from zerokern.kernels import ops
+from zerokern.kernels import decode_int8, encode_int8
 from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
 from zerokern.memory import Wanted
 from zerokern.optim import checks
@@ -31,7 +31,7 @@ TAKES_LESS = (
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 _MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
-_CODED = ("exp_avg", "exp_avg_sq")
+_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "lr": checks.rate,
@@ -275,20 +275,38 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
         return {**found, **{key: here.of(key).show(found[key], name=prefix + key) for key in shown}}
     made: dict[str, Any] = {}
     for key, value in entry.items():
-        if key not in _MOMENTS or not isinstance(value, Tensor):
-            if not key.endswith("_scale"):
-                made[key] = value
-        elif state_format != "int8":
-            made[key] = _widened(key, entry).to(_DTYPES[state_format])
-        elif key in _CODED:
-            made[key], made[f"{key}_scale"] = ops.encode_int8(_widened(key, entry).contiguous(), key)
-        else:
-            raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
+        if key in _MOMENTS and isinstance(value, Tensor):
+            dtype = _CODES.get(key) if state_format == "int8" else _DTYPES[state_format]
+            if dtype is None:
+                raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
+            mine = [(name, entry.get(name)) for name in (key, f"{key}_scale")]
+            values = {name: one.detach().to("cpu") for name, one in mine if one is not None}
+            made.update(convert_moment(key, values, dtype))
+        elif not key.endswith("_scale"):
+            made[key] = value
     return made
 
 
-def _widened(key: str, entry: dict[str, Any]) -> Tensor:
-    value = entry[key].detach().to("cpu")
-    if value.dtype in (torch.int8, torch.uint8):
-        return ops.decode_int8(value, entry[f"{key}_scale"].detach().to("cpu"), key)
-    return value.to(torch.float32)
+def is_coded(key: str, dtype: torch.dtype) -> bool:
+    """Returns whether a moment of this dtype is int8 codes, which need their scales.
+
+    >>> is_coded("exp_avg", torch.int8), is_coded("exp_avg", torch.float32)
+    (True, False)
+    """
+    return _CODES.get(key) is dtype
+
+
+def convert_moment(key: str, values: Mapping[str, Tensor], target: torch.dtype) -> dict[str, Tensor]:
+    """Returns a moment in another dtype, together with its scales if it becomes int8 codes.
+
+    >>> made = convert_moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
+    >>> made["exp_avg"].tolist(), convert_moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
+    ([127, 127, 127], [1.0, 1.0, 1.0])
+    """
+    value = values[key]
+    if is_coded(key, value.dtype):
+        value = decode_int8(value, values[f"{key}_scale"], key)
+    if not is_coded(key, target):
+        return {key: value.to(target)}
+    codes, scale = encode_int8(value.float().contiguous(), key)
+    return {key: codes, f"{key}_scale": scale}

@@ -60,11 +60,13 @@ def sharded(groups: Groups) -> bool:
 
 
 class Shards:
-    """The shards of an optimizer's parameters (`everyone`), in their order.
+    """The shards of an optimizer's parameters (`params`), in their order.
 
-    `near`: this rank's piece of each, beside the compute. `pieces`: what is updated, these or their copies in host
-    memory. `shares`: for each the number of the sum that its gradient goes into; 0 is what counts here alone. `starts`:
-    the elements of the whole parameters that the pieces begin with. `state`: by piece.
+    `local`: this rank's piece of each, beside the compute. `updated`: what an update changes, these or their copies in
+    host memory (`is_hosted`). `state`: by what is updated; `in_place`: it is the optimizer's own, tensor by tensor.
+    `stand_alone`: a step is about the parameters themselves, and nobody else's. `shares`: for each the number of the
+    sum that its gradient goes into; 0 is what counts here alone. `starts`: the elements of the whole parameters that
+    shards begin with.
     """
 
     def __init__(
@@ -74,24 +76,24 @@ class Shards:
         last: Shards | None = None,
         group: Any = None,
     ) -> None:
-        self.everyone = params_of(groups)
-        self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
-        self.near: list[Tensor] = [shard.piece for shard in self.homes]
+        self.params = params_of(groups)
+        self.shards: list[Shard] = shards_of(self.params, names_of(groups), () if last is None else last.shards)
+        self.local: list[Tensor] = [shard.piece for shard in self.shards]
+        self.is_hosted = host is not None
         self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
-        self.pieces = self.near
-        if host is not None:
-            self.pieces = self.host.take_in(self.near, self._grad_dtypes(), host[1])
-        self.shardings = shardings_of(self.homes)
+        self.updated = self.local if host is None else self.host.take_in(self.local, self._grad_dtypes(), host[1])
+        self.shardings = shardings_of(self.shards)
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
         self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
-        self.accord = Accord(self.shardings, user_group(group, self.near[0].device if self.near else "cpu"))
-        self.shares = self.accord.share_out(self.homes)
-        self.starts = [shard.start for shard in self.homes]
-        self._trained = [one.requires_grad for one in self.near]
-        self._copies = [shard.copies for shard in self.homes]
-        pairs = list(zip(self.everyone, self.homes, strict=True))
-        self._stand_ins = [(param, shard) for param, shard in pairs if param is not shard.piece]
+        self.accord = Accord(self.shardings, user_group(group, self.local[0].device if self.local else "cpu"))
+        self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
+        self.shares = self.accord.share_out(self.shards)
+        self.starts = [shard.start for shard in self.shards]
+        self._trained = [one.requires_grad for one in self.local]
+        self._copies = [shard.copies for shard in self.shards]
+        pairs = list(zip(self.params, self.shards, strict=True))
+        self.in_place = not self.is_hosted and all(param is shard.piece for param, shard in pairs)
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
@@ -99,10 +101,10 @@ class Shards:
         self._followed_shards = [shard for _, shard in self._followed]
         # a DTensor has two versions, its own and that of the tensor within
         self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in self._followed)
-        self._reductions, self._span_places = _places_of_spans(self.homes)
+        self._reductions, self._span_places = _places_of_spans(self.shards)
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
-        self._of_piece = {id(piece): shard for piece, shard in zip(self.pieces, self.homes, strict=True)}
+        self._shard_of = dict(zip(map(id, self.updated), self.shards, strict=True))
         self.state = WatchedState()
         self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
@@ -112,29 +114,14 @@ class Shards:
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
 
-    @property
-    def is_hosted(self) -> bool:
-        """Whether what is updated are copies in host memory."""
-        return self.pieces is not self.near
-
-    @property
-    def stand_alone(self) -> bool:
-        """Whether a step is about the parameters themselves, and nobody else's: nothing needs to be prepared for it."""
-        return not self.is_hosted and not self.shardings and self.accord.party is None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the optimizer's state is that of what is updated, tensor by tensor."""
-        return not self.is_hosted and not self._stand_ins
-
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, and they live where they did."""
-        if not same_objects(params_of(groups), self.everyone) or self.changes_over:
+        if not same_objects(params_of(groups), self.params) or self.changes_over:
             return False
         if self._changes is not None and self._changes == shard_changes():
             return True
-        pairs = zip(self.everyone, self.homes, strict=True)
-        fits = self._copies == [shard.copies for shard in self.homes] and all(shard.fits(p) for p, shard in pairs)
+        pairs = zip(self.params, self.shards, strict=True)
+        fits = self._copies == [shard.copies for shard in self.shards] and all(shard.fits(p) for p, shard in pairs)
         if fits and self._changes is not None:
             self._changes = shard_changes()  # those were of other models
         return fits
@@ -142,12 +129,12 @@ class Shards:
     @property
     def changes_over(self) -> bool:
         """Whether state is to belong to something else: what is trained has a host copy, what is frozen none."""
-        return self.is_hosted and self._trained != [one.requires_grad for one in self.near]
+        return self.is_hosted and self._trained != [one.requires_grad for one in self.local]
 
     def _grad_dtypes(self) -> list[torch.dtype]:
         """What gradients come in, as far as that is known before they do."""
         made = []
-        for param, shard, near in zip(self.everyone, self.homes, self.near, strict=True):
+        for param, shard, near in zip(self.params, self.shards, self.local, strict=True):
             found = shard.local_gradient(param)
             made.append(found.dtype if found is not None else getattr(near, "grad_dtype", None) or near.dtype)
         return made
@@ -161,9 +148,9 @@ class Shards:
             for team in self.accord.teams_of(self.shares[some]):
                 self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
-                _refuse_int8(self.homes[some])
-            names = [shard.name for shard in self.homes[some]]
-            made.append({"param_names": names, **group, "params": self.pieces[some]})
+                _refuse_int8(self.shards[some])
+            names = [shard.name for shard in self.shards[some]]
+            made.append({"param_names": names, **group, "params": self.updated[some]})
         return made
 
     def look(self) -> None:
@@ -175,31 +162,38 @@ class Shards:
         self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:
-        """The gradients that there are near the compute, by their place."""
+        """The gradients that there are beside the compute, checked, by their place."""
         found: dict[int, Tensor] = {}
-        for place, (param, shard, near) in enumerate(zip(self.everyone, self.homes, self.near, strict=True)):
-            grad = shard.local_gradient(param)
-            if grad is None and near.grad is not None and param is not near:
-                raise StateError(_EXPOSED.format(name=shard.name))
+        for place, (grad, local) in enumerate(zip(self._local_gradients(), self.local, strict=True)):
             if grad is None:
                 continue
-            grad = grad.resolve_neg() if grad.is_neg() else grad
-            plain = grad.dtype == near.dtype and grad.shape == near.shape and grad.is_contiguous()
-            if not plain or grad.device != near.device or grad.layout is not torch.strided:
-                checks.gradient(shard.name, near, grad)
+            plain = grad.dtype == local.dtype and grad.shape == local.shape and grad.is_contiguous()
+            if not plain or grad.device != local.device or grad.layout is not torch.strided:
+                checks.gradient(self.shards[place].name, local, grad)
             found[place] = grad
+        self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
+        return found
+
+    def _local_gradients(self) -> list[Tensor | None]:
+        """This rank's gradients, in the memory that they lie in."""
+        found: list[Tensor | None] = []
+        for param, shard in zip(self.params, self.shards, strict=True):
+            grad = shard.local_gradient(param)
+            if grad is None and shard.piece.grad is not None:
+                raise StateError(_EXPOSED.format(name=shard.name))
+            found.append(grad.resolve_neg() if grad is not None and grad.is_neg() else grad)
         return found
 
     def take_copies(self, places: Iterable[int]) -> None:
         """Sets `grads` to the host copies of these gradients, which are fetched or on their way."""
         self._fetched = list(places)
-        self.grads = [None] * len(self.pieces)
+        self.grads = [None] * len(self.updated)
         for place in self._fetched:
             self.grads[place] = self.copy(place).grad
 
     def copy(self, place: int) -> HostCopy:
         """The host copy of a parameter that is trained."""
-        found = self.host.of([self.near[place]])
+        found = self.host.of([self.local[place]])
         if not found:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
         return found[0]
@@ -217,15 +211,9 @@ class Shards:
             if self._span_places and None not in spans:
                 found = list(chain(*spans))
                 self.grads = list(map(found.__getitem__, self._span_places))
-                return
-            self.grads = []
-            for param, shard in zip(self.everyone, self.homes, strict=True):
-                grad = shard.local_gradient(param)
-                if grad is None and shard.piece.grad is not None:
-                    raise StateError(_EXPOSED.format(name=shard.name))
-                if grad is not None and grad.is_neg():
-                    grad = grad.resolve_neg()
-                self.grads.append(grad)
+            else:
+                self.grads = self._local_gradients()
+        self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so a factor taken up is there for the next step."""
@@ -245,7 +233,7 @@ class Shards:
         if outer is self._outer and not outer.mark.changed and self._views.unchanged():
             return
         made: dict[Any, Any] = {}
-        for param, piece, shard in zip(self.everyone, self.pieces, self._shown, strict=True):
+        for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
             entry = outer.get(param)
             if entry is None:
                 continue
@@ -259,12 +247,12 @@ class Shards:
                 for key, value in entry.items()
             }
         made.update(self._others(outer))
-        for place, piece in enumerate(self.pieces):
+        for place, piece in enumerate(self.updated):
             entry = made.get(piece)
             if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
                 values = entry.pop(PENDING)
                 if self.check_pending(place, values):
-                    self.host.pend(self.near[place], values)
+                    self.host.pend(self.local[place], values)
                     self._show_pending(entry, place)
         self.state = WatchedState(made)
         outer.watch_all()
@@ -272,18 +260,18 @@ class Shards:
 
     def check_pending(self, place: int, values: Tensor) -> bool:
         """Whether values that an update left pending are to wait here; refuses those that would be lost."""
-        near = self.near[place]
+        near = self.local[place]
         waits = self.host.delays and bool(self.host.of([near]))  # one that was trained may have a copy
         if not waits:
             with present(values), present(near):
                 if not torch.equal(values.to(near.device), near):
-                    frozen = _FROZEN.format(name=self.homes[place].name)
+                    frozen = _FROZEN.format(name=self.shards[place].name)
                     raise StateError(frozen if self.host.delays else NOT_DELAYED)
         return waits
 
     def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
         """State under keys that are none of the parameters."""
-        known = set(map(id, self.everyone))
+        known = set(map(id, self.params))
         return {key: entry for key, entry in outer.items() if id(key) not in known}
 
     def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -291,7 +279,7 @@ class Shards:
         if self.in_place:
             return state
         made = self._others(outer)
-        for param, piece, shard in zip(self.everyone, self.pieces, self._shown, strict=True):
+        for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
             entry = state.get(piece)
             if entry is not None:
                 before = outer.get(param) or {}
@@ -306,9 +294,9 @@ class Shards:
             if outer.get(param) is not entry:
                 outer[param] = entry
         outer.watch_all()
-        pairs = list(zip(self.everyone, self.pieces, strict=True))
+        pairs = list(zip(self.params, self.updated, strict=True))
         self._exported = {id(piece): dict(outer[param]) for param, piece in pairs if param in outer}
-        wholes = [piece for piece, shard in zip(self.pieces, self._shown, strict=True) if shard.sharding is not None]
+        wholes = [piece for piece, shard in zip(self.updated, self._shown, strict=True) if shard.sharding is not None]
         shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
         self._views = AddressRecord([one for one in shown if type(one) is Tensor])
         self._outer = outer
@@ -322,7 +310,7 @@ class Shards:
         for piece in mine.values():
             self.exact(piece, kept=True)
         if self.host.delays:
-            for place, piece in enumerate(self.pieces):
+            for place, piece in enumerate(self.updated):
                 if id(piece) in mine or self.state.get(piece):
                     self._show_pending(self.state[piece], place)
             self.state.watch_all()  # that was us: what is bound stays bound
@@ -331,8 +319,8 @@ class Shards:
     def _show_pending(self, entry: dict[str, Any], place: int) -> None:
         """Let the entry have the host copy's values, pending or not: who flattens a state_dict of a fresh optimizer
         asks it for its keys."""
-        piece = self.pieces[place]
-        for copy in self.host.of([self.near[place]]):
+        piece = self.updated[place]
+        for copy in self.host.of([self.local[place]]):
             if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
                 entry.setdefault(PENDING, piece.detach() if copy.shown is None else copy.shown)
 
@@ -362,47 +350,42 @@ class Shards:
 
     def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
         """Take loaded state of pieces over; returns it as it is shown."""
-        mine = set(map(id, self.pieces))
+        mine = set(map(id, self.updated))
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
         outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
         # replaced, not lost: nobody need be warned of it
         self.host.refetch([one for one in self.host.copies.values() if one.pending or one.rest is not None])
         self.look()
         for place, values in pending.items():
-            self.host.pend(self.near[place], values)
+            self.host.pend(self.local[place], values)
         self.bound([piece for piece in self.state if id(piece) in mine], outer)
         return outer
 
     def pend(self, places: Iterable[int], outer: WatchedState) -> None:
         """The host copies of these have been filled with values that an update made and nobody has published."""
-        copies = self.host.of(self.near[place] for place in places)
+        copies = self.host.of(self.local[place] for place in places)
         self.host.wait_for(copies)
         if copies:
             self.bound([copy.values for copy in copies], outer)
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
         """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
-        shard = self._of_piece.get(id(piece))
+        shard = self._shard_of.get(id(piece))
         initial = None if shard is None else shard.take_initial(kept=kept)
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:
-        """The factor of all gradients that clipping has left pending; one that is not that of all is applied here."""
-        if not self.is_hosted:
-            return self._folded(place for place, grad in enumerate(self.grads) if grad is not None)
+        """The factor that clipping has left pending for all of the gradients that the step reads."""
         fold, self._fold = self._fold, 1.0
         return fold
 
-    def fold_near(self, places: Iterable[int]) -> None:
-        """What clipping has left pending, before gradients are fetched: what is applied here is applied near them."""
-        self._fold = self._folded(places)
-
-    def _folded(self, places: Iterable[int]) -> float | Tensor:
+    def _take_folds(self, places: Iterable[int]) -> float | Tensor:
+        """The factor that clipping has left pending; one that is not that of all gradients is applied here."""
         folds = [(sharding, factor) for sharding in self.shardings for factor in (sharding.take_fold(),)]
         folds = [(sharding, factor) for sharding, factor in folds if isinstance(factor, Tensor) or factor != 1.0]
         if not folds:
             return 1.0
-        mine = {id(self.homes[place]) for place in places}
+        mine = {id(self.shards[place]) for place in places}
         first = self.shardings[0]
         if len(self.shardings) == 1 and mine == with_gradients(first) and first.has_own_gradients:
             self._folds = folds
@@ -431,7 +414,7 @@ class Shards:
 
     def announce(self) -> None:
         """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
-        self.host.publish(self.host.of(self.near[place] for place in self._fetched))
+        self.host.publish(self.host.of(self.local[place] for place in self._fetched))
 
     def publish(self) -> None:
         """Let all ranks see what was updated."""

@@ -137,10 +137,17 @@ def pull(entry: Entry, layout: Layout, param: Tensor, room: HostTier | None = No
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
-def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None) -> None:
-    """Put a zeroed tensor for each slot into its entry: in host memory slots of one key side by side, and counters."""
+def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None, *, zeroed: bool = True) -> None:
+    """Puts a tensor for each slot into its entry: in host memory slots of one key side by side, and counters.
+
+    They hold zeros. What is not counters is what `room` has for them; not `zeroed`: with what that held.
+    """
     if room is not None:
-        wanted = _placed(wanted, room, zeroed=True)
+        columns = [one for one in wanted if one[2].column]
+        tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in columns], zeroed=zeroed)
+        for (_, entry, slot), tensor in zip(columns, tensors, strict=True):
+            entry[slot.key] = tensor
+        wanted = [one for one in wanted if not one[2].column]
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(wanted, key=lambda one: keys.index(one[2].key))
     devices = [_HOST if param.is_cpu or slot.extent == "scalar" else param.device for param, _, slot in order]
@@ -165,17 +172,6 @@ def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]
     return made
 
 
-def _placed(
-    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier, *, zeroed: bool
-) -> list[tuple[Tensor, Entry, Slot]]:
-    """Put what `room` has for these slots into their entries; returns what is left: counters."""
-    housed = [one for one in wanted if one[2].column]
-    tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in housed], zeroed=zeroed)
-    for (_, entry, slot), tensor in zip(housed, tensors, strict=True):
-        entry[slot.key] = tensor
-    return [one for one in wanted if not one[2].column]
-
-
 def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
     """Memory of our own for such entries; what is in it, in a room, is what was there."""
     made: list[Entry] = [{} for _ in entries]
@@ -185,24 +181,20 @@ def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | N
         for slot in layout.slots
         if entry.get(slot.key) is not None
     ]
-    make(wanted if room is None else _placed(wanted, room, zeroed=False))
+    make(wanted, room, zeroed=False)
     for (param, _, _), mine in zip(entries, made, strict=True):
         mine.update({key: tensor.to(param.device) for key, tensor in mine.items()})
     return made
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
-    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
-    sources = [entry for _, entry, _ in entries]
-    if room is not None:  # what is there may be what is copied: it is set apart
-        places = room.addresses()
-        sources = [untangled(entry, param, places) for param, entry, _ in entries]
-    made = laid_out(entries, room)
+def copy_entries(entries: Sequence[Checked], made: Sequence[Entry], room: HostTier | None = None) -> None:
+    """Copies checked entries into memory that was laid out for them; nothing is cast."""
+    places = {} if room is None else room.addresses()  # where the copies lie may be what is copied: it is set apart
+    sources = [untangled(entry, param, places) if places else entry for param, entry, _ in entries]
     for entry, mine in zip(sources, made, strict=True):
         for key, target in mine.items():
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             target.copy_(value.reshape(()) if key == "step" else value)
-    return made
 
 
 def exact_of(param: Tensor, kept: Tensor) -> Tensor:

@@ -88,5 +88,5 @@ def _bytes_of(holdings: Holdings) -> dict[str, float]:
                 found["cpu" if local.device.type == "cpu" else "device"] += local.nbytes
         owner = on_disk_of(entry)
         if owner is not None:
-            found["disk"] += sum(one.nbytes for one in owner.described().values())
+            found["disk"] += owner.nbytes
     return {f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}

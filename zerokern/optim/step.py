@@ -21,7 +21,7 @@ from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.hosted import Departure, Leaving
+from zerokern.optim.hosted import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
@@ -49,7 +49,7 @@ class StepRunner:
     def __init__(self, holdings: Holdings, decision: Decision) -> None:
         self._holdings, self._decision = holdings, decision
         self.pending: Update | None = None
-        self.leaving: Leaving | None = None
+        self.leaving: EarlyFetches | None = None
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
@@ -112,11 +112,10 @@ class StepRunner:
             self._publish_pending(shards)
         parts = self._parts_of(shards)
         if self.leaving is None or self.leaving.shards is not shards:
-            self.leaving = Leaving.of(self.leaving, shards, parts, self._holdings.schedule != "sync")
-        early = self.leaving.departures()
+            self.leaving = EarlyFetches(shards, parts, self._holdings.schedule != "sync", self.leaving)
+        early = self.leaving.take()
         try:
             grads = shards.gradients()
-            shards.fold_near(grads)
             self._fetch(shards, parts, grads, early, unscaled)
         finally:
             for departure in early.values():
@@ -128,7 +127,7 @@ class StepRunner:
         shards: Shards,
         parts: Sequence[Part],
         grads: dict[int, Tensor],
-        early: dict[str, Departure],
+        early: dict[str, EarlyFetch],
         unscaled: bool,
     ) -> None:
         host = shards.host
@@ -148,7 +147,7 @@ class StepRunner:
             if part.sharding is not None:
                 part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
                 continue
-            shown = [shards.everyone[place].grad for place in part.members if place in grads]
+            shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(ticket)
@@ -163,7 +162,7 @@ class StepRunner:
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:
-            self._parts = (shards, parts_of(shards.pieces, shards.homes))
+            self._parts = (shards, parts_of(shards.updated, shards.shards))
         return self._parts[1]
 
     # The update itself.
@@ -422,7 +421,7 @@ class StepRunner:
             if self.agrees or (here.moves_on_disk and here.torn):
                 say_outcome(error, here.outcome)
             return
-        decided_there = not shards.is_hosted and device.holds(shards.pieces)  # nobody here has added up
+        decided_there = not shards.is_hosted and device.holds(shards.updated)  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with contextlib.suppress(CommError):
                 self._publish_with_others(shards)

@@ -1,8 +1,8 @@
 """What the next update is about to touch: read and checked, nothing written.
 
 A survey is kept from step to step. `pointers` looks at every parameter and gradient again, natively where torch offers
-what that needs, else in a handful of C-level passes over a few hundred at a time, and says None as soon as anything
-differs; then a new survey is made, which also explains what is wrong.
+what that needs, else in a handful of C-level passes, and says None as soon as anything differs; then a new survey is
+made, which also explains what is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _is_inference = torch.Tensor.is_inference
 _is_neg = torch.Tensor.is_neg
 _index_of = torch.Tensor.get_device
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
 
 
 def names_of(groups: Groups) -> list[str]:
@@ -189,29 +188,21 @@ class Survey:
         return True
 
     def _read(self, given: Sequence[Any] | None) -> array[int] | None:
-        pointers = array("Q")
-        for begin in range(0, len(self.params), _CHUNK):
-            some = self._pointers(begin, begin + _CHUNK, given)
-            if some is None:
-                return None
-            pointers.fromlist(some)
-        return pointers
-
-    def _pointers(self, begin: int, end: int, given: Sequence[Any] | None) -> list[int] | None:
-        params = self.params[begin:end]
+        """Does what the native reader does, where torch does not offer what that needs."""
+        params = self.params
         try:
-            grads = list(map(_grad_of, params)) if given is None else given[begin:end]
-            pointers = list(map(_pointer_of, grads))
+            grads = list(map(_grad_of, params)) if given is None else given
+            pointers = array("Q", map(_pointer_of, grads))
         except (TypeError, RuntimeError):  # a gradient that went away, or one without memory
             return None
         unchanged = (
-            list(map(_dtype_of, grads)) == self.grad_dtypes[begin:end]
-            and list(map(_numel_of, grads)) == self.numels[begin:end]
+            list(map(_dtype_of, grads)) == self.grad_dtypes
+            and list(map(_numel_of, grads)) == self.numels
             and all(map(_is_contiguous, grads))
             and not any(map(_is_neg, grads))
-            and list(map(_pointer_of, params)) == self.param_pointers[begin:end]
-            and list(map(_dtype_of, params)) == self.param_dtypes[begin:end]
-            and list(map(_numel_of, params)) == self.numels[begin:end]
+            and list(map(_pointer_of, params)) == self.param_pointers
+            and list(map(_dtype_of, params)) == self.param_dtypes
+            and list(map(_numel_of, params)) == self.numels
             and all(map(_is_contiguous, params))
         )
         return pointers if unchanged else None

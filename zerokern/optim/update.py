@@ -203,7 +203,7 @@ class Update:
             readings = () if inline else shards.readings(part.members)
             yield ("Step", name), partial(self.make_part, turn, readings)
         else:
-            copies = host.of(shards.near[member] for member in part.members if member in rows)
+            copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
                 copy.free = False
             yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
