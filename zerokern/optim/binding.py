@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import StepTable
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
@@ -94,8 +95,6 @@ def table_of(
 class HostCompute:
     """Runs the native table in host memory, and counts the steps of its parameters."""
 
-    torn = False  # one native call writes all rows or raises before it writes any
-
     def __init__(self) -> None:
         self.table: Any = None
         self.groups: list[TableGroup] = []
@@ -145,6 +144,13 @@ class HostCompute:
     def carried_out(self) -> bool:
         """Whether the last call was made, even if an interrupt hid that it was."""
         return bool(self.table.carried_out)
+
+    def may_have_written(self, error: BaseException) -> bool:
+        """Whether rows may have been written by a call that raised and was not carried out.
+
+        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it.
+        """
+        return isinstance(error, Exception) and not isinstance(error, KernelError)
 
     def count(self, tier: StateTier) -> None:
         """Counts the update that was prepared."""
@@ -357,11 +363,11 @@ class Binding:
         try:
             self.compute.run(self._scale, batch.begin, batch.end)
             self._updated = i + 1
-        except BaseException:
+        except BaseException as error:
             if self.compute.carried_out:  # a Ctrl-C hid that it returned
                 self._updated = i + 1
             else:
-                self.begun = before or self.compute.torn
+                self.begun = before or self.compute.may_have_written(error)
             raise
 
     def _fetch(self, i: int, cell: Cell, after: Any) -> Any:

@@ -159,8 +159,7 @@ class DeviceCompute(HostCompute):
     def carried_out(self) -> bool:
         return self._done
 
-    @property
-    def torn(self) -> bool:  # type: ignore[override]
+    def may_have_written(self, error: BaseException) -> bool:
         """Whether launches were broken off: the host does not know what those before the refused one have changed."""
         return self.table.begun and not self._done
 
