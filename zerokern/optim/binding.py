@@ -118,7 +118,7 @@ class HostCompute:
 
     def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
         """Counts steps of all parameters; `previous`: whose book fits, for nothing has changed since."""
-        entries = [tier.state.get(param, {}) for param in survey.everyone]
+        entries = [tier.state.get(param, {}) for param in survey.all_params]
         self.book = StepBook(entries) if previous is None else previous.compute.book
 
     def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
@@ -218,7 +218,7 @@ class Binding:
                 compute.check_new(survey, groups, tier, new)
                 tier.add(groups, new)
                 compute.mark_first(survey, tier, new)
-            same = previous is not None and same_objects(survey.everyone, previous.survey.everyone)
+            same = previous is not None and same_objects(survey.all_params, previous.survey.all_params)
             compute.open_book(survey, tier, previous if same and not new else None)
             if witness is not None:
                 witness.catch_up(tier.state)
