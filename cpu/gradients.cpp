@@ -1,5 +1,5 @@
-// Where many tensors or their gradients lie, and what is known of them, in one call and with nothing linked: the framework's own functions are
-// handed in.
+// Where many tensors or their gradients lie, and what is known of them, in one call and with nothing linked: the
+// framework's own functions are handed in.
 
 #include "zerokern_cpu.h"
 

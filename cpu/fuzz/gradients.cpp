@@ -1,5 +1,5 @@
-// zk_gradients and what else looks at many tensors, over a framework of its own: tensors are heap blocks of exact sizes,
-// and its functions may refuse.
+// zk_gradients and what else looks at many tensors, over a framework of its own: tensors are heap blocks of exact
+// sizes, and its functions may refuse.
 #include <memory>
 #include <vector>
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_world import FakeWorld
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from zerokern.checkpoint.files import FileWriter
 from zerokern.checkpoint.filling import SurroundingBlocks
 from zerokern.comm import Group, group_on
 from zerokern.core.errors import IoError
-from zerokern.debug.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory.here import Here

@@ -367,7 +367,12 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
             batch.read_into(source, here, 0, piece.detach().view(-1))
             return
         read = batch.buffer(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
-        batch.then(partial(_copy_to_piece, read, piece, begin))
+
+        def copy_to_piece() -> None:
+            with present(piece, written=True):
+                piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)
+
+        batch.then(copy_to_piece)
 
     pieces, fills = optimizer.pieces(), []
     for number, plan in plans.items():
@@ -377,8 +382,3 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
     yield from _bounded(fills)
     with torch.no_grad():
         optimizer.mark_pending(list(plans))
-
-
-def _copy_to_piece(read: Tensor, piece: Tensor, begin: int) -> None:
-    with present(piece, written=True):
-        piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)

@@ -99,7 +99,10 @@ def convert_exact(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | 
     if kind in ("split16", "split8"):
         high, remainder = split(exact, kind)
         return {"param": high, "remainder": remainder}
-    rounded = param if param is not None and param.dtype is dtype else rounded_to(exact, dtype)
+    if param is not None and param.dtype is dtype:
+        rounded = param
+    else:  # ties in bf16 are rounded as the optimizers round them
+        rounded = split(exact, "split16")[0] if dtype is torch.bfloat16 else exact.to(dtype)
     return {"param": rounded, "master": exact} if kind == "fp32" else {"param": rounded}
 
 
@@ -125,8 +128,3 @@ def overflowed(source: Tensor, converted: Tensor) -> int:
         return 0
     beyond = ~(converted.float() if converted.itemsize == 1 else converted).isfinite()
     return int((beyond & source.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
-
-
-def rounded_to(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns fp32 values rounded to a dtype; ties in bf16 are rounded as the optimizers round them."""
-    return split(exact, "split16")[0] if dtype is torch.bfloat16 else exact.to(dtype)

@@ -198,8 +198,9 @@ class Writer:
                 key = next(there, item).index.fqn
                 raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
         return [
-            WriteResult(item.index, whole[1], Written(file, offset, tuple(_data(item).chunk.sizes), whole))
+            WriteResult(item.index, whole[1], Written(file, offset, tuple(item.tensor_data.chunk.sizes), whole))
             for item, offset, whole in placed
+            if item.tensor_data is not None  # `_resolve_tensor` refuses all else
         ]
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -245,11 +246,6 @@ def _resolve_tensor(item: WriteItem, planner: AnyPlanner) -> Tensor:
             f"{dtype_name(tensor.dtype)} of {tuple(tensor.shape)}: it was exchanged while it was being saved"
         )
     return tensor
-
-
-def _data(item: WriteItem) -> Any:
-    assert item.tensor_data is not None
-    return item.tensor_data
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -21,6 +21,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.interrupts import whole
 from zerokern.memory.tier import check_tier
 from zerokern.optim import checks, device
+from zerokern.optim.accord import TORN
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
@@ -169,7 +170,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         if not self._stepping.acquire(blocking=False):
             raise StateError(_TWICE)
         here = self.holdings
-        known = here.torn and not here.untold
+        known = here.outcome is TORN
         try:
             here.shards.accord.begin()
             began = time.perf_counter()
@@ -302,7 +303,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             return
         if not self._stepping.acquire(blocking=False):
             raise StateError("close() was called while step() runs, in another thread or in a hook; call it afterwards")
-        known = here.torn and not here.untold
+        known = here.outcome is TORN
         try:
             if publish:
                 self.runner.flush(self.param_groups)

@@ -17,11 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import StepTable
-from zerokern.memory import Rest, Ring, flow, flowing
+from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
-from zerokern.memory.interrupts import whole
+from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
@@ -205,9 +204,10 @@ class Binding:
         """
         self.survey, self.tier, self.compute, self._groups = survey, tier, compute, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
-        self.turns: Turns = ()
+        self.turns: Turns = [survey.numbers]
         self.recorder: Recorder | None = None  # notes what is fetched and stored
         self._names: Sequence[str] = ("all",)
+        self._updated = 0  # batches, in the update at hand
         self._notes: UpdateRecorder | None = None
         self._done = self._is_laid_out = False
         self._flow: Generator[int, None, None] | None = None
@@ -313,7 +313,7 @@ class Binding:
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
-        self.begun = self._done = False
+        self.begun, self._done, self._updated = False, False, 0
         if self.compute.is_outdated() or not self._is_laid_out:
             with self.compute.launching():
                 self._lay_out()
@@ -331,46 +331,37 @@ class Binding:
             pointers = array("Q", map(operator.add, map(pointers.__getitem__, self._index), self._shifts))
         self.compute.prepare(settings, pointers)
 
-    def run(self, scale: float) -> None:
-        """Makes the update. An error before the first batch is updated leaves everything as it was."""
-        if not self.moves:
-            self.compute.run(scale)
-            return
-        self._scale = scale
-        try:
-            with whole("the step"):
-                flow(self._ring, len(self._batches), self._fetch, self._compute, self._store)
-                self.put_away()
-        except BaseException:
-            self._give_back()
-            if self.torn:
-                self.survey.cells.bump_versions()
-            raise
-
     def take_turn(self, turn: int, scale: float) -> None:
         """Makes one turn of an update that has been arranged and prepared; any thread may, one after the other.
 
-        Batches of the next turns are on their way in meanwhile, those of the last ones on their way out.
+        Batches of the next turns are on their way in meanwhile, those of the last ones on their way out. An error
+        before the first batch is updated leaves everything as it was.
         """
         begin, end = self._ends[turn - 1] if turn else 0, self._ends[turn]
         self._scale = scale
         if not self.moves:
-            for batch in self._batches[begin:end]:
-                self._update(batch)
+            for i in range(begin, end):
+                self._update(i)
             return
         if self._flow is None:
             self._flow = flowing(self._ring, len(self._batches), self._fetch, self._compute, self._store)
-        for _ in range(begin, end):
-            next(self._flow)
+        with DeferredSignals() as signals:  # between two batches nothing is launched that nobody would wait for
+            for _ in range(begin, end):
+                next(self._flow)
+                signals.deliver()
         if not self.tier.streams and end == len(self._batches):
             self.put_away()
 
-    def _update(self, batch: RowBatch) -> None:
-        before, self.begun = self.begun, True
+    def _update(self, i: int) -> None:
+        batch, before, self.begun = self._batches[i], self.begun, True
         try:
             self.compute.run(self._scale, batch.begin, batch.end)
-        except KernelError:  # refused before it wrote anything
-            self.begun = before
+            self._updated = i + 1
+        except BaseException:
+            if self.compute.carried_out:  # a Ctrl-C hid that it returned
+                self._updated = i + 1
+            else:
+                self.begun = before or self.compute.torn
             raise
 
     def _fetch(self, i: int, cell: Cell, after: Any) -> Any:
@@ -392,7 +383,7 @@ class Binding:
         for rest in batch.gradients:
             rest.wait()
         self.tier.begin(batch.record, cell, batch.members)
-        self._update(batch)
+        self._update(i)
 
     def _note_ends(self, i: int) -> None:
         """Notes what has ended before a batch is updated: it was fetched, and what its cell held before was stored."""
@@ -438,16 +429,18 @@ class Binding:
         if flow is not None and getgeneratorstate(flow) != GEN_RUNNING:  # as it seems to in a forked child
             flow.close()
         self._give_back()
+        if self.torn:
+            self.survey.cells.bump_versions()
 
     @property
     def carried_out(self) -> bool:
         """Whether the update was made, even if an interrupt hid that it was."""
-        return self._done if self.moves else self.compute.carried_out
+        return self._done if self.moves else self._updated == len(self._batches)
 
     @property
     def torn(self) -> bool:
         """Whether an update that raised was broken off when some of the parameters had been updated."""
-        return self.begun and not self._done if self.moves else self.compute.torn
+        return self.begun and not self.carried_out
 
     def stepped(self) -> None:
         """Counts an update that was made."""

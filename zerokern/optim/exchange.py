@@ -98,13 +98,14 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[E
     """
     if here.disk is not None:
         mine = make_room(here.disk, entries, here.held)
-        here.torn = True
+        here.tear()
         mark_loaded(mine, entries)
         if filled:
             write_entries(here.disk, mine, entries)
         return mine
     room = here.room if all(param.is_cpu for param, _, _ in entries) else None
-    here.torn = here.torn or room is not None or not filled
+    if room is not None or not filled:
+        here.tear()
     if here.room is None and not filled:  # what was there goes first, so that there is never twice the state
         here.bound = Bound()
         for state in (here.held, here.state):
@@ -262,7 +263,7 @@ class Exchange:
         ]
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
         take_over(self._here, self._runner, self.opt.param_groups, state_dict, filled=False)
-        self._here.torn = True
+        self._here.tear()
 
     def pieces(self) -> list[Tensor]:
         """Returns what an update changes of each parameter: itself, its piece, or a copy in host memory."""

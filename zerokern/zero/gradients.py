@@ -135,10 +135,12 @@ class GradientBucket:
 
     def take_written(self) -> None:
         """Takes gradients that a custom Function wrote into a `.grad` in this pass: no hook is called for them."""
-        if not self.running or (self.lands_in_params and not self.closed and len(self.arrived) == len(self.entries)):
+        if not self.running:
             return
-        if not self.lands_in_params:
+        if not self.lands_in_params and (self.closed or self._before is not self._nothing):
             self._take_written_to_params()
+        if not self.closed and len(self.arrived) == len(self.entries):
+            return
         for place, grad in enumerate(list(map(_grad_of, self.leaves))):
             if grad is None or grad is self._aside.get(place) or (place in self.arrived and not self.closed):
                 continue
@@ -286,6 +288,8 @@ class GradientBucket:
         """Returns what the user has in `.grad`, by place, whatever arrives there now."""
         if self.running and self.lands_in_params and not self.exposed:
             return self._aside
+        if self._before is self._nothing and not self.exposed:  # what is written now is taken at the end of the pass
+            return {}
         with without_waiting():
             found = list(map(_grad_of, [shard.piece for shard in self.shards] if self.exposed else self.params))
         return {place: grad for place, grad in enumerate(found) if grad is not None}
@@ -375,7 +379,7 @@ class GradientBucket:
         self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
-            if self.running and not self.lands_in_params:
+            if self.running and not self.lands_in_params and self._before is not self._nothing:
                 self._take_written_to_params()
             lives = self._lives()
         if self.shown:  # what they show is about to be written
