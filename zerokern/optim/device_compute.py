@@ -16,7 +16,7 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.binding import Binding, Columns, HostCompute, table_of
+from zerokern.optim.binding import Binding, HostCompute, Member, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
 from zerokern.optim.outside import plain
@@ -99,13 +99,13 @@ class DeviceCompute(HostCompute):
                     book.restart(number)
         self.book = book
 
-    def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
+    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
         self._last = None  # nothing asks for the rows before any more
-        self._survey, self._rows = columns.survey, rows
-        labels = self.book.choose(columns.survey.numbers)
-        self.table, self.groups = table_of(columns, groups, rows, labels, self._open_table)
+        self._survey, self._rows = survey, rows
+        labels = self.book.choose(survey.numbers)
+        self.table, self.groups = table_of(survey, groups, members, rows, labels, self._open_table)
         witnesses: dict[int, int] = {}
-        for group, number in zip(self.table.columns["group"], columns.survey.numbers, strict=True):
+        for group, number in zip(self.table.columns["group"], survey.numbers, strict=True):
             witnesses.setdefault(group, number)
         self._witnesses = [witnesses[group] for group in range(len(self.groups))]
 

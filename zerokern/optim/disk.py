@@ -522,11 +522,9 @@ class StateOnDisk(StateTier):
         self._disk.check()
         self._disk.begin_change()
 
-    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
+    def places(self, i: int) -> Sequence[Any]:
         owner = self._owners[i]
-        if owner is None:
-            return [(None, None, 0, self.survey.numels[i])]
-        return [(place.record, place, place.start, place.numel) for place in owner.places]
+        return (None,) if owner is None else owner.places
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]

@@ -417,9 +417,9 @@ class StateTier:
     def check(self) -> None:
         """Raises where an update cannot reach the state; from here on the update changes it."""
 
-    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
-        """Returns where a parameter's state is: (record, place in it, first element, elements) for each row."""
-        return [(None, None, 0, self.survey.numels[i])]
+    def places(self, i: int) -> Sequence[Any]:
+        """Returns the places in records that hold a parameter's state, one for each row; None: it is in memory."""
+        return (None,)
 
     def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
         """Returns the row of a place, whose record is in this cell of the ring while it is updated."""
