@@ -177,7 +177,7 @@ class Restore:
             home.look(tensor)
             home.keep_initial(lost)
         for optimizer, plans, _ in planned:
-            optimizer.look()
+            optimizer.reread_parameters()
             late = {number: state for number, state in plans.items() if optimizer.late and PENDING in state.saved}
             if late:
                 yield from _fill_pending(optimizer, late)
@@ -381,4 +381,4 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
             fills.append(partial(fill, plan, piece, begin))
     yield from _bounded(fills)
     with torch.no_grad():
-        optimizer.pend(list(plans))
+        optimizer.mark_pending(list(plans))

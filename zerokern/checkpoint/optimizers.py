@@ -124,10 +124,10 @@ class AnyOptimizer:
         """Returns the space on disk that `lay_out` has allocated, by parameter."""
         return {}
 
-    def look(self) -> None:
+    def reread_parameters(self) -> None:
         """Reads the parameters again after they were written."""
 
-    def pend(self, numbers: Sequence[int]) -> None:
+    def mark_pending(self, numbers: Sequence[int]) -> None:
         """Marks the values of these parameters as computed and not published."""
 
     def pieces(self) -> list[Tensor]:

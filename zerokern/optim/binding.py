@@ -31,6 +31,8 @@ from zerokern.zero.kinds import rest_of
 
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
+Member = tuple[int, Any]
+"""A row: the parameter's place in the survey, and the `RecordSpan` that it is; None: all of a parameter in memory."""
 Turns = Sequence[Sequence[int]]
 """Places among an optimizer's parameters that are updated one after the other."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
@@ -46,34 +48,19 @@ class TableGroup:
     first: bool
 
 
-@dataclass
-class Columns:
-    """The rows of a table in its order. `index`: the place of each in the survey; `starts`: the element of the
-    survey's parameter that it begins with."""
-
-    survey: Survey
-    index: Sequence[int]
-    starts: Sequence[int]
-    numels: Sequence[int]
-
-    def of(self, column: Sequence[Any]) -> list[Any]:
-        """Returns what a column of the survey has for each row."""
-        return [column[i] for i in self.index]
-
-
 def table_of(
-    columns: Columns,
+    survey: Survey,
     groups: Groups,
+    members: Sequence[Member],
     rows: Sequence[SpanRow],
     steps: Sequence[int],
     open_table: Callable[[int, int], Any] = StepTable,
 ) -> tuple[Any, list[TableGroup]]:
     """Makes the table of all rows; those that differ in format, owner or step count are in different groups of it."""
-    survey = columns.survey
     made: list[TableGroup] = []
     numbers: dict[tuple[Any, ...], int] = {}
-    members = array("Q")
-    for row, i in zip(rows, columns.index, strict=True):
+    group_of = array("Q")
+    for row, (i, _) in zip(rows, members, strict=True):
         owner, grad_dtype, step = survey.owners[i], survey.grad_dtypes[i], steps[i]
         key = (owner, id(row.layout), grad_dtype, step, row.first)
         number = numbers.get(key)
@@ -81,15 +68,22 @@ def table_of(
             number = numbers[key] = len(made)
             formats = row.layout.table_formats(groups[owner]["stochastic_seed"])
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
-        members.append(number)
+        group_of.append(number)
     table = open_table(len(rows), len(made))
-    table.columns["group"][:] = members
-    table.columns["numel"][:] = array("Q", columns.numels)
-    table.columns["key"][:] = array("Q", columns.of(survey.numbers))
-    table.columns["first"][:] = array("Q", map(operator.add, columns.of(survey.firsts), columns.starts))
+    table.columns["group"][:] = group_of
+    numels = (survey.numels[i] if place is None else place.numel for i, place in members)
+    table.columns["numel"][:] = array("Q", numels)
+    table.columns["key"][:] = array("Q", [survey.numbers[i] for i, _ in members])
+    firsts = [survey.firsts[i] for i, _ in members]
+    table.columns["first"][:] = array("Q", map(operator.add, firsts, map(_start_of, members)))
     for name, words in zip(POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
         table.columns[name][:] = array("Q", words)
     return table, made
+
+
+def _start_of(member: Member) -> int:
+    """Returns the element of the survey's parameter that a row begins with."""
+    return 0 if member[1] is None else int(member[1].start)
 
 
 class HostCompute:
@@ -116,12 +110,12 @@ class HostCompute:
 
     def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
         """Counts steps of all parameters; `previous`: whose book fits, for nothing has changed since."""
-        entries = [tier.state.get(param, {}) for param in survey.everyone]
+        entries = [tier.state.get(param, {}) for param in survey.all_params]
         self.book = StepBook(entries) if previous is None else previous.compute.book
 
-    def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
+    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
         """Puts the rows into a table."""
-        self.table, self.groups = table_of(columns, groups, rows, self.book.choose(columns.survey.numbers))
+        self.table, self.groups = table_of(survey, groups, members, rows, self.book.choose(survey.numbers))
 
     def is_outdated(self) -> bool:
         """Whether the table must be laid out anew."""
@@ -169,12 +163,11 @@ class HostCompute:
 @dataclass
 class RowBatch:
     """Rows [begin, end) of the table, which are updated together: those of one record, or of parameters that rest in
-    one place. `members`: (place in the survey, place in the record)."""
+    one place. `members`: for each of them."""
 
     record: Any
     turns: list[int] = field(default_factory=list)
-    members: list[tuple[int, Any]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # first element and elements, of each row
+    members: list[Member] = field(default_factory=list)
     begin: int = 0
     end: int = 0
     params: list[Rest] = field(default_factory=list)
@@ -224,7 +217,7 @@ class Binding:
                 compute.check_new(survey, groups, tier, new)
                 tier.add(groups, new)
                 compute.mark_first(survey, tier, new)
-            same = previous is not None and same_objects(survey.everyone, previous.survey.everyone)
+            same = previous is not None and same_objects(survey.all_params, previous.survey.all_params)
             compute.open_book(survey, tier, previous if same and not new else None)
             if witness is not None:
                 witness.catch_up(tier.state)
@@ -264,21 +257,18 @@ class Binding:
         self._ring = tier.ring or Ring.without_memory(_AHEAD)
         cells = self._ring.slots
         rows: list[SpanRow] = []
-        index: list[int] = []
+        members = [member for batch in batches for member in batch.members]
         for number, batch in enumerate(batches):
             batch.begin = len(rows)
             cell = cells[number % len(cells)]
             rows += [tier.row(i, place, cell) for i, place in batch.members]
-            index += [i for i, _ in batch.members]
             batch.end = len(rows)
-        spans = [span for batch in batches for span in batch.spans]
-        columns = Columns(survey, index, [start for start, _ in spans], [numel for _, numel in spans])
-        in_order = index == list(range(len(survey.params))) and not any(columns.starts)
-        self._index = None if in_order else index
-        self._shifts = [start * survey.grad_dtypes[i].itemsize for i, start in zip(index, columns.starts, strict=True)]
+        index = [i for i, _ in members]
+        self._shifts = [_start_of(member) * survey.grad_dtypes[member[0]].itemsize for member in members]
+        self._index = None if index == list(range(len(survey.params))) and not any(self._shifts) else index
         self._firsts = [min(batch.turns) for batch in batches]
         self._ends = list(accumulate(self._firsts.count(turn) for turn in range(len(self.turns))))
-        self.compute.lay_out(columns, self._groups, rows)
+        self.compute.lay_out(survey, self._groups, members, rows)
         self._is_laid_out = True
 
     def _batches_of(self) -> list[RowBatch]:
@@ -287,14 +277,14 @@ class Binding:
         found: dict[Any, RowBatch] = {}
         for i, number in enumerate(survey.numbers):
             turn, rest = turn_of.get(number, 0), rest_of(survey.params[i]) if survey.rests else None
-            for record, place, start, numel in tier.spans(i):
+            for place in tier.places(i):
+                record = None if place is None else place.record
                 key = (turn, id(rest)) if record is None else record
                 batch = found.get(key)
                 if batch is None:
                     batch = found[key] = RowBatch(record)
                 batch.turns.append(turn)
                 batch.members.append((i, place))
-                batch.spans.append((start, numel))
                 if rest is not None and rest not in batch.params:
                     batch.params.append(rest)
         return sorted(found.values(), key=operator.attrgetter("order"))

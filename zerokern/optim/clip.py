@@ -1,4 +1,4 @@
-"""Clipping apart from the update: torch's function, for parameters at any stage."""
+"""Clips gradients apart from the update: torch's function, for parameters at any stage."""
 
 from __future__ import annotations
 

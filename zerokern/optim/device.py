@@ -1,6 +1,4 @@
-"""Parameters that do not lie in host memory: which devices are served, how copies reach them, and the step counters
-that are kept there.
-"""
+"""Says which devices are supported and how copies reach them, and keeps step counters there."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ __all__ = ["DeviceSteps", "Kernels"]
 
 
 def serves(device: torch.device) -> bool:
-    """Whether parameters on this device are updated where they lie, by kernels of its own.
+    """Whether kernels update parameters on this device in place.
 
     >>> serves(torch.device("cuda", 1)), serves(torch.device("cpu"))
     (True, False)
@@ -42,7 +40,7 @@ def holds(params: Any) -> bool:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """A CUDA graph repeats what it has seen: making state in one would make it anew at every replay."""
+    """Raises while a CUDA graph is captured: state that is made in one would be made again at every replay."""
     if capturing(device):
         raise StateError(
             "a step that makes or takes over optimizer state cannot go into a CUDA graph, which would repeat that at "
@@ -51,14 +49,14 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def require(device: torch.device, tier: Any) -> None:
-    """Refuse a place for state that the device cannot reach, and a device that the kernels do not run on."""
+    """Raises if the device cannot reach the tier, or the kernels do not run on it."""
     if tier != "device":
         raise ValueError(got("tier", tier, f"'device' for parameters on {device}", "Or move the model to the CPU"))
     backend.check_device(device)
 
 
 class Kernels(NamedTuple):
-    """What launches an update, and what it is told to decide on the device."""
+    """The classes that launch an update, from `kernels/triton`."""
 
     table: Any
     control: Any
@@ -66,7 +64,7 @@ class Kernels(NamedTuple):
 
 
 def kernels() -> Kernels:
-    """Triton is imported here, so not before there is a parameter that needs it."""
+    """Imports Triton, when there is a parameter that needs it."""
     from zerokern.kernels.triton.sumsq import SumsqTable
     from zerokern.kernels.triton.table import Control, DeviceTable
 
@@ -74,7 +72,7 @@ def kernels() -> Kernels:
 
 
 def driver_of(param: Tensor) -> Any:
-    """What copies to and from a parameter's device go through; None in host memory.
+    """Returns the driver that copies to and from a parameter's device; None for host memory.
 
     >>> driver_of(torch.ones(1)) is None
     True
@@ -85,12 +83,12 @@ def driver_of(param: Tensor) -> Any:
 
 
 def is_apart(param: Tensor) -> bool:
-    """Whether a parameter lies on a device, so that host memory is elsewhere."""
+    """Whether a parameter lies on a device, and not in host memory."""
     return serves(param.device) or (len(EMULATED_DRIVERS) > 0 and param in EMULATED_DRIVERS)
 
 
 def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies (dst, src) on the device, behind all that its compute stream has been given; nobody waits.
+    """Copies (dst, src) on the device, after all work that its compute stream has; the host does not wait.
 
     The tensors' versions are the caller's to count, now.
     """
@@ -168,7 +166,7 @@ class DeviceSteps:
         self._note_views([number for number, _ in found])
 
     def restart(self, number: int) -> None:
-        """Count a parameter that has no counter in its state from 0 again, right after `adopt`."""
+        """Resets the counter of a parameter that has none in its state, right after `adopt`."""
         if self._classes[number]:
             self._views[number].zero_()
             self._classify({number: 0})
@@ -179,7 +177,7 @@ class DeviceSteps:
             self.steps.index_copy_(0, upload(array("q", numbers), self.place), values)
 
     def _note_views(self, numbers: list[int]) -> None:
-        """These are in the state, where they may be written or exchanged."""
+        """Records the views that are in the state, where users may write or exchange them."""
         self._adopted = numbers
         self._whereabouts = AddressRecord([self._views[number] for number in numbers])
         self._version = self.steps._version
@@ -192,12 +190,11 @@ class DeviceSteps:
             self._version = self.steps._version
 
     def _read(self) -> None:
-        """Wait for the device, so that counters that are equal by chance are known to be."""
+        """Waits for the device, and learns which counters are equal by chance."""
         self._classify({number: int(value) for number, value in enumerate(self.steps.tolist())})
 
     def _classify(self, values: Mapping[int, int]) -> None:
-        """Put counters that have these values now into classes; those that a CUDA graph moves stay apart, for it moves
-        them again whenever it is replayed."""
+        """Classifies counters by their values. Those that a CUDA graph moves stay apart: replays move them."""
         known = {(0, 0): 0}
         for number, value in values.items():
             key = self._graphs[number], value
@@ -206,7 +203,7 @@ class DeviceSteps:
             self._classes[number] = known[key]
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
-        """Which counters the updates to come move. Returns a label for each: those with the same label are equal."""
+        """Sets which counters the next updates increment. Returns a label for each: those of one label are equal."""
         self._note_capture()
         self._active = list(numbers)
         chosen = set(numbers)  # a graph keeps the labels of its capture: it must not see those of one label move apart
@@ -224,7 +221,7 @@ class DeviceSteps:
         return labels
 
     def _labels(self) -> list[int]:
-        """Of the chosen, which are apart from the others of their classes from now on."""
+        """Separates the chosen from the others of their classes; returns the label of each."""
         self._split(self._classes)
         labels: dict[int, int] = {}
         return [labels.setdefault(self._classes[number], len(labels)) for number in self._active]
@@ -239,21 +236,21 @@ class DeviceSteps:
     def _drop_captures(
         self, moved: set[int], why: str, but: Callable[[set[int]], bool] = lambda members: False
     ) -> None:
-        """Say of graphs that some of their counters moved, unless it was in a way that leaves them equal."""
+        """Warns of graphs some of whose counters moved, unless these are equal still."""
         broken = [members for members in self._captures if members & moved and not but(members)]
         if broken:
             self._captures = [members for members in self._captures if members not in broken]
             warnings.warn(_STALE % why, stacklevel=2)
 
     def advance(self) -> None:
-        """The chosen took part in an update, which the device may have skipped.
+        """Notes an update of the chosen, which the device may have skipped.
 
         An update that goes into a CUDA graph is made as often as that is replayed.
         """
         self._captured = self._captured or capturing(self.place)
 
     def _note_capture(self) -> None:
-        """If updates since `choose` went into a graph: it moves the chosen, and takes those of one label for equal."""
+        """Notes a graph that captured updates since `choose`: it takes counters of one label for equal."""
         if not self._captured:
             return
         self._captured = False
@@ -273,7 +270,7 @@ class DeviceSteps:
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """The values, those of all tensors on a device in one go."""
+    """Returns the values; those of tensors on a device are read at once."""
     far = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
     read = iter(torch.stack([v.detach().float().reshape(()).to(far[0].device) for v in far]).tolist() if far else ())
     return [next(read) if isinstance(v, Tensor) and not v.is_cpu else float(v) for v in values]

@@ -52,7 +52,7 @@ class RecordSpan:
 
 
 class OnDisk:
-    """Takes the place in `optimizer.state` of one parameter's tensors that lie on disk; `state_dict` reads them back.
+    """Stands in `optimizer.state` for one parameter's tensors on disk; `state_dict` reads them.
 
     `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
     loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began with, for places yet
@@ -169,7 +169,7 @@ class OnDisk:
 
 
 def on_disk_of(entry: Any) -> OnDisk | None:
-    """Returns the part of a state entry that lies on disk, if there is one."""
+    """Returns what stands for tensors on disk in a state entry, if there is something."""
     found = entry.get(ON_DISK) if isinstance(entry, dict) else None
     return found if isinstance(found, OnDisk) else None
 
@@ -232,7 +232,7 @@ def _spans_by_record(owners: Iterable[OnDisk]) -> dict[Record, list[tuple[OnDisk
 
 
 class RecordReader:
-    """Reads records into the ring, some ahead of who asks for them in their order."""
+    """Reads records into the ring, ahead of callers who ask for them in order."""
 
     def __init__(self, disk: Disk, owners: Iterable[OnDisk]) -> None:
         self.disk, self._version = disk, disk.version
@@ -241,18 +241,18 @@ class RecordReader:
         self.expect(self.spans)
 
     def number(self, record: Record) -> int:
-        """The record's place in the order."""
+        """Returns the record's place in the order."""
         return self._numbers[record]
 
     def expect(self, records: Any) -> None:
-        """Only these will be asked for."""
+        """Reads only these ahead: no others will be asked for."""
         wanted = set(records)
         self._order = [record for record in self.spans if record in wanted]
         self._turn = {record: turn for turn, record in enumerate(self._order)}
         self._next = 0
 
     def cell(self, record: Record) -> Cell:
-        """Where the record is, once it is there. It stays until the record after the next is asked for."""
+        """Waits for a record and returns its cell, where it stays until the record after the next is asked for."""
         disk = self.disk
         if disk.version != self._version:
             raise StateError(_CHANGED)
@@ -291,15 +291,17 @@ class RecordReader:
 
 
 class RecordWriter:
-    """Writes records anew: they are put together in half of the ring's cells, while those in the others are stored."""
+    """Writes whole records: half of the ring's cells are filled while the other half is stored."""
 
     def __init__(self, disk: Disk, owners: Iterable[OnDisk]) -> None:
         self._disk, self._spans = disk, _spans_by_record(owners)
         self._leaving: dict[int, Any] = {}
 
     def rounds(self) -> Iterator[list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]]]:
-        """Yields what is to be filled before the next: the tensors of places, by key, all zeros. After the last one
-        everything is on disk."""
+        """Yields lists of places and their tensors, all zeros, for the caller to fill before the next list.
+
+        After the last one everything is on disk.
+        """
         disk = self._disk
         disk.begin_change()
         slots, records = disk.ring.slots, list(self._spans)
@@ -368,7 +370,7 @@ def described(disk: Disk, name: Callable[[], str], entry: Entry | None) -> Entry
 
 
 def make_room(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> list[Entry]:
-    """Makes entries with counters, and with room on disk: what parameters have there where it fits, else new room."""
+    """Makes entries with counters, and with room on disk: what a parameter has there if it fits, else new room."""
     known = [on_disk_of(state.get(param)) for param, _, _ in entries]
     fitting = [
         owner if owner is not None and layout.columns and owner.fits(disk, param, layout) else None
@@ -385,7 +387,7 @@ def make_room(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) 
 
 
 def mark_loaded(mine: Sequence[Entry], entries: Sequence[Checked]) -> None:
-    """Notes that what entries have on disk is about to be written with the tensors of checked entries."""
+    """Notes that the tensors of checked entries are about to be written to what `mine` have on disk."""
     for one, (_, entry, _) in zip(mine, entries, strict=True):
         owner = on_disk_of(one)
         if owner is not None:
@@ -502,7 +504,7 @@ class StateOnDisk(StateTier):
         return entries
 
     def _put(self, old: Sequence[tuple[int, Entry]], new: Sequence[Entry]) -> None:
-        """Puts entries in the place of others; what an entry holds beside our own keys stays in it."""
+        """Replaces entries by others, and keeps values under keys that are not ours."""
         for (i, was), entry in zip(old, new, strict=True):
             ours = {ON_DISK, *(slot.key for slot in self.survey.layouts[i].slots)}
             others = {key: value for key, value in was.items() if key not in ours}
@@ -520,11 +522,9 @@ class StateOnDisk(StateTier):
         self._disk.check()
         self._disk.begin_change()
 
-    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
+    def places(self, i: int) -> Sequence[Any]:
         owner = self._owners[i]
-        if owner is None:
-            return [(None, None, 0, self.survey.numels[i])]
-        return [(place.record, place, place.start, place.numel) for place in owner.places]
+        return (None,) if owner is None else owner.places
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]

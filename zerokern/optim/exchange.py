@@ -1,4 +1,4 @@
-"""State out of an optimizer and into one: a state_dict that is loaded, and what a checkpoint saves and fills.
+"""Loads a state_dict into an optimizer, and shows a checkpoint the state that it saves and fills.
 
 Everything is checked before anything is replaced, and nothing is cast.
 """
@@ -51,7 +51,7 @@ _OURS = (
 
 
 def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) -> list[dict[str, Any]]:
-    """Our groups with the saved hyperparameters in them, as new dicts, in which everything has been checked."""
+    """Returns new groups with the saved hyperparameters, all of which have been checked."""
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state_dict has {len(saved_groups)} param_groups, the optimizer has {len(groups)}")
     merged = []
@@ -69,7 +69,7 @@ def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) ->
 def take_over(
     here: Holdings, runner: StepRunner, groups: Groups, state_dict: dict[str, Any], *, filled: bool = True
 ) -> None:
-    """Groups and state are those of the state_dict; not `filled`: there is room for its entries, with any values."""
+    """Gives an optimizer the groups and the state of a state_dict; not `filled`: room for that state."""
     here.refuse_elsewhere()
     runner.drop(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
@@ -77,7 +77,7 @@ def take_over(
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     # an update may be pending of parameters that have no other state; copies that there are forget theirs
     shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
-    own, loaded, state_dict = shards.loading(groups, merged, state_dict)
+    own, loaded, state_dict = shards.localize(groups, merged, state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
     with torch.no_grad():
@@ -86,28 +86,31 @@ def take_over(
     for group, other in zip(groups, merged, strict=True):
         group.update(other)
     here.shards = Shards(()) if shards.stand_alone else shards  # which would keep parameters that leave the groups
-    here.state = WatchedState(shards.loaded(state, pending))
+    here.state = WatchedState(shards.take_loaded(state, pending))
     here.renew(loaded=filled)
     runner.set_late(any(said) if said else bool(pending))
 
 
 def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
-    """Checked entries in memory of our own, or on disk. From the first write on a failure leaves neither the old state
-    nor the new one."""
+    """Returns the optimizer's own copies of checked entries, in memory or on disk.
+
+    From the first write on the optimizer is torn until the load has ended.
+    """
     if here.disk is not None:
         mine = make_room(here.disk, entries, here.held)
-        here.torn = True
+        here.tear()
         mark_loaded(mine, entries)
         if filled:
             write_entries(here.disk, mine, entries)
         return mine
     room = here.room if all(param.is_cpu for param, _, _ in entries) else None
-    here.torn = here.torn or room is not None or not filled
+    if room is not None or not filled:
+        here.tear()
     if here.room is None and not filled:  # what was there goes first, so that there is never twice the state
         here.bound = Bound()
         for state in (here.held, here.state):
             state.clear()
-        here.shards.export(here.state)  # forgets what it has shown
+        here.shards.show_state(here.state)  # forgets what it has shown
     mine = laid_out(entries, room)
     if filled:
         copy_entries(entries, mine, room)
@@ -117,8 +120,10 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[E
 def _checked(
     algorithm: Algorithm, groups: Groups, merged: Groups, state_dict: dict[str, Any], *, waiting: Container[int]
 ) -> tuple[list[Checked], dict[Any, Any]]:
-    """The state_dict's entries of parameters, and those under other keys. `waiting`: places of parameters that have an
-    entry even where it is empty here, because pending values have been set apart from it."""
+    """Returns the state_dict's entries of parameters, which have been checked, and those under other keys.
+
+    `waiting`: places of parameters that get an entry even if theirs is empty, because pending values were in it.
+    """
     saved_ids = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     owned = [(param, group) for group in merged for param in group["params"]]
     places = dict(zip(saved_ids, enumerate(zip(owned, names_of(groups), strict=True)), strict=True))
@@ -152,7 +157,7 @@ def _refuse_extra(name: str, entry: Entry, layout: Layout) -> None:
 
 
 def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, Any], dict[int, Tensor]]:
-    """Without the values that a delayed update left pending, and these, by their place among the parameters."""
+    """Returns the state_dict without values that a delayed update left pending, and those by the parameter's place."""
     order = [key for group in state_dict["param_groups"] for key in group["params"]]
     entries = {key: entry for key, entry in state_dict["state"].items() if isinstance(entry, dict) and PENDING in entry}
     if not entries:
@@ -171,10 +176,9 @@ def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, An
 
 
 class Exchange:
-    """What saving and loading ask of one of our optimizers: its state, tensor by tensor where it lies.
+    """Shows the state of one of our optimizers, tensor by tensor, to what saves and loads it.
 
-    State in memory is shown in place. State on disk is read ahead through the ring while it is saved, and put together
-    in the ring's slots while it is loaded: never all of it is in memory.
+    State in memory is shown where it lies. State on disk streams through the ring: never all of it is in memory.
     """
 
     def __init__(self, opt: Any) -> None:
@@ -188,33 +192,33 @@ class Exchange:
 
     @property
     def late(self) -> bool:
-        """Whether an update waits to be published."""
+        """Whether a delayed update has not been published yet."""
         return any(group.get(LATE, False) for group in self.opt.param_groups)
 
     @property
     def disk(self) -> Disk | None:
-        """Where the state lies, if on a disk."""
+        """Where the state is, if on disk."""
         return self._here.disk
 
     def settle(self) -> None:
-        """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
+        """Waits until the state is that of the last step; raises if it is torn."""
         self._runner.wait_until_whole(self.opt.param_groups)
 
     def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
-        """Each parameter that the groups have now, what is updated in its place, where that lies, and its state."""
+        """Returns each parameter of the groups with the tensor that an update changes, its shard, and its state."""
         shards, state = self._here.shards, self._here.held
         triples = [] if shards.stand_alone else zip(shards.params, shards.updated, shards.shards, strict=True)
         known = {id(param): (piece, shard) for param, piece, shard in triples}
         found: list[tuple[Tensor, Tensor, Shard, Entry | None]] = []
         for param in self.params:
             piece, shard = known.get(id(param), (param, None))
-            # what no step has looked at has the state that its user gave it, as it is shown
+            # no step has read the state of a parameter without a shard: it is as its user assigned it
             entry = state.get(piece) if shard is not None or shards.stand_alone else self._here.state.get(param)
             found.append((param, piece, plain_shard("", param) if shard is None else shard, entry))
         return found
 
     def entries(self) -> list[dict[str, Any] | None]:
-        """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
+        """Returns the state of each parameter: tensors in memory as users see them, those on disk as columns."""
         here, held = self._here, self._here.held
         owners = all_on_disk(held)
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
@@ -238,17 +242,17 @@ class Exchange:
         return found
 
     def layout(self, group: dict[str, Any], param: Tensor, keys: Sequence[str]) -> tuple[Layout, frozenset[str]]:
-        """What state a parameter would have that is loaded with these keys, and which of it need not be there."""
+        """Returns the layout of a parameter that is loaded with these keys, and the keys that may be missing."""
         algorithm = self._here.algorithm
         moments = {key for key, _ in algorithm.moments}
         return algorithm.layout(group, param.dtype, any(key in moments for key in keys)), algorithm.optional
 
     def merged(self, saved: Groups) -> Groups:
-        """The groups as they would be with saved hyperparameters, which are checked."""
+        """Returns the groups with saved hyperparameters, which are checked."""
         return merged_groups(self._here.algorithm, self.opt.param_groups, saved)
 
     def take_room(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
-        """Take over groups, and room for state as these stand-ins describe it; what it holds is undefined then.
+        """Takes over groups, and makes room for state like these entries; what is in it is undefined.
 
         The optimizer counts as torn until `filled`.
         """
@@ -259,31 +263,31 @@ class Exchange:
         ]
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
         take_over(self._here, self._runner, self.opt.param_groups, state_dict, filled=False)
-        self._here.torn = True
+        self._here.tear()
 
     def pieces(self) -> list[Tensor]:
-        """What is updated for each parameter: itself, its piece, or a copy in host memory."""
+        """Returns what an update changes of each parameter: itself, its piece, or a copy in host memory."""
         return self.params if self._here.shards.stand_alone else self._here.shards.updated
 
     def room_on_disk(self) -> dict[int, OnDisk]:
-        """What `take_room` has made on disk, by the parameter's number: to be filled by a `RecordWriter`."""
+        """Returns the room on disk by the parameter's number: a `RecordWriter` fills it."""
         return {i: owner for i, (*_, entry) in enumerate(self.held()) if (owner := on_disk_of(entry)) is not None}
 
-    def look(self) -> None:
-        """Follow what was written to parameters."""
+    def reread_parameters(self) -> None:
+        """Reads parameters again that may have been written in ways that no version counts."""
         self._here.shards.refetch()
         self._here.shards.look()
 
-    def pend(self, numbers: Sequence[int]) -> None:
-        """The copies of these hold values that an update made and nobody has published."""
-        self._here.shards.pend(numbers, self._here.state)
+    def mark_pending(self, numbers: Sequence[int]) -> None:
+        """Marks the values in these parameters' host copies as made by an update and not published."""
+        self._here.shards.mark_pending(numbers, self._here.state)
 
     def counters(self) -> dict[str, Any]:
-        """What the optimizer counts beside its state."""
+        """Returns what the optimizer counts besides its state."""
         return {"skipped_steps": self.opt.skipped_steps, "grad_norm": self.opt.grad_norm}
 
     def filled(self, counters: dict[str, Any] | None) -> None:
-        """All that `take_room` made room for has been written: the optimizer goes on from there."""
+        """Lets the optimizer go on: all that `take_room` made room for has been written."""
         self._here.shards.look()
         self._here.renew()
         if counters is not None:
@@ -291,7 +295,7 @@ class Exchange:
 
 
 class Column:
-    """One tensor of a parameter's state on disk, to be read place by place."""
+    """Reads one tensor of a parameter's state on disk, place by place."""
 
     def __init__(self, reader: RecordReader, owner: OnDisk, key: str) -> None:
         self.reader, self._owner, self._key = reader, owner, key
@@ -304,9 +308,9 @@ class Column:
         return self.reader.disk
 
     def read(self, place: RecordSpan) -> Tensor:
-        """Its part in a place, 1-D: memory that holds it until records that come later are asked for."""
+        """Returns its part in a place, 1-D: a view of the ring, valid until later records are read."""
         return self._owner.cells(place, self.reader.cell(place.record))[self._key]
 
     def order(self, place: RecordSpan) -> tuple[int, int, int]:
-        """Sorts parts by the order in which they are best read."""
+        """Returns a sort key: parts in this order are read with one read per record."""
         return self.reader.number(place.record), place.offset, self._number

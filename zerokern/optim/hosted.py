@@ -64,8 +64,8 @@ class HostCopy:
     loaded: int | None = None  # the fingerprint of `local` when pending values were loaded, until they are published
     pending: bool = False  # the values are those of an update that has yet to be published
 
-    def look(self) -> bool:
-        """Whether the parameter was written or moved. Loading a model after its optimizer may change nothing."""
+    def is_outdated(self) -> bool:
+        """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
         if (self.local._version, self.local.data_ptr()) == self.seen:
             return False
         if self.loaded is None or self.bits != self.loaded:
@@ -83,7 +83,7 @@ class HostCopy:
         self.seen = (self.local._version, self.local.data_ptr())
 
     def keeps(self, grad: Tensor) -> bool:
-        """Whether its gradients may be written where they are, as far as is known: the last step's was the same."""
+        """Whether the last step had the same gradient tensor, as far as is known: then the program writes into it."""
         kept = self.last is None or self.last() is grad
         self.last = weakref.ref(grad)
         return kept
@@ -180,7 +180,7 @@ class HostCopies:
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
-        changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.look()]
+        changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.is_outdated()]
         if changed:
             self.follow(changed)
 
@@ -191,7 +191,7 @@ class HostCopies:
         return local.requires_grad or (same and device.is_apart(local) == (self.driver is not None))
 
     def follow(self, copies: Sequence[HostCopy]) -> None:
-        """Copies written parameters to the host; what an update has made of them meanwhile is dropped."""
+        """Copies written parameters to the host, and warns if that drops an update that was pending."""
         lost = sum(copy.pending for copy in copies)
         if lost:
             warnings.warn(_DROPPED % lost, stacklevel=2)
@@ -216,7 +216,7 @@ class HostCopies:
             copy.agree()
 
     def _forget(self, copies: Sequence[HostCopy]) -> None:
-        """Does what `refetch` does where both rest: nothing is read, unless values that rest with them are pending."""
+        """Drops the values of copies that rest, to be read from parameters when needed; beside pending ones, copies."""
         needed = {copy.rest for copy in self.pending}
         for copy in copies:
             assert copy.rest is not None
@@ -269,7 +269,7 @@ class HostCopies:
         return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
 
     def reading(self, value: Any) -> Callable[[], Any]:
-        """Returns a call that reads what a number on the device is now; any thread may make it later."""
+        """Returns a function that returns what a number on the device is now; any thread may call it later."""
         if not isinstance(value, Tensor):
             return lambda: value
         if self.link is None or value.is_cpu:
@@ -288,7 +288,7 @@ class HostCopies:
         return read
 
     def here(self) -> Copy | None:
-        """Returns a ticket for all that the device has been given until now."""
+        """Returns a ticket for all work that the device has been given until now."""
         return None if self.link is None else self.link.here()
 
     def consumed(self, copies: Sequence[HostCopy], *, updated: bool) -> None:
@@ -305,7 +305,7 @@ class HostCopies:
         return [copy for copy in self.copies.values() if copy.pending]
 
     def publish(self, updated: Sequence[HostCopy]) -> None:
-        """Accounts for what was `updated`, or puts in place all that is pending where updates are delayed."""
+        """Counts what was `updated` as writes; where updates are delayed, writes all that is pending first."""
         copies = list(updated)
         if self.delays:
             self.put(self.pending)
@@ -316,7 +316,7 @@ class HostCopies:
             copy.agree()
 
     def put(self, updated: Iterable[HostCopy]) -> Copy | None:
-        """Puts what is pending of these where compute reads it; `publish` accounts for it."""
+        """Writes pending values of these to their parameters; `publish` counts it."""
         copies = [copy for copy in updated if copy.pending]
         if not copies:
             return None
@@ -339,7 +339,7 @@ class HostCopies:
         return self.here()
 
     def _put_rest(self, rest: NextRest, copies: Sequence[HostCopy]) -> None:
-        """Puts in place what is pending of all that rest together: by a swap, or a copy if others wrote beside them."""
+        """Writes pending values of all that rest together: by a swap, or by copies if others wrote beside them."""
         if rest.take_place():
             return
         with rest.base.used(), rest.used(), torch.no_grad():
@@ -348,17 +348,17 @@ class HostCopies:
                 copy.local.detach().copy_(copy.values.detach())
         rest.forget()
 
-    def pend(self, local: Tensor, values: Tensor) -> None:
-        """Takes values that were saved with their update yet to be published, if they differ from the copy's."""
+    def load_pending(self, local: Tensor, values: Tensor) -> None:
+        """Writes loaded values to a copy, as pending, if they differ from the copy's."""
         copy = self.copies[id(local)]
         with present(values), present(copy.values):
             if torch.equal(values.to(copy.values.device), copy.values):
                 return
         with torch.no_grad(), present(values), present(copy.values, written=True):
             alias(copy.values, 0, copy.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
-        self.wait_for([copy])
+        self.mark_pending([copy])
 
-    def wait_for(self, copies: Sequence[HostCopy]) -> None:
+    def mark_pending(self, copies: Sequence[HostCopy]) -> None:
         """Marks copies as pending whose values differ from their parameters."""
         ticket = self.store(copies, None) if copies else None
         if ticket is not None:
@@ -370,7 +370,7 @@ class HostCopies:
 
 
 def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
-    """Makes the copy of a parameter that rests; its values lie as the parameter's do."""
+    """Makes the copy of a parameter that rests; it rests at the same offset."""
     with rest.adding_views():
         offset = int(local.storage_offset()) - int(rest.base.memory.storage_offset())
         values = nn.Parameter(alias(rest.memory, offset, local.shape))

@@ -1,9 +1,9 @@
-"""What others do to state and parameters: assignments to entries, and writes to what has a master.
+"""Notices what users do to state and parameters: assignments to entries, and writes to parameters with masters.
 
 Looking at 10,000 parameters' state tensors one by one costs more than the rest of a step's bookkeeping, nearly all of
 it in cache misses. Frameworks do replace them (a move to another device, a cast), always by assignment into these
 dicts; so the assignment is noticed instead. Parameters that somebody wrote show by their version, and their masters
-begin anew. Memory that was exchanged shows by its address (`gradients.AddressRecord`).
+begin anew. Exchanged memory shows by its address (`AddressRecord`).
 """
 
 from __future__ import annotations

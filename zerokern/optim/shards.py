@@ -1,8 +1,6 @@
-"""The parameters of one optimizer as shards: where their gradients and values are, and where users see their state.
+"""Translates between what users see of an optimizer, parameters and state in their logical shapes, and what it updates.
 
-Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where there are
-`HostCopies`, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their
-parameters and has the logical shape.
+An update changes this rank's piece of each parameter, or a copy of that in host memory (`HostCopies`).
 """
 
 from __future__ import annotations
@@ -115,7 +113,7 @@ class Shards:
         self._folds: list[tuple[Any, float | Tensor]] = []
 
     def knows(self, groups: Groups) -> bool:
-        """Whether these are the parameters, and they live where they did."""
+        """Whether these are the parameters, sharded and placed as they were."""
         if not same_objects(params_of(groups), self.params) or self.changes_over:
             return False
         if self._changes is not None and self._changes == shard_changes():
@@ -128,11 +126,11 @@ class Shards:
 
     @property
     def changes_over(self) -> bool:
-        """Whether state is to belong to something else: what is trained has a host copy, what is frozen none."""
+        """Whether parameters were frozen or thawed: those that are trained have a host copy, others none."""
         return self.is_hosted and self._trained != [one.requires_grad for one in self.local]
 
     def _grad_dtypes(self) -> list[torch.dtype]:
-        """What gradients come in, as far as that is known before they do."""
+        """Returns the dtypes of gradients, as far as they are known before there are any."""
         made = []
         for param, shard, near in zip(self.params, self.shards, self.local, strict=True):
             found = shard.local_gradient(param)
@@ -140,7 +138,7 @@ class Shards:
         return made
 
     def groups(self, groups: Groups) -> list[dict[str, Any]]:
-        """The optimizer's groups, or these with loaded values, over pieces; messages call those by their parameters."""
+        """Returns these groups with the tensors that are updated as parameters, under the parameters' names."""
         made, start = [], 0
         self.accord.groups_of = [[] for _ in self.accord.teams]
         for number, group in enumerate(groups):
@@ -154,7 +152,7 @@ class Shards:
         return made
 
     def look(self) -> None:
-        """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
+        """Counts writes to whole parameters as writes to their pieces; `publish` has accounted for our own."""
         seen = array("q", map(_seen_version_of, self._followed_shards))
         if not self._counts_all or self._followed_bodies.versions() != seen:
             for param, shard in self._followed:
@@ -162,7 +160,7 @@ class Shards:
         self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:
-        """The gradients that there are beside the compute, checked, by their place."""
+        """Returns this rank's gradients by the parameter's place, after checking them."""
         found: dict[int, Tensor] = {}
         for place, (grad, local) in enumerate(zip(self._local_gradients(), self.local, strict=True)):
             if grad is None:
@@ -175,7 +173,7 @@ class Shards:
         return found
 
     def _local_gradients(self) -> list[Tensor | None]:
-        """This rank's gradients, in the memory that they lie in."""
+        """Returns this rank's gradients, in the memory that they lie in."""
         found: list[Tensor | None] = []
         for param, shard in zip(self.params, self.shards, strict=True):
             grad = shard.local_gradient(param)
@@ -185,14 +183,14 @@ class Shards:
         return found
 
     def take_copies(self, places: Iterable[int]) -> None:
-        """Sets `grads` to the host copies of these gradients, which are fetched or on their way."""
+        """Sets `grads` to the host copies of these gradients, which may still be on their way."""
         self._fetched = list(places)
         self.grads = [None] * len(self.updated)
         for place in self._fetched:
             self.grads[place] = self.copy(place).grad
 
     def copy(self, place: int) -> HostCopy:
-        """The host copy of a parameter that is trained."""
+        """Returns the host copy of a parameter; raises if it is frozen."""
         found = self.host.of([self.local[place]])
         if not found:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
@@ -216,16 +214,16 @@ class Shards:
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     def end_step(self, *, undone: bool) -> None:
-        """Forgets the gradients. `undone`: nothing has changed, so a factor taken up is there for the next step."""
+        """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
         self.grads = []
         for sharding, factor in self._folds:
             sharding.fold(factor) if undone else sharding.folded(factor)
         self._folds.clear()
 
     def adopt(self, outer: WatchedState, *, refuse_plain: bool = False) -> None:
-        """Follow what was assigned to the optimizer's state since it was last shown.
+        """Reads what was assigned to the optimizer's state since it was last shown.
 
-        `refuse_plain`: state that was made before its parameter was sharded is no state for it.
+        `refuse_plain`: raises if there is state that was made before its parameter was sharded.
         """
         if self.in_place:
             self.state = outer
@@ -252,14 +250,14 @@ class Shards:
             if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
                 values = entry.pop(PENDING)
                 if self.check_pending(place, values):
-                    self.host.pend(self.local[place], values)
+                    self.host.load_pending(self.local[place], values)
                     self._show_pending(entry, place)
         self.state = WatchedState(made)
         outer.watch_all()
         self._outer = outer
 
     def check_pending(self, place: int, values: Tensor) -> bool:
-        """Whether values that an update left pending are to wait here; refuses those that would be lost."""
+        """Whether loaded values that an update left pending can wait here; raises if they would be lost."""
         near = self.local[place]
         waits = self.host.delays and bool(self.host.of([near]))  # one that was trained may have a copy
         if not waits:
@@ -270,12 +268,12 @@ class Shards:
         return waits
 
     def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
-        """State under keys that are none of the parameters."""
+        """Returns state under keys that are no parameters."""
         known = set(map(id, self.params))
         return {key: entry for key, entry in outer.items() if id(key) not in known}
 
     def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """State of pieces as it is shown of their parameters; tensors that `outer` shows already are the same ones."""
+        """Returns state as users see it; what `outer` shows already stays the same object."""
         if self.in_place:
             return state
         made = self._others(outer)
@@ -286,8 +284,8 @@ class Shards:
                 made[param] = {key: shard.show(key, value, before.get(key)) for key, value in entry.items()}
         return made
 
-    def export(self, outer: WatchedState) -> None:
-        """Show in the optimizer's state what has been made here."""
+    def show_state(self, outer: WatchedState) -> None:
+        """Shows in the optimizer's state what has been made here."""
         if self.in_place:
             return
         for param, entry in self.shown(self.state, outer).items():
@@ -302,9 +300,9 @@ class Shards:
         self._outer = outer
 
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
-        """State has been made for these: what it did not take of their first values is of no use.
+        """Notes that state has been made for these, and drops what it did not use of their first values.
 
-        With a delay each of them has an entry, even where the update rule keeps no state: an update of it may wait.
+        With a delay each has an entry, even if the update rule keeps no state: an update of it may be pending.
         """
         mine = {id(piece): piece for piece in pieces}
         for piece in mine.values():
@@ -314,20 +312,20 @@ class Shards:
                 if id(piece) in mine or self.state.get(piece):
                     self._show_pending(self.state[piece], place)
             self.state.watch_all()  # that was us: what is bound stays bound
-        self.export(outer)
+        self.show_state(outer)
 
     def _show_pending(self, entry: dict[str, Any], place: int) -> None:
-        """Let the entry have the host copy's values, pending or not: who flattens a state_dict of a fresh optimizer
-        asks it for its keys."""
+        """Adds the host copy's values to the entry, pending or not: flattening a state_dict of a fresh optimizer needs
+        all keys."""
         piece = self.updated[place]
         for copy in self.host.of([self.local[place]]):
             if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
                 entry.setdefault(PENDING, piece.detach() if copy.shown is None else copy.shown)
 
-    def loading(
+    def localize(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
     ) -> tuple[Groups, Groups, dict[str, Any]]:
-        """Groups, merged groups and a state_dict as if they were about the pieces."""
+        """Returns groups, merged groups and a state_dict with pieces in the place of parameters."""
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         state = dict(state_dict["state"])
         for key, shard in zip(ids, self._shown, strict=True):
@@ -336,7 +334,7 @@ class Shards:
         return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
 
     def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> WatchedState:
-        """As `shown`, with copies of pending values: who loads a checkpoint writes into what a state_dict shows."""
+        """Returns state as users see it, with copies of pending values: loading in place writes into a state_dict."""
         waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
         copies = {}
         for key, entry in waiting.items():
@@ -345,11 +343,11 @@ class Shards:
         return WatchedState(self.shown({**state, **copies}, outer))
 
     def refetch(self) -> None:
-        """Parameters may have been written in ways that nobody counts: what they hold is what counts."""
+        """Copies all parameters to their host copies again, because writes may not have been counted."""
         self.host.follow(list(self.host.copies.values()))
 
-    def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
-        """Take loaded state of pieces over; returns it as it is shown."""
+    def take_loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
+        """Takes over loaded state of pieces; returns it as users see it."""
         mine = set(map(id, self.updated))
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
         outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
@@ -357,30 +355,30 @@ class Shards:
         self.host.refetch([one for one in self.host.copies.values() if one.pending or one.rest is not None])
         self.look()
         for place, values in pending.items():
-            self.host.pend(self.local[place], values)
+            self.host.load_pending(self.local[place], values)
         self.bound([piece for piece in self.state if id(piece) in mine], outer)
         return outer
 
-    def pend(self, places: Iterable[int], outer: WatchedState) -> None:
-        """The host copies of these have been filled with values that an update made and nobody has published."""
+    def mark_pending(self, places: Iterable[int], outer: WatchedState) -> None:
+        """Marks the values that were loaded into these host copies as pending."""
         copies = self.host.of(self.local[place] for place in places)
-        self.host.wait_for(copies)
+        self.host.mark_pending(copies)
         if copies:
             self.bound([copy.values for copy in copies], outer)
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
-        """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
+        """Returns the fp32 values that a piece was rounded from, if known; or what is `kept` of them, once."""
         shard = self._shard_of.get(id(piece))
         initial = None if shard is None else shard.take_initial(kept=kept)
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:
-        """The factor that clipping has left pending for all of the gradients that the step reads."""
+        """Returns the factor that clipping has left pending for all gradients of the step."""
         fold, self._fold = self._fold, 1.0
         return fold
 
     def _take_folds(self, places: Iterable[int]) -> float | Tensor:
-        """The factor that clipping has left pending; one that is not that of all gradients is applied here."""
+        """Returns the factor that clipping has left pending; if it is not that of all gradients, it is applied now."""
         folds = [(sharding, factor) for sharding in self.shardings for factor in (sharding.take_fold(),)]
         folds = [(sharding, factor) for sharding, factor in folds if isinstance(factor, Tensor) or factor != 1.0]
         if not folds:
@@ -396,7 +394,7 @@ class Shards:
         return 1.0
 
     def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:
-        """As `accord.total`, of 0-dim tensors on a device and into `out`, without waiting for it."""
+        """Does what `accord.total` does with 0-dim tensors on a device, into `out`, without waiting for it."""
         sums = self.accord.by_team(sums)
         out[0].copy_(sums[0])
         broken = torch.isfinite(sums[0]).logical_not()
@@ -413,11 +411,11 @@ class Shards:
             terms.zero_()[:1].copy_(total)
 
     def announce(self) -> None:
-        """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
+        """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
         self.host.publish(self.host.of(self.local[place] for place in self._fetched))
 
     def publish(self) -> None:
-        """Let all ranks see what was updated."""
+        """Publishes what was updated to all ranks."""
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
@@ -425,7 +423,7 @@ class Shards:
 
 
 def _refuse_int8(shards: Iterable[Shard]) -> None:
-    """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
+    """Raises if a block of int8 codes, counted from a parameter's element 0, would be on two ranks."""
     for shard in shards:
         if shard.here.misaligned:
             do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
@@ -433,12 +431,12 @@ def _refuse_int8(shards: Iterable[Shard]) -> None:
 
 
 def in_place(shown: Any, value: Any) -> bool:
-    """Whether what is shown of a value still lies in its memory; what is not a plain view of it cannot leave that."""
+    """Whether a shown tensor still lies in the memory of its value; only plain views can be given other memory."""
     return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
 
 
 def with_gradients(sharding: Any) -> set[int]:
-    """The ids of the shards of all parameters of a model that have gradients."""
+    """Returns the ids of the shards of all parameters of a model that have gradients."""
     pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
     return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
 
@@ -458,13 +456,13 @@ def _places_of_spans(shards: Sequence[Shard]) -> tuple[list[Any], list[int]]:
 
 
 def gradient_of(param: Tensor, home: Shard) -> Tensor | None:
-    """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
+    """Returns this rank's span of a gradient; after `zk.shards(model)` the piece has it."""
     found = home.local_gradient(param)
     return home.piece.grad if found is None else found
 
 
 def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply this rank's span of each gradient in place."""
+    """Multiplies this rank's span of each gradient in place."""
     found = []
     for param in params:
         home = shard_of(param)
