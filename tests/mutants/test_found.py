@@ -171,7 +171,7 @@ def test_ranks_whose_first_passes_differ_reduce_in_one_order(stage: int) -> None
         for swapped in (group.rank == 1, False):
             model.zero_grad()
             model(inputs[group.rank], swapped).backward()
-        return [param.grad.whole(param.grad) for param in model.parameters()]
+        return [param.grad.gather_full(param.grad) for param in model.parameters()]
 
     plain = copy.deepcopy(start)
     (sum(plain(x, False) for x in inputs) / 2).backward()
@@ -191,7 +191,7 @@ def test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next(kind: type)
         if not turns:
             shard_of(model.one.weight).sharding.fold(kind(float("nan")))
     for sharded, param in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(sharded.grad.whole(sharded.grad), param.grad)
+        torch.testing.assert_close(sharded.grad.gather_full(sharded.grad), param.grad)
 
 
 def test_what_is_kept_after_a_write_is_kept_anew(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_fir
         model = zk.shard(copy.deepcopy(start), stage=stage, mesh=group)
         for both in (True, False):
             model(inputs[group.rank], both).backward()
-        return [param.grad.whole(param.grad) for param in model.parameters()]
+        return [param.grad.gather_full(param.grad) for param in model.parameters()]
 
     for both in (True, False):
         (sum(start(x, both) for x in inputs) / 2).backward()

@@ -174,7 +174,7 @@ class Restore:
             yield from _fill_disk(optimizer, plans)
         announce_writes(target.model)
         for home, tensor, lost in initials:
-            home.look(tensor)
+            home.count_writes(tensor)
             home.keep_initial(lost)
         for optimizer, plans, _ in planned:
             optimizer.reread_parameters()

@@ -156,7 +156,7 @@ class Shards:
         seen = array("q", map(_seen_version_of, self._followed_shards))
         if not self._counts_all or self._followed_bodies.versions() != seen:
             for param, shard in self._followed:
-                shard.look(param)
+                shard.count_writes(param)
         self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:
