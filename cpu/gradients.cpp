@@ -1,5 +1,5 @@
-// Where many tensors or their gradients lie, in one call and with nothing linked: the framework's own functions are
-// handed in.
+// Where many tensors or their gradients lie, and what is known of them, in one call and with nothing linked: the
+// framework's own functions are handed in.
 
 #include "zerokern_cpu.h"
 
@@ -63,6 +63,39 @@ int64_t zk_in_cells(const void *const *const *cells, const void *const *tensors,
     for (int64_t i = 0; i < count; ++i) {
         if (i + AHEAD < count) __builtin_prefetch(cells[i + AHEAD]);
         if (*cells[i] != tensors[i]) return i;
+    }
+    return count;
+}
+
+int64_t zk_have_gradients(const zk_tensor_calls *ask, const void *const *tensors, const void *const *gradients,
+                          int64_t count) {
+    if (!ask || (count > 0 && !tensors)) return ZK_E_NULL;
+    for (int64_t i = 0; i < count; ++i) {
+        fetch_ahead(tensors, i, count);
+        const void *const *gradient = ask->grad(tensors[i]);
+        const void *wanted = gradients ? gradients[i] : nullptr;
+        bool defined = false;
+        if (ask->is_defined(gradient, &defined) || (defined ? *gradient : nullptr) != wanted) return i;
+    }
+    return count;
+}
+
+int64_t zk_versions(int64_t (*version)(const void *const *cell), const void *const *tensors, int64_t *versions,
+                    int64_t count) {
+    if (!version || (count > 0 && (!tensors || !versions))) return ZK_E_NULL;
+    for (int64_t i = 0; i < count; ++i) {
+        fetch_ahead(tensors, i, count);
+        versions[i] = version(&tensors[i]);
+    }
+    return count;
+}
+
+int64_t zk_trained(bool (*requires_grad)(const void *tensor), const void *const *tensors, uint8_t *trained,
+                   int64_t count) {
+    if (!requires_grad || (count > 0 && (!tensors || !trained))) return ZK_E_NULL;
+    for (int64_t i = 0; i < count; ++i) {
+        fetch_ahead(tensors, i, count);
+        trained[i] = requires_grad(tensors[i]);
     }
     return count;
 }

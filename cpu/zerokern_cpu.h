@@ -196,6 +196,19 @@ ZK_API int64_t zk_in_place(const zk_tensor_calls *ask, const void *const *tensor
 /* Whether cells hold the tensors that they held: the number of the first one that does not, or count. */
 ZK_API int64_t zk_in_cells(const void *const *const *cells, const void *const *tensors, int64_t count);
 
+/* Whether tensors have these gradients; a null gradient, or null for all: none. Returns the number of the first tensor
+ * that has another, or count. Only ask->grad and ask->is_defined are called. */
+ZK_API int64_t zk_have_gradients(const zk_tensor_calls *ask, const void *const *tensors, const void *const *gradients,
+                                 int64_t count);
+
+/* versions[i] = version of tensor i. Returns count. */
+ZK_API int64_t zk_versions(int64_t (*version)(const void *const *cell), const void *const *tensors, int64_t *versions,
+                           int64_t count);
+
+/* trained[i] = 1 where tensor i requires a gradient, else 0. Returns count. */
+ZK_API int64_t zk_trained(bool (*requires_grad)(const void *tensor), const void *const *tensors, uint8_t *trained,
+                          int64_t count);
+
 /* Calls raise, which must not throw, for the tensors in all of these cells. Returns count. */
 ZK_API int64_t zk_raise_versions(void (*raise)(const void *const *cell), const void *const *const *cells,
                                  int64_t count);

@@ -1,5 +1,5 @@
-// zk_gradients, zk_in_place and zk_raise_versions over a framework of its own: tensors are heap blocks of exact sizes,
-// and its functions may refuse.
+// zk_gradients and what else looks at many tensors, over a framework of its own: tensors are heap blocks of exact
+// sizes, and its functions may refuse.
 #include <memory>
 #include <vector>
 
@@ -46,6 +46,9 @@ int32_t is_contiguous(const void *const *cell, bool *yes) {
 }
 
 bool is_negated(const void *const *cell) { return in(cell)->negated; }
+
+int64_t version(const void *const *cell) { return in(cell)->numel; }
+bool requires_grad(const void *tensor) { return static_cast<const Tensor *>(tensor)->contiguous; }
 
 std::vector<const void *> raised;
 void note_raised(const void *const *cell) { raised.push_back(*cell); }
@@ -154,6 +157,35 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
             static_cast<int64_t>(changed < count ? changed : count))
             fail("zk_in_cells", i, "stopped at the wrong cell", 0);
         if (zk_in_cells(nullptr, nullptr, 1) != ZK_E_NULL) fail("zk_in_cells", i, "took null cells", 0);
+        std::vector<const void *> expected;
+        for (size_t t = 0; t < count; ++t) expected.push_back(params[t]->grad);
+        size_t other = count, with_one = 0;
+        while (with_one < count && !params[with_one]->grad) ++with_one;
+        if (zk_have_gradients(&CALLS, tensors.data(), nullptr, static_cast<int64_t>(count)) !=
+            static_cast<int64_t>(with_one))
+            fail("zk_have_gradients", i, "found none where there is one", 0);
+        if (changed < count) {
+            other = changed;
+            expected[changed] = expected[changed] ? nullptr : tensors[changed];
+        }
+        if (zk_have_gradients(&CALLS, tensors.data(), expected.data(), static_cast<int64_t>(count)) !=
+            static_cast<int64_t>(other))
+            fail("zk_have_gradients", i, "stopped at the wrong tensor", 0);
+        if (zk_have_gradients(nullptr, nullptr, nullptr, 1) != ZK_E_NULL)
+            fail("zk_have_gradients", i, "took null calls", 0);
+        std::vector<int64_t> versions(count);
+        std::vector<uint8_t> trained(count);
+        if (zk_versions(version, tensors.data(), versions.data(), static_cast<int64_t>(count)) !=
+                static_cast<int64_t>(count) ||
+            zk_trained(requires_grad, tensors.data(), trained.data(), static_cast<int64_t>(count)) !=
+                static_cast<int64_t>(count))
+            fail("zk_versions", i, "stopped early", 0);
+        for (size_t t = 0; t < count; ++t)
+            if (versions[t] != params[t]->numel || trained[t] != (params[t]->contiguous ? 1 : 0))
+                fail("zk_versions", i, "wrong answer about", static_cast<int64_t>(t));
+        if (zk_versions(nullptr, nullptr, nullptr, 1) != ZK_E_NULL ||
+            zk_trained(nullptr, nullptr, nullptr, 1) != ZK_E_NULL)
+            fail("zk_versions", i, "took null calls", 0);
         raised.clear();
         if (zk_raise_versions(note_raised, cells.data(), static_cast<int64_t>(count)) != static_cast<int64_t>(count))
             fail("zk_raise_versions", i, "stopped early", 0);

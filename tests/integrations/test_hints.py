@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer as PlainTrainer
-from transformers import TrainingArguments
 
 import zerokern as zk
 from zerokern.core.errors import say_once
 from zerokern.integrations import without
-from zerokern.integrations.transformers import Trainer
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
@@ -43,6 +40,11 @@ class Net(torch.nn.Module):
 def test_a_trainer_for_which_nothing_is_done_says_so(
     sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from transformers import Trainer as PlainTrainer
+    from transformers import TrainingArguments
+
+    from zerokern.integrations.transformers import Trainer
+
     say_once.cache_clear()
     args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to=[], save_strategy="no")
     model = zk.shard(Net()) if sharded else Net()

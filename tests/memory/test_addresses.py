@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -150,3 +151,44 @@ def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert weight._version == 1 and cells.unchanged()
     torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.zeros(2)))
     assert not cells.unchanged()
+
+
+def without_offset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(addresses, "_body_offset", lambda: None)
+
+
+def without_questions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(addresses, "_questions", dict)
+    patch.setattr(addresses, "torch_calls", lambda: None)
+
+
+@each("lacks", [lambda patch: None, without_offset, without_questions])
+def test_what_many_tensors_answer_is_what_each_says(lacks: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Of 100, which are asked natively where torch offers that, after each kind of change, swapped bodies too."""
+    with pytest.MonkeyPatch.context() as patch:
+        lacks(patch)
+        weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(100)]
+        many = TensorBodies(weights)
+        places = array("Q", [one.data_ptr() for one in weights])
+        assert many.have_gradients() and many.are_at(places)
+        grads = [torch.ones(2) for _ in weights]
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad
+        expected = TensorBodies(grads).bodies
+        assert many.have_gradients(expected) and not many.have_gradients()
+        weights[70].grad = torch.ones(2)
+        assert not many.have_gradients(expected)
+        weights[70].grad = None
+        assert not many.have_gradients(expected) and not many.have_gradients()
+        with torch.no_grad():
+            weights[3].add_(1)
+        weights[99].requires_grad_(False)
+        other = torch.nn.Parameter(torch.zeros(2).add_(1).mul_(2))
+        torch.utils.swap_tensors(weights[40], other)
+        assert many.versions().tolist() == [one._version for one in weights]
+        assert list(many.trained()) == [one.requires_grad for one in weights]
+        assert not many.are_at(places)
+        assert many.are_at(array("Q", [one.data_ptr() for one in weights]))
+        for weight in weights:
+            weight.grad = None
+        assert many.have_gradients()

@@ -218,9 +218,9 @@ MUTANTS = (
     ),
     Mutant(
         "measured_square_of_an_older_gradient",
-        "zerokern/zero/reducing.py",
-        "untouched = list(map(_version_of, ready.pieces)) == ready.versions and not bucket.handed_out()",
-        "untouched = not bucket.handed_out()",
+        "zerokern/zero/gradients.py",
+        "return self.ready is not None and not self.handed_out() and self._versions_of() == self.ready.versions",
+        "return self.ready is not None and not self.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",
         ("tests/zero/test_squares.py",),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from offload_cases import (
     values,
 )
 from optim_cases import same_bits
-from worlds import World, anywhere, on_ranks, ranked
+from worlds import World, anywhere
 
 import zerokern as zk
 
@@ -50,20 +49,6 @@ ROWS = [
 @pytest.mark.parametrize("size, row, after", ROWS, ids=lambda value: f"{value}")
 def test_the_bits_of_the_loop_by_hand(size: int, row: Row, after: int) -> None:
     anywhere(size, follow, replace(row, steps=STEPS), after)
-
-
-@ranked
-def on_real_ranks(world: World, cases: Sequence[tuple[Row, int]]) -> None:
-    for row, after in cases:
-        follow(world, replace(row, steps=STEPS), after)
-
-
-def test_the_bits_of_the_loop_by_hand_on_real_ranks() -> None:
-    rows = [
-        (Row("stage 3", "bf16", "random", scaled=True, broken=BROKEN), 1),
-        (Row("fsdp2", "bf16", "often", accumulate=4), 1),
-    ]
-    on_ranks(2, on_real_ranks, rows)
 
 
 def test_the_loop_by_hand_is_worth_following() -> None:

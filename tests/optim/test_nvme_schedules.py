@@ -44,7 +44,6 @@ def overlaps(world: World, row: Row, tiers: list[Nvme]) -> None:
     "size, row",
     [
         (1, row_of("stage 3", "bf16", formats=(("state_format", "int8"), ("master_format", "split8")))),
-        (1, row_of("stage 1", "bf16", broken=BROKEN)),
         (2, row_of("stage 3", "mixed", "often", accumulate=2, broken=BROKEN)),
     ],
 )

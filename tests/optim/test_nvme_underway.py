@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from nvme_cases import AT_WORK, Tier, Wide, begun, row_of, small
 from offload_cases import (
-    SCHEDULES,
     Row,
     agree,
     backward,
@@ -21,7 +20,6 @@ from offload_cases import (
     kept_of,
     on_device,
     one_thread,
-    optimizer_of,
     same_states,
     train,
     values,
@@ -31,13 +29,12 @@ from optim_cases import same_bits
 from tables import each
 from test_offload_played import SLOW, HostComputes
 from torch import Tensor, nn
-from worlds import World, on_threads
+from worlds import World
 from zero_cases import IN, OUT
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Faults
-from zerokern.optim.binding import Binding
 
 READ, WRITE = 1, 2
 
@@ -205,30 +202,3 @@ def test_a_process_ends_while_records_are_on_their_way(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.split() == ["True", "0"] * 2
-
-
-@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
-def test_a_disk_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(
-    schedule: str, wrap: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row, tiers, store, failed = row_of(wrap, "bf16"), small(tier, 2), Binding._store, []
-
-    def broken(self: Binding, i: int, slot: Any) -> Any:
-        if (
-            self.tier._disk.tier.config is tiers[1]
-            and float(next(iter(self.tier.state.values()))["step"]) >= 2
-            and not failed
-        ):
-            failed.append(i)
-            raise zk.IoError("the disk failed", path="swap", errno=5)
-        return store(self, i, slot)
-
-    monkeypatch.setattr(Binding, "_store", broken)
-
-    def work(world: World) -> None:
-        model = row.model(world)
-        train(world, row, model, optimizer_of(row, model, tier=tiers[world.rank], schedule=SCHEDULES[schedule]))
-
-    with pytest.raises(Exception, match="the disk failed"):
-        on_threads(2, work)
-    assert failed

@@ -11,7 +11,7 @@ import torch
 from offload_cases import Row, agree, backward, copied, optimizer_of, train, values
 from optim_cases import same_bits
 from tables import each
-from worlds import World, on_threads
+from worlds import World
 
 import zerokern as zk
 from zerokern.core.errors import BudgetError, StateError
@@ -76,22 +76,6 @@ def go_on_from(model: Any, optimizer: Any, weights: Any, states: Any) -> None:
     train(WORLD, ROW, straight, other, range(3))
     rest = range(3, ROW.steps)
     agree(train(WORLD, ROW, model, optimizer, rest), train(WORLD, ROW, straight, other, rest))
-
-
-@each("wrap", ["stage 0", "stage 2", "stage 3"])
-def test_a_worker_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(wrap: str, strike: list[int]) -> None:
-    row = Row(wrap, "bf16")
-
-    def work(group: Any) -> None:
-        world = World(group.rank, 2, group)
-        model, optimizer = begun(row, zk.Delayed(), world)
-        train(world, row, model, optimizer, range(2))
-        strike[0] = 1  # whichever of the two ranks is the next to update
-        for step in range(2, 6):
-            train(world, row, model, optimizer, range(step, step + 1))
-
-    with pytest.raises(Exception, match="the update of the worker"):
-        on_threads(2, lambda world: work(world.mesh))
 
 
 @each(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offload_cases import Row, Trace, agree, optimizer_of, train
-from worlds import World, alone, on_ranks, on_threads, ranked
+from worlds import World, alone, on_threads
 
 
 def trained(world: World, row: Row, **settings: Any) -> Trace:
@@ -23,21 +22,6 @@ def compare(world: World, row: Row) -> None:
 def test_overlap_has_the_bits_of_sync(slow_cpu: None) -> None:
     """Each part of an update is late, so that a forward that does not wait for it is too early."""
     alone(compare, Row("stage 3", "mixed", "never", accumulate=4, steps=12))
-
-
-@ranked
-def compare_all(world: World, rows: Sequence[Row]) -> None:
-    for row in rows:
-        compare(world, row)
-
-
-def test_overlap_has_the_bits_of_sync_on_real_ranks() -> None:
-    rows = [
-        Row("fsdp2", "mixed", "random", accumulate=4, steps=4),
-        Row("stage 2", "bf16", "random", steps=8),
-        Row("stage 3", "mixed", "random", accumulate=4, steps=4),
-    ]
-    on_ranks(2, compare_all, rows, timeout=120)
 
 
 def test_steps_that_are_skipped() -> None:

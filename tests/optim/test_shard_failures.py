@@ -15,13 +15,12 @@ from optim_cases import FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
 from tables import each
 from torch import nn
-from worlds import built, full, on_threads, ranked, run_ranks
+from worlds import built, ranked, run_ranks
 
 import zerokern as zk
 from zerokern.io import Nvme
 from zerokern.optim.accord import Accord
 from zerokern.optim.binding import Binding
-from zerokern.optim.disk import Disk
 
 Tier = Callable[..., Nvme]
 SIZES = (40_000, 300)
@@ -112,26 +111,6 @@ def test_a_disk_that_fails_on_all_ranks_before_anything_changed_leaves_all_as_it
 
 
 @each("stage", [1, 3])
-def test_a_rank_that_has_no_room_for_its_state_stops_all_before_anything_changed(
-    tier: Tier, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, Disk, "make")
-
-    def work(group: Any) -> None:
-        model, optimizer = begun(group, stage, tiers[group.rank])
-        before = model.values()
-        if group.rank == 1:
-            trouble.comes()
-        assert "Nothing was changed" in step(model, optimizer, 0)
-        assert same_bits(model.values(), before)
-        straight, reference = begun(group, stage, "device")
-        assert not step(model, optimizer, 0) and not step(straight, reference, 0)
-        assert same_bits(model.values(), straight.values())
-
-    on_ranks(2, work)
-
-
-@each("stage", [1, 3])
 def test_ranks_with_different_settings_are_told_which_before_anything_changed(stage: int) -> None:
     def work(group: Any) -> None:
         model, optimizer = begun(group, stage, "device", weight_decay=0.5)
@@ -171,37 +150,6 @@ def test_a_setting_on_a_device_is_not_read() -> None:
         accord.begin()
         accord.settings = [{"lr": torch.tensor(rate).as_subclass(There), "eps": 0.5}]
         assert accord.total([4.0], skip=False) == 4.0
-
-
-SCHEDULES = each("stage, schedule", [(1, "sync"), (3, "overlap"), (2, "delayed"), (3, "sync")])
-
-
-def trained(world: World, stage: int, schedule: str) -> tuple[nn.Module, Any]:
-    """A model under zk.shard, in several buckets, and its optimizer."""
-    model = built(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
-    world.shard(model, stage=stage, bucket_bytes=512)
-    chosen = zk.Delayed(after=0) if schedule == "delayed" else schedule
-    return model, MAKERS["adamw"](model.parameters(), schedule=chosen)
-
-
-@SCHEDULES
-def test_what_one_rank_refuses_stops_all_before_anything_changed(stage: int, schedule: str) -> None:
-    def work(world: World) -> None:
-        model, optimizer = trained(world, stage, schedule)
-        twin, reference = trained(world, stage, schedule)
-        assert not learn(model, optimizer, 0) and not learn(twin, reference, 0)
-        if world.rank == 1:
-            optimizer.param_groups[0]["lr"] = -1.0
-        assert "lr=-1.0" in learn(model, optimizer, 1)
-        optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"]
-        reference.flush()  # the step that failed has published what the one before left pending
-        assert not learn(model, optimizer, 2) and not learn(twin, reference, 2)
-        optimizer.flush()
-        reference.flush()
-        mine, straight = full(model), full(twin)
-        assert same_bits(mine.values(), straight.values())
-
-    on_threads(2, work)
 
 
 @ranked

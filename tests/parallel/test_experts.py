@@ -100,11 +100,10 @@ def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
     on_ranks(4, lives, stage, str(tmp_path / "kept"))
 
 
-def scheduled(rank: int, sizes: tuple[int, ...], schedules: list[Any], tiers: list[str]) -> None:
+def scheduled(rank: int, sizes: tuple[int, ...], ways: list[tuple[Any, str]]) -> None:
     """What one process does with the same schedule: with a delay, an update of the gradient before."""
-    for schedule in schedules:
-        for tier in tiers:
-            about_one_schedule(sizes, lambda params, s=schedule, t=tier: make(params, schedule=s, tier=t))
+    for schedule, tier in ways:
+        about_one_schedule(sizes, lambda params, s=schedule, t=tier: make(params, schedule=s, tier=t))
 
 
 def about_one_schedule(sizes: tuple[int, ...], opt: Any) -> None:
@@ -124,12 +123,17 @@ def about_one_schedule(sizes: tuple[int, ...], opt: Any) -> None:
 
 @pytest.mark.slow
 def test_updated_late() -> None:
-    on_ranks(4, scheduled, SIZES, [zk.Delayed(after=1)], ["cpu"])
+    on_ranks(4, scheduled, SIZES, [(zk.Delayed(after=1), "cpu")])
 
 
-def test_buckets_that_one_rank_has_alone_beside_others_that_are_gathered() -> None:
+QUICK_WAYS: list[tuple[Any, str]] = [("sync", "device"), ("overlap", "cpu"), (zk.Delayed(after=1), "cpu")]
+OTHER_WAYS: list[tuple[Any, str]] = [("sync", "cpu"), ("overlap", "device"), (zk.Delayed(after=1), "device")]
+
+
+@pytest.mark.parametrize("ways", [QUICK_WAYS, pytest.param(OTHER_WAYS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_buckets_that_one_rank_has_alone_beside_others_that_are_gathered(ways: list[tuple[Any, str]]) -> None:
     """With one rank along efsdp, experts have no all-gather in a step and all else has one."""
-    on_ranks(2, scheduled, (1, 2), ["sync", "overlap", zk.Delayed(after=1)], ["device", "cpu"])
+    on_ranks(2, scheduled, (1, 2), ways)
 
 
 def refused(rank: int) -> None:

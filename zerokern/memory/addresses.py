@@ -1,4 +1,4 @@
-"""Reads the addresses of many tensors and their gradients in one native call.
+"""Reads the addresses, gradients and versions of many tensors in one native call.
 
 Reading `p.grad`, its address, dtype and layout from Python takes a microsecond per parameter, nearly all of it in cache
 misses, which the native loop overlaps. It calls torch through its C interface (`aoti_torch_*`) and
@@ -34,14 +34,21 @@ _IMPORTS = {
     "is_contiguous": ("libtorch_cpu.so", "aoti_torch_is_contiguous"),
     "is_negated": ("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE"),
 }
+_QUESTIONS = {  # asked of tensors that nothing is expected of
+    "version": ("libtorch_cpu.so", "_ZNK2at10TensorBase8_versionEv"),
+    "requires_grad": ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
+}
 _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class torch declares it
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
     "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
 )
+_FEW = 50  # tensors of which Python asks as fast as the native library
 _WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which points to its TensorImpl
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
 _pointer_of = torch.Tensor.data_ptr
+_grad_of, _version_of = operator.attrgetter("grad"), operator.attrgetter("_version")
+_is_trained = operator.attrgetter("requires_grad")
 Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
 
 
@@ -50,10 +57,7 @@ def torch_calls() -> Calls | None:
     """Returns torch's functions, its numbers for dtypes and for the strided layout; None if this torch lacks one."""
     folder = Path(torch.__file__).parent / "lib"
     try:
-        functions = {
-            name: ctypes.cast(getattr(ctypes.CDLL(str(folder / file)), symbol), ctypes.c_void_p).value
-            for name, (file, symbol) in _IMPORTS.items()
-        }
+        functions = {name: _function(*where) for name, where in _IMPORTS.items()}
         interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
         numbers = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
         calls = native.TensorCalls(**functions), numbers, int(interface.aoti_torch_layout_strided())
@@ -64,6 +68,26 @@ def torch_calls() -> Calls | None:
         logging.getLogger("zerokern").warning("gradients are read one by one from Python, which is slower: %s", why)
         return None
     return calls
+
+
+def _function(file: str, symbol: str) -> int | None:
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
+    return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+
+
+@functools.cache
+def _questions() -> dict[str, int | None]:
+    """Returns torch's functions that answer by tensor; none if this torch lacks one, or answers otherwise than Python
+    does."""
+    try:
+        found = {name: _function(*where) for name, where in _QUESTIONS.items()}
+    except (AttributeError, OSError):
+        return {}
+    trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.zeros(2, device="cpu").add_(1).mul_(2)]
+    bodies = TensorBodies(trials)
+    right = bodies.ask_versions(found["version"]) == array("q", map(_version_of, trials))
+    right &= bodies.ask_trained(found["requires_grad"]) == bytes(map(_is_trained, trials))
+    return found if right else {}
 
 
 def _works(calls: Calls) -> bool:
@@ -172,6 +196,72 @@ class TensorBodies:
             return array("Q", map(_tensor_of, self._tensors)) == self.bodies
         (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
         return bool(native.library().zk_in_cells(cells, bodies, count) == count)
+
+    def have_gradients(self, gradients: array[int] | None = None) -> bool:
+        """Returns whether the gradient of every tensor is the one with this TensorImpl; None: whether none has one.
+
+        >>> weight, grad = torch.nn.Parameter(torch.ones(3)), torch.ones(3); bodies = TensorBodies([weight])
+        >>> weight.grad = grad; bodies.have_gradients(), bodies.have_gradients(TensorBodies([grad]).bodies)
+        (False, True)
+        """
+        calls = torch_calls()
+        if calls is None or not self.unchanged():
+            grads = list(map(_grad_of, self._tensors))
+            if gradients is None or None in grads:
+                return gradients is None and grads.count(None) == len(grads)
+            return array("Q", map(_tensor_of, grads)) == gradients
+        bodies, count = self.bodies.buffer_info()
+        wanted = None if gradients is None else gradients.buffer_info()[0]
+        return bool(native.library().zk_have_gradients(ctypes.byref(calls[0]), bodies, wanted or 0, count) == count)
+
+    def are_at(self, addresses: array[int]) -> bool:
+        """Returns whether the memory of every tensor begins at its address.
+
+        >>> weight = torch.ones(3); TensorBodies([weight]).are_at(array("Q", [weight.data_ptr()]))
+        True
+        """
+        calls = torch_calls()
+        if calls is None or not self.unchanged():
+            return array("Q", map(_pointer_of, self._tensors)) == addresses
+        bodies, count = self.bodies.buffer_info()
+        asked = native.library().zk_in_place
+        return bool(asked(ctypes.byref(calls[0]), bodies, addresses.buffer_info()[0], count) == count)
+
+    def versions(self) -> array[int]:
+        """Returns the versions of the tensors, of which none may be an inference tensor.
+
+        >>> TensorBodies([torch.ones(3).add_(1), torch.ones(3)]).versions().tolist()
+        [1, 0]
+        """
+        asked = _questions().get("version") if len(self.bodies) > _FEW else None
+        return array("q", map(_version_of, self._tensors)) if asked is None else self.ask_versions(asked)
+
+    def ask_versions(self, version: int | None) -> array[int]:
+        """As `versions`, by this function of torch's."""
+        found = array("q", bytes(8 * len(self.bodies)))
+        if not self.unchanged():
+            return array("q", map(_version_of, self._tensors))
+        bodies, count = self.bodies.buffer_info()
+        native.library().zk_versions(version, bodies, found.buffer_info()[0], count)
+        return found
+
+    def trained(self) -> bytes:
+        """Returns for each tensor whether it requires a gradient, as 1 or 0.
+
+        >>> TensorBodies([torch.ones(3), torch.nn.Parameter(torch.ones(3))]).trained()
+        b'\\x00\\x01'
+        """
+        asked = _questions().get("requires_grad")
+        return bytes(map(_is_trained, self._tensors)) if asked is None else self.ask_trained(asked)
+
+    def ask_trained(self, requires_grad: int | None) -> bytes:
+        """As `trained`, by this function of torch's."""
+        if not self.unchanged():
+            return bytes(map(_is_trained, self._tensors))
+        found = array("B", bytes(len(self.bodies)))
+        bodies, count = self.bodies.buffer_info()
+        native.library().zk_trained(requires_grad, bodies, found.buffer_info()[0], count)
+        return found.tobytes()
 
     def bump_versions(self) -> None:
         """Bumps the version counter of each tensor, for autograd, after kernels that torch does not know of wrote to

@@ -12,6 +12,7 @@ import operator
 import sys
 import warnings
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
 from zerokern.zero.params import sharded_parameter_of
@@ -408,6 +410,7 @@ class Guard:
         self._shards = [shards[entry.name] for entry in self._plain]
         self._references = list(map(_reference_of, self._params))
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
+        self._bodies = TensorBodies(self._params)
         self._addresses = self._whereabouts()
         if self._params:
             for module in sharding.module.modules():
@@ -460,12 +463,13 @@ class Guard:
         frozen = (one for one in self.sharding.memories if not one.bucket.trainable)
         refuse_unfrozen(next(one.name for memory in frozen for one in memory.entries if one.param.requires_grad))
 
-    def _whereabouts(self) -> list[int]:
-        return list(map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
+    def _whereabouts(self) -> array[int]:
+        return array("Q", map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
 
     def check_memory(self) -> None:
         """Refuses parameters whose memory was exchanged; restores hooks of those swapped over the same memory."""
-        addresses = self._whereabouts()
+        in_place = not self._has_dtensors and self._bodies.are_at(self._addresses)
+        addresses = self._addresses if in_place else self._whereabouts()
         if addresses != self._addresses:
             known = zip(self._plain, addresses, self._addresses, strict=True)
             moved = next(entry.name for entry, address, before in known if address != before)

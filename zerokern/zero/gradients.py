@@ -5,6 +5,7 @@ Gradients are added to what the user left in `.grad`; None begins anew.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from zerokern.comm import Handle
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
 from zerokern.zero.kinds import local_of
@@ -31,7 +33,7 @@ __all__ = ["GradientBucket"]
 SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying at once saves
 
 _grad_of = attrgetter("grad")
-_is_trained, _version_of = attrgetter("requires_grad"), attrgetter("_version")
+_version_of = attrgetter("_version")
 _handed_out = attrgetter("zk_handed_out")
 
 
@@ -70,10 +72,11 @@ class GradientBucket:
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.entries]
         self._aside: dict[int, Tensor] = {}
         self._before: list[Tensor | None] = []  # what parameters show while a pass runs, at stage 3
+        self._nothing: list[Tensor | None] = [None] * len(memory.entries)
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
         self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
         self._waiting = set(self._waiting_places)
-        self._params: list[Tensor] = [one.param for one in memory.entries]
+        self.params: list[Tensor] = [one.param for one in memory.entries]
         self.lands_in_params = stage < 3
         self._user_hooks = [hooks for shard in shards for hooks in shard.hooks]
         self.running = False
@@ -86,7 +89,10 @@ class GradientBucket:
         self.buffer: Tensor | None = None
         self.reduced: Tensor | None = None
         self.shown: list[Tensor] = []
-        self._pieces: list[Tensor] = []  # this rank's parts of what is shown
+        self.pieces: list[Tensor] = []  # this rank's parts of what is shown
+        self.times_shown = 0  # how often other tensors were made to show what is reduced
+        self._kept_back = -1  # how much had been handed out anywhere when nothing of the pieces was
+        self._versions_of = TensorBodies([]).versions
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
         self._spots = [(entry.shape, contiguous_strides(entry.shape), entry.place.offset) for entry in self.entries]
@@ -105,15 +111,20 @@ class GradientBucket:
         params, here = [entry.place.param for entry in self.entries], self.bucket.pieces(self.group.rank)
         self.squares = BucketSquares(params, here, counted=divided)
 
-    def begin(self, task: int, arrived: int | None) -> None:
-        """Begins a pass: empties `.grad`, where gradients arrive. `arrived`: the place of one that has already."""
-        trained, leaves = list(map(_is_trained, self._params)), self.leaves
-        alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
-        self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
+    def begin(self, task: int, expected: int, arrived: int | None, *, shows_none: bool) -> None:
+        """Begins a pass, in which so many gradients are expected: empties `.grad`, where gradients arrive.
+
+        `task`: the pass that the inbox takes them in; NO_PASS: each is looked at. `arrived`: the place of one that has
+        come already. `shows_none`: no parameter shows a gradient.
+        """
+        self.inbox.expected, self.inbox.task = expected, task
         self.running = True
         if not self.lands_in_params:
-            self._before = list(map(_grad_of, self._params))
+            self._before = self._nothing if shows_none else list(map(_grad_of, self.params))
             return
+        if shows_none:
+            return
+        leaves = self.leaves
         for place, grad in enumerate(list(map(_grad_of, leaves))):
             if grad is None:
                 continue
@@ -127,8 +138,10 @@ class GradientBucket:
         """Takes gradients that a custom Function wrote into a `.grad` in this pass: no hook is called for them."""
         if not self.running:
             return
-        if not self.lands_in_params:
+        if not self.lands_in_params and (self.closed or self._before is not self._nothing):
             self._take_written_to_params()
+        if not self.closed and len(self.arrived) == len(self.entries):
+            return
         for place, grad in enumerate(list(map(_grad_of, self.leaves))):
             if grad is None or grad is self._aside.get(place) or (place in self.arrived and not self.closed):
                 continue
@@ -137,10 +150,10 @@ class GradientBucket:
                 self.take_from_other_leaf(place, grad)
 
     def _take_written_to_params(self) -> None:
-        grads = list(map(_grad_of, self._params))
+        grads = list(map(_grad_of, self.params))
         for place, (grad, before) in enumerate(zip(grads, self._before, strict=True)):
             if grad is not None and grad is not before and not self.shows(place, grad):
-                self._params[place].grad = before
+                self.params[place].grad = before
                 self.take_from_other_leaf(place, grad)
 
     def put_back(self) -> None:
@@ -210,7 +223,7 @@ class GradientBucket:
     def _counts(self, place: int) -> bool:
         """Returns whether the parameter is trained; what arrives after it was frozen is dropped."""
         with without_waiting():
-            trained = self._params[place].requires_grad
+            trained = self.params[place].requires_grad
         if not trained:
             self._drop(place)
         elif place in self._dropped:
@@ -276,8 +289,10 @@ class GradientBucket:
         """Returns what the user has in `.grad`, by place, whatever arrives there now."""
         if self.running and self.lands_in_params and not self.exposed:
             return self._aside
+        if self._before is self._nothing and not self.exposed:  # what is written now is taken at the end of the pass
+            return {}
         with without_waiting():
-            found = list(map(_grad_of, [shard.piece for shard in self.shards] if self.exposed else self._params))
+            found = list(map(_grad_of, [shard.piece for shard in self.shards] if self.exposed else self.params))
         return {place: grad for place, grad in enumerate(found) if grad is not None}
 
     def _lives(self) -> set[int]:
@@ -316,9 +331,19 @@ class GradientBucket:
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
 
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to what is ready, or can have done so unseen."""
+        return self.ready is not None and not self.handed_out() and self._versions_of() == self.ready.versions
+
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
-        return self.exposed or self.replicated or any(map(_handed_out, self._pieces))
+        if self.exposed or self.replicated:
+            return True
+        if self._kept_back != Sharded.times_handed_out:
+            if any(map(_handed_out, self.pieces)):
+                return True
+            self._kept_back = Sharded.times_handed_out
+        return False
 
     def spare_kept_gradients(self) -> None:
         """Moves to other memory if the program has kept a gradient that `.grad` shows no more (gradient surgery)."""
@@ -355,7 +380,7 @@ class GradientBucket:
         self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
-            if self.running and not self.lands_in_params:
+            if self.running and not self.lands_in_params and self._before is not self._nothing:
                 self._take_written_to_params()
             lives = self._lives()
         if self.shown:  # what they show is about to be written
@@ -481,15 +506,20 @@ class GradientBucket:
             named.gather_full = partial(gather_full, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
             del named, local
-        self._pieces = [] if self.replicated else [one.span for one in self.shown if isinstance(one, Sharded)]
+        self.times_shown += 1
+        self._kept_back = -1
+        of_all = map(self.reduced_span, range(len(self.shown)))
+        self.pieces = [] if self.replicated else list(of_all)
+        self._versions_of = TensorBodies(self.pieces).versions
         self._references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
         """Tells listeners that what is reduced is there, on a device for the current stream."""
         assert self.reduced is not None
-        pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self._pieces
+        pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self.pieces
+        versions = array("q", map(_version_of, pieces)) if self.replicated else self._versions_of()
         sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
-        self.ready = GradReady(pieces, list(map(_version_of, pieces)), sums)
+        self.ready = GradReady(pieces, versions, sums)
         for listener in self.listeners:
             listener(self.ready)
 
@@ -521,7 +551,7 @@ class GradientBucket:
                 continue
             shown = self._own(place) if self.replicated else self.shown[place]
             if aside is None:
-                self._params[place].grad = shown
+                self.params[place].grad = shown
             else:
                 aside[place] = shown
 

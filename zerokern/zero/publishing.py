@@ -6,8 +6,10 @@ for the bucket of that parameter.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Distributed
 from zerokern.zero.params import BucketMemory
@@ -114,7 +117,8 @@ class Publisher:
         self._read = [one.param if one.full is None else one.full for one in entries]
         shards = [shard_of(one) for one in self._read]
         self._pieces = [shard.piece for shard in shards if shard is not None]
-        self._announced = [piece._version for piece in self._pieces]
+        self._bodies = TensorBodies(self._pieces)
+        self._announced = self._bodies.versions()
         # of the update that is under way, if any
         self._ready: Callable[[int], None] | None = None
         self._tears: Callable[[], object] = _nothing
@@ -133,10 +137,10 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
-        versions = [piece._version for piece in self._pieces]
-        known, self._announced = self._announced, versions
-        updated = [one for one, was, now in zip(self._read, known, versions, strict=True) if was != now]
-        torch.autograd.graph.increment_version(updated)
+        known, self._announced = self._announced, self._bodies.versions()
+        if known != self._announced:
+            updated = map(operator.ne, known, self._announced)
+            torch.autograd.graph.increment_version(list(compress(self._read, updated)))
 
     def gather_all(self) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them."""

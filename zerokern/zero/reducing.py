@@ -294,7 +294,7 @@ class KnownSquares:
             ready: GradReady | None = bucket.ready
             if ready is None:
                 continue
-            untouched = list(map(_version_of, ready.pieces)) == ready.versions and not bucket.handed_out()
+            untouched = bucket.is_untouched()
             pieces, sums = ready.pieces, ready.sumsq
             for row, place in zip(rows, places, strict=True):
                 if grads[row] is pieces[place]:

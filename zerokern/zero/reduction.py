@@ -7,10 +7,12 @@ the reduction that holds the one it needs.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.publishing import without_waiting
@@ -27,6 +30,7 @@ from zerokern.zero.units import RankGroups
 __all__ = ["Reduction"]
 
 BACKWARD = "a backward pass"
+_times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
 
@@ -47,6 +51,12 @@ class Reduction:
         self.passes = 0  # that have reduced
         self._task = -1
         self._order = list(reversed(range(len(buckets))))
+        self._ends = list(accumulate(len(one.entries) for one in buckets))
+        self._params = TensorBodies([param for one in buckets for param in one.params])
+        self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
+        self._lands_in_params = all(one.lands_in_params for one in buckets)
+        self._shows_none = False  # whether parameters had no `.grad` when the pass began
+        self._shown: tuple[list[int], array[int]] = [], array("Q")  # how often each bucket made what it shows; these
         # those whose order is one: where several groups reduce, all ranks that any of them has
         self._everyone = parts[0].hearing if len(parts) == 1 else parts[0].everyone
         self._learns_order = self._everyone.size > 1
@@ -66,6 +76,16 @@ class Reduction:
     def buffers(self) -> list[Tensor]:
         """The buffers that buckets share, in use or not."""
         return [*self._free, *self._lent.values()]
+
+    def shown_spans(self) -> list[Tensor] | None:
+        """Returns this rank's spans of all gradients, bucket after bucket; None if a parameter shows another one."""
+        times = list(map(_times_shown, self.buckets))
+        if self._shown[0] != times:
+            self._shown = times, array("Q", [shown._cdata for bucket in self.buckets for shown in bucket.shown])
+        as_reduced = not any(bucket.replicated or bucket.exposed or bucket.local for bucket in self.buckets)
+        if not as_reduced or not all(times) or not self._params.have_gradients(self._shown[1]):
+            return None
+        return list(chain.from_iterable(map(_pieces_of, self.buckets)))
 
     def gradient_arrived(self, number: int, place: int) -> None:
         """Called for a gradient in `.grad` that the inbox does not note by itself: the first, the last, a large one."""
@@ -139,8 +159,13 @@ class Reduction:
         self._next = 0
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values
-            for bucket in self.buckets:
-                bucket.begin(self._task, place if bucket is first else None)
+            trained, self._shows_none = self._params.trained(), self._params.have_gradients()
+            trains = trained if self._lands_in_params else self._leaves.trained()
+            for bucket, end in zip(self.buckets, self._ends, strict=True):
+                some = slice(end - len(bucket.entries), end)
+                task = self._task if trained[some] == trains[some] else hooks.NO_PASS
+                arrived = place if bucket is first else None
+                bucket.begin(task, sum(trained[some]), arrived, shows_none=self._shows_none)
         hooks.at_end_of_backward(self._finish, partial(self._broken, self._task))
 
     def fold(self, factor: float | Tensor) -> None:
@@ -273,15 +298,16 @@ class Reduction:
         for number in self._order:
             self._complete(self.buckets[number])
         with without_waiting():
-            for bucket in self.buckets:
-                bucket.take_written()
+            if not (self._shows_none and self._params.have_gradients() and self._leaves.have_gradients()):
+                for bucket in self.buckets:
+                    bucket.take_written()
         marks = bytearray().join(map(_marks, self.buckets))
         if self.synchronizes:
             marks = self._heard(marks)
         while self._outstanding:
             self._wait_for_oldest()
         given: list[list[int]] = []
-        for bucket, end in zip(self.buckets, accumulate(len(one.entries) for one in self.buckets), strict=True):
+        for bucket, end in zip(self.buckets, self._ends, strict=True):
             mine = marks[end - len(bucket.entries) : end]
             if AFTER_LAUNCH in mine:
                 bucket.reduce_after_launch(self._scratch_for(bucket))

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,6 +98,7 @@ class Sharded(torch.Tensor):
     """
 
     span: torch.Tensor
+    times_handed_out: ClassVar[int] = 0  # how often anybody was given the `local` of any of them
     here: Here
     name: str = ""  # over torch's own property, which cannot be set
     kind: str
@@ -163,6 +164,7 @@ class Sharded(torch.Tensor):
 
     def _shown(self, counts: bool = True) -> torch.Tensor:
         """Returns the span, in memory while it is held. `counts`: the caller bumps its version when it writes."""
+        Sharded.times_handed_out += 1
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
         if self.zk_rest is None:
             return self.span

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError
 from zerokern.kernels.flat import warm
+from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
 from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.memory.tier import AnyTier, DevicePool, name_of
@@ -37,7 +38,7 @@ from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, m
 
 __all__ = ["Sharding"]
 
-_seen_version, _version_of = attrgetter("seen_version"), attrgetter("_version")
+_seen_version = attrgetter("seen_version")
 KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradients, as much of activations
 
 
@@ -161,6 +162,7 @@ class Sharding:
         if tier == "device":
             keep_driver(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
+        self._bodies = TensorBodies(self.zero_order)
         entries = [entry for memory in self.memories for entry in memory.entries]
         self.entries = {id(entry.param): entry for entry in entries}
         self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
@@ -311,13 +313,14 @@ class Sharding:
             self.publisher.announce()
             return
         with without_waiting():
-            version = version_of if self._has_dtensors else _version_of
-            seen, versions = list(map(_seen_version, self.shards)), list(map(version, self.zero_order))
+            seen, versions = map(_seen_version, self.shards), self._versions()
             self.publisher.announce()
-            now = map(version, self.zero_order)
-            for shard, known, before, after in zip(self.shards, seen, versions, now, strict=True):
+            for shard, known, before, after in zip(self.shards, seen, versions, self._versions(), strict=True):
                 if known == before:  # the optimizer that owns what was written by others has yet to notice
                     shard.seen_version = after
+
+    def _versions(self) -> Sequence[int]:
+        return list(map(version_of, self.zero_order)) if self._has_dtensors else self._bodies.versions()
 
     @property
     def holds_unreduced(self) -> bool:
