@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.optim.device import EMULATED_DRIVERS
+from zerokern.memory.staging import EMULATED_DRIVERS
 
 __all__ = ["PlayedDevice", "PlayedMark", "PlayedStream"]
 

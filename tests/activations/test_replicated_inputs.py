@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_world import FakeWorld
 from keep_cases import (
     ROWS,
     WIDTH,
@@ -39,7 +40,6 @@ import zerokern as zk
 from zerokern.activations.comparing import fingerprint
 from zerokern.activations.dividing import Dividing, Whole, keeper_for
 from zerokern.comm import Group
-from zerokern.debug.fake import FakeWorld
 
 NBYTES = ROWS * WIDTH * 4
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokern.checkpoint.index import FORMAT, Box, FileRow, Index, TensorRow, itemsize
+from zerokern.checkpoint.index import FORMAT, Box, FileRow, Index, TensorRow
 from zerokern.core import native
 from zerokern.core.errors import IoError
+from zerokern.core.units import itemsize
 
 PATH = Path("step100") / "zerokern.json"
 

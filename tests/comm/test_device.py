@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import REDUCTIONS, gather, refused, values
+from fake_world import FakeWorld
 from library_double import LibraryDouble
 from tables import each
 
@@ -19,7 +20,6 @@ from zerokern.comm.device import DeviceGroup
 from zerokern.comm.operations import Ledger, Operation
 from zerokern.debug import watch
 from zerokern.debug.agreement import Agreement, Failure
-from zerokern.debug.fake import FakeWorld
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from comm_cases import REDUCTIONS, every_operation, many_at_once, values
+from fake_world import FakeWorld
 from ranks import run_ranks
 from tables import each
 
 from zerokern.comm import group_on
-from zerokern.debug.fake import FakeWorld
 
 
 def over_gloo(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from fake_world import FakeWorld
 from tables import each
 from tries import Missed, best, in_time
 
 from zerokern.comm import CommError, Group
-from zerokern.debug.fake import FakeWorld
 
 
 def test_the_first_error_is_raised_and_the_others_are_released() -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import values
+from fake_world import FakeWorld
 from ranks import run_ranks
 from tables import each
 
-from zerokern.comm import CommError, Group, Handle, group_on, offline_group
-from zerokern.debug.fake import FakeWorld
+from zerokern.comm import Group, Handle, group_on
 
 
 def of_meshes(rank: int) -> dict:
@@ -175,7 +175,7 @@ def test_a_value_that_json_cannot_carry_is_refused() -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> None:
-    group = offline_group(1, 2)
+    group = Group(1, 2, torch.device("cpu"), "rank 1 of 2")
     x = torch.zeros(8)
     with pytest.raises((ValueError, TypeError)) as caught:
         eval(call, {"g": group, "z": torch.zeros, "x": x, "torch": torch})
@@ -187,29 +187,6 @@ def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> Non
 def test_what_is_no_mesh_is_refused(mesh: object) -> None:
     with pytest.raises(TypeError, match=r"a 1-D DeviceMesh, a zerokern\.comm\.Group or None for the world"):
         group_on(mesh)
-
-
-@each("rank, size", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
-def test_a_lonely_rank_must_be_possible(rank: object, size: object) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        offline_group(rank, size)
-
-
-def test_a_lonely_rank_refuses_to_communicate() -> None:
-    group = offline_group(1000, 1024)
-    assert (group.rank, group.size) == (1000, 1024)
-    x = torch.zeros(1024)
-    for call in (
-        lambda: group.reduce_scatter(x, torch.zeros(1)),
-        lambda: group.all_gather(x),
-        lambda: group.all_reduce(x),
-        lambda: group.broadcast(x),
-        lambda: group.agree("a"),
-        lambda: group.exchange(1),
-        group.barrier,
-    ):
-        with pytest.raises(CommError, match="1000 of 1024"):
-            call()
 
 
 def test_of_many_waiters_one_ends_it_and_each_is_held_back() -> None:

@@ -7,11 +7,11 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from comm_cases import values
+from fake_world import FakeWorld
 from ranks import run_ranks
 from tables import each
 
 from zerokern.comm import Group, collectives, group_on
-from zerokern.debug.fake import FakeWorld
 
 SPAN = 300_000
 

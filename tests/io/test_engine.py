@@ -186,7 +186,7 @@ def test_nothing_is_left_behind_by_a_store_that_does_not_open(
     engine: EngineCase, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails while it opens: the lock is free and no file is left."""
-    for name in ("zerokern.io.belongings.Space", "zerokern.io.belongings.Transfers", "zerokern.io.belongings.Engine"):
+    for name in ("zerokern.io.store.Space", "zerokern.io.store.Transfers", "zerokern.io.store.Engine"):
         with monkeypatch.context() as patch:
             patch.setattr(name, lambda *a, **k: (_ for _ in ()).throw(BackendError("broken")))
             with pytest.raises(BackendError, match="broken"):

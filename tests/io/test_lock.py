@@ -101,7 +101,7 @@ def test_the_ring_holds_the_lock_too(folder: Path, no_collection: None) -> None:
     if why_no_uring():
         pytest.skip(f"needs io_uring ({why_no_uring()})")
     store = Store(folder, engine="uring", depth=4, block=1 << 20)
-    lock = store._belongings.lock
+    lock = store._resources.lock
     fd, lock.fd = lock.fd, os.open(os.devnull, os.O_RDONLY)
     os.close(fd)
     with pytest.raises(IoError, match="in use by this process"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zerokern.memory.copies import Mark
+from zerokern.memory.staging import Ticket
 
 RUINS = 0xEE
 PATIENCE = 120.0
@@ -101,7 +101,7 @@ class ThreadDriver:
         stream.give(mark.reach)
         return mark
 
-    def follow(self, stream: ThreadStream | None, mark: Mark) -> None:
+    def follow(self, stream: ThreadStream | None, mark: Ticket) -> None:
         assert isinstance(mark, ThreadMark)
         self.struck("follow")
         (stream or self.compute).give(mark.hold)

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "interrupted_publishing_not_finished",
         "zerokern/checkpoint/folder.py",
-        "before = _previous_index(folder)\n            _finish_renames(folder, before)",
+        "before = _previous_index(folder)\n                _finish_renames(folder, before)",
         "before = _previous_index(folder)",
         "After a kill between the renames the next save removes files that torch's index speaks of.",
         ("tests/checkpoint/test_folder.py",),

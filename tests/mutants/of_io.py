@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         "data_not_synced_before_the_index",
-        "zerokern/io/belongings.py",
+        "zerokern/io/store.py",
         "try:\n            self.files.sync()\n        except",
         "try:\n            self.files.all[0:0]\n        except",
         "A durable store publishes an index of data that may not be on the disk yet.",

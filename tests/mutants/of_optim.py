@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "rows_forget_where_a_piece_begins",
         "zerokern/optim/binding.py",
-        'table.columns["first"][:] = array("Q", map(operator.add, columns.of(survey.firsts), columns.starts))',
+        'table.columns["first"][:] = array("Q", map(operator.add, firsts, map(_start_of, members)))',
         'table.columns["first"][:] = array("Q", [0] * len(rows))',
         "Stochastic rounding of a sharded parameter draws other numbers than that of the whole one.",
         ("tests/optim/test_shard_state.py", "tests/optim/test_nvme.py"),
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "slot_filled_while_it_is_written_out",
-        "zerokern/optim/exchange.py",
+        "zerokern/optim/disk.py",
         "for record, slot in mine:\n                self._wait(slot)\n                disk.view(slot, record).zero_()",
         "for record, slot in mine:\n                disk.view(slot, record).zero_()",
         "A load fills slots of the ring whose last records are still on their way to the disk.",

@@ -18,8 +18,8 @@ MUTANTS = (
     Mutant(
         "delayed_step_overwrites_what_is_being_stored",
         "zerokern/schedule/policies.py",
-        "last = builder.step(span, [*norm, *read] if shadow else [*norm, free])",
-        "last = builder.step(span, norm if shadow else [*norm, free])",
+        "last = builder.step(span, [*norm, *read] if shadow else [*norm, free], ahead=ahead)",
+        "last = builder.step(span, norm if shadow else [*norm, free], ahead=ahead)",
         "A delayed update writes host values that the last one's copy to the device may still read.",
         ("tests/schedule/test_program.py", "tests/schedule/test_races.py"),
     ),
@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         "published_before_it_is_stored",
         "zerokern/schedule/policies.py",
-        '[OpKey("Backward", spans[0].name), *stored]',
-        '[OpKey("Backward", spans[0].name)]',
+        '[OpKey("Backward", spans[0].name, turn=max(resting, 1) - 1), *stored]',
+        '[OpKey("Backward", spans[0].name, turn=max(resting, 1) - 1)]',
         "A delayed update is put in place before all of it has come to the device.",
         ("tests/schedule/test_program.py", "tests/schedule/test_races.py"),
     ),

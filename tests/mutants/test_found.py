@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_world import FakeWorld
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -24,11 +25,10 @@ from zerokern.checkpoint.files import FileWriter
 from zerokern.checkpoint.filling import SurroundingBlocks
 from zerokern.comm import Group, group_on
 from zerokern.core.errors import IoError
-from zerokern.debug.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory.here import Here
-from zerokern.optim.exchange import Inflow
+from zerokern.optim.disk import RecordWriter
 from zerokern.optim.formats import Slot
 from zerokern.optim.state import begin
 from zerokern.schedule.passes import Prefetch, moves_before
@@ -171,7 +171,7 @@ def test_ranks_whose_first_passes_differ_reduce_in_one_order(stage: int) -> None
         for swapped in (group.rank == 1, False):
             model.zero_grad()
             model(inputs[group.rank], swapped).backward()
-        return [param.grad.whole(param.grad) for param in model.parameters()]
+        return [param.grad.gather_full(param.grad) for param in model.parameters()]
 
     plain = copy.deepcopy(start)
     (sum(plain(x, False) for x in inputs) / 2).backward()
@@ -191,7 +191,7 @@ def test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next(kind: type)
         if not turns:
             shard_of(model.one.weight).sharding.fold(kind(float("nan")))
     for sharded, param in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(sharded.grad.whole(sharded.grad), param.grad)
+        torch.testing.assert_close(sharded.grad.gather_full(sharded.grad), param.grad)
 
 
 def test_what_is_kept_after_a_write_is_kept_anew(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_fir
         model = zk.shard(copy.deepcopy(start), stage=stage, mesh=group)
         for both in (True, False):
             model(inputs[group.rank], both).backward()
-        return [param.grad.whole(param.grad) for param in model.parameters()]
+        return [param.grad.gather_full(param.grad) for param in model.parameters()]
 
     for both in (True, False):
         (sum(start(x, both) for x in inputs) / 2).backward()
@@ -266,7 +266,7 @@ class OnItsWay:
 
 
 class Rack:
-    """A disk as `Inflow` knows it: slots, and what is on its way from each of them."""
+    """A disk as `RecordWriter` knows it: slots, and what is on its way from each of them."""
 
     def __init__(self, count: int) -> None:
         self.ring = SimpleNamespace(slots=[SimpleNamespace(index=index) for index in range(count)])
@@ -282,7 +282,8 @@ class Rack:
         assert slot.index not in self.leaving or self.leaving[slot.index].was_awaited
 
     def store(self, record: Any, view: Any) -> OnItsWay:
-        return self.leaving.setdefault(view.slot.index, OnItsWay())
+        self.leaving[view.slot.index] = made = OnItsWay()
+        return made
 
 
 class Anything:
@@ -295,12 +296,9 @@ class Anything:
 def test_a_load_fills_no_slot_that_is_still_written_out() -> None:
     places = [Anything(record=Anything(unsettled=set()), begun=False) for _ in range(7)]
     disk = Rack(4)
-    inflow: Any = Inflow(disk, [(0, Anything(places=places, slots=[], spans=lambda place: (), kept=False))])  # type: ignore
-    for some in inflow.rounds():
-        for _, slot in some.records:
-            disk.leaving.pop(slot.index, None)
-        inflow.put(some)
-    inflow.finish()
+    owner: Any = Anything(places=places, cells=lambda place, cell: {}, kept=False)
+    rounds = list(RecordWriter(disk, [owner]).rounds())  # type: ignore[arg-type]
+    assert [len(parts) for parts in rounds] == [2, 2, 2, 1]
     assert all(place.begun for place in places) and all(one.was_awaited for one in disk.leaving.values())
 
 

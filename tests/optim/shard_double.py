@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from fake_world import FakeWorld
 from optim_cases import FP32, make_params
 from torch import Tensor
 
 from zerokern.core.units import BLOCK
-from zerokern.debug.fake import FakeWorld
 from zerokern.kernels import split
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded

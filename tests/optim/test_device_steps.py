@@ -45,7 +45,7 @@ def test_a_write_from_outside_is_seen_and_our_own_is_not() -> None:
 def test_what_the_last_book_knows_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
     book, params, entries = book_of([1.0, 1.0, 1.0])
     book.choose([0, 1])
-    book.advance(certain=False)
+    book.advance()
     book.steps.data.add_(book.increments)
     again = DeviceSteps(PLACE, params[::-1], book)
     monkeypatch.setattr(device, "_numbers", lambda values: pytest.fail("read again") if values else [])
@@ -100,12 +100,11 @@ def test_equal_labels_mean_equal_counts(seed: int, monkeypatch: pytest.MonkeyPat
         for _ in range(generator.randrange(3)):
             if capturing:
                 graphs.append(lambda move=move: book.steps.data.add_(move))
-                book.advance(certain=False)
+                book.advance()
                 continue
-            certain = generator.random() < 0.5
-            if certain or generator.random() < 0.5:
+            if generator.random() < 0.75:
                 book.steps.data.add_(move)
-            book.advance(certain=certain)
+            book.advance()
         capturing = False
         for replay in generator.sample(graphs, min(len(graphs), 2)):
             replay()
@@ -117,5 +116,5 @@ def test_the_host_never_reads_for_a_hundred_parts_that_take_turns(monkeypatch: p
     for step in range(300):
         parts = random.Random(step).sample(range(100), 8)
         book.choose([number for part in sorted(parts) for number in (2 * part, 2 * part + 1)])
-        book.advance(certain=False)
+        book.advance()
     assert reads.count == 0

@@ -165,7 +165,7 @@ def gradients_are_lent_and_a_partial_sum_is_summed_once(rank: int) -> None:
     pair.reference.step()
     pair.agree()
     assert pair.params[0].grad.placements == pair.params[0].placements
-    assert all(home.piece.grad is None for home in pair.ours.holdings.shards.homes)
+    assert all(home.piece.grad is None for home in pair.ours.holdings.shards.shards)
 
 
 def what_cannot_be_updated_is_refused_by_name(rank: int) -> None:

@@ -83,7 +83,7 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
     assert len(reads) == len(set(reads)) == len(opt.holdings.disk.records) > 8
     reads.clear()
     last = [part for part in parts if part[0][0] >= 5]
-    last[0][1].stream.expect([part[2].record for part in last])
+    last[0][1].reader.expect([part[2].record for part in last])
     for _, column, place in last:
         column.read(place)
     assert len(reads) == len({part[2].record.part.key for part in last})

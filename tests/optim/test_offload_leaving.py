@@ -64,7 +64,7 @@ def test_two_optimizers_of_one_model_both_hear_of_its_buckets(device: PlayedDevi
     train(device, model, optimizers, 2)
     device.synchronize()
     model(torch.randn(4, 24)).square().mean().backward()
-    assert all(optimizer.runner.leaving.departures() for optimizer in optimizers)
+    assert all(optimizer.runner.leaving.take() for optimizer in optimizers)
 
     alone = built(device, stage=2)
     one = zk.AdamW([*alone[0].parameters(), *alone[2].parameters()], tier="cpu", schedule="overlap")

@@ -12,6 +12,7 @@ import torch
 from offload_cases import BUCKET_NBYTES, SCHEDULES, Row, on_device, optimizer_of, train
 from optim_cases import MAKERS
 from tables import each
+from waiting_device import played
 from worlds import World, alone, built, on_threads
 
 import zerokern as zk
@@ -278,6 +279,107 @@ def fetched_and_gathered(world: World, schedule: str, folders: Sequence[Any], pa
     # beside an update a span comes for both, so that its program has one op for them
     for verb in ("Fetch", "Gather", "Reduce") if schedule == "sync" else ("Gather", "Reduce"):
         assert [op for op in ran if op[0] == verb] == [op for op in planned if op[0] == verb], verb
+
+
+def edges_of(program: StepProgram, records: bool) -> list[Any]:
+    """What the update does, in order, and which op of which step each of its ops comes after, by the names of buckets.
+
+    Gradients that cross the link are brought by the model: to the update they are there when their backward is over.
+    """
+    names = [(op.verb, f"bucket {op.what}" if op.what[0].isdigit() else op.what) for op in program.ops]
+    brought = {name: ("Backward", name[1]) for name in names if name[0] == "Fetch" and len(name[1].split()) == 2}
+    of_records = [what.endswith(" record") for _, what in names]
+    mine = [
+        verb in ("Norm", "Step", "Store", "Publish") or of_record
+        for (verb, _), of_record in zip(names, of_records, strict=True)
+    ]
+    taken = [one and (records or not of_record) for one, of_record in zip(mine, of_records, strict=True)]
+    found = []
+    for op, name, is_taken in zip(program.ops, names, taken, strict=True):
+        after = [ref for ref in op.after if taken[ref.index] or not mine[ref.index]]
+        told = {(ref.back, *brought.get(names[ref.index], names[ref.index])) for ref in after}
+        found += [(*name, sorted(told))] if is_taken else []
+    return found
+
+
+def updated_as_simulated(
+    world: World,
+    schedule: str,
+    folders: Sequence[Any],
+    states: Sequence[Any],
+    passes: int,
+    submitted: Callable,
+    device: PlayedDevice | None = None,
+) -> None:
+    """The update that a model with parameters at rest ran is, op by op and edge by edge, the one that is simulated."""
+    model, recorder, state = built(Blocks), Recorder(), states[world.rank]
+    for param in model.parameters() if device is not None else ():
+        device.own(param)  # type: ignore[union-attr]
+    world.shard(model, stage=3, tier=folders[world.rank], units=list(model.blocks))
+    optimizer = zk.AdamW(model.parameters(), tier=state, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
+    optimizer.holdings.recorder = recorder
+    for _ in range(STEPS):
+        for _ in range(passes):
+            model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    runs, events, subject = submitted(recorder), all_of(recorder), built(Blocks)
+    settings = {"schedule": SCHEDULES[schedule], "world": world.size, "accumulate": passes}
+    settings |= {"units": lambda module: module in list(subject.blocks), "device": "cpu" if device is None else "cuda"}
+    tiers = ["cpu" if tier == "cpu" else "nvme" for tier in (state, folders[world.rank])]
+    plan = zk.plan(subject, stage=3, tier=tiers[0], param_tier=tiers[1], **settings)
+    planned, program = step_program(plan, schedule, 100, 10**6), runs[-2].program
+    records = tiers[0] == "cpu"  # state of all buckets fits in one, which is the first one's
+    assert edges_of(program, records) == edges_of(planned, records)
+    assert {"Norm", "Step", "Publish"} <= {op.verb for op in program.ops}
+    mine = [(op.lane, op.verb, op.what, op.nbytes) for op in program.ops if op.verb not in COMPUTE | BY_MODEL]
+    ran = [event[1:4] + event[6:7] for event in events if event.step == STEPS - 1 and event.verb not in BY_MODEL]
+    # for parameters that come for compute see the next test
+    assert sorted(one for one in ran if not one[2].endswith("parameters on disk")) == sorted(mine)
+    for lane in ("cpu", "write"):
+        assert [one for one in ran if one[0] == lane] == [one for one in mine if one[0] == lane]
+    every_edge_of_the_update_held(events, runs)
+
+
+def every_edge_of_the_update_held(events: Sequence[Event], runs: Sequence[Submitted]) -> None:
+    """But for those of records: a Step of many transfers notes when the first of them begins and the last one ends."""
+    seen = {event[:1] + event[2:4]: event for event in events if not event.what.endswith(" record")}
+    checked = set()
+    for number in range(3, STEPS):
+        ops = runs[number - 1].program.ops
+        for op, ref in [(one, ref) for one in ops for ref in one.after]:
+            before = seen.get((number - ref.back, *ops[ref.index][:2]))
+            after = seen.get((number, op.verb, op.what))
+            if before is not None and after is not None:
+                assert before.end_ns <= after.begin_ns, (before, after)
+                checked.add((after.verb, before.verb))
+    assert {("Step", "Norm"), ("Publish", "Step")} <= checked
+
+
+@each(
+    "size, schedule, state, passes",
+    [
+        *((1, schedule, state, 1) for schedule in ("sync", "overlap", "delayed") for state in ("host", "disk")),
+        *((2, schedule, "host", 2) for schedule in ("sync", "overlap", "delayed")),
+    ],
+)
+def test_the_update_of_parameters_on_disk_is_the_one_simulated(
+    size: int, schedule: str, state: str, passes: int, submitted: Callable, tier: Callable
+) -> None:
+    states = ["cpu" if state == "host" else tier() for _ in range(size)]
+    on_threads(size, updated_as_simulated, schedule, [tier() for _ in range(size)], states, passes, submitted)
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_the_update_of_parameters_off_a_device_is_the_one_simulated(
+    where: str, schedule: str, submitted: Callable, tier: Callable
+) -> None:
+    """Under "sync" those in host memory are updated by one call, which is simulated span by span."""
+    with played() as device:
+        folder = "cpu" if where == "host" else tier()
+        alone(updated_as_simulated, schedule, [folder], ["cpu"], 1, submitted, device)
 
 
 @each(

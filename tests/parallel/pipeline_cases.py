@@ -174,7 +174,7 @@ def gradients(models: Sequence[nn.Module]) -> dict[str, Tensor]:
         for name, param in model.named_parameters():
             grad = param.grad
             if grad is not None:
-                found[name] = (grad.whole(grad) if getattr(grad, "whole", None) else grad).clone()
+                found[name] = (grad.gather_full(grad) if getattr(grad, "gather_full", None) else grad).clone()
     return found
 
 

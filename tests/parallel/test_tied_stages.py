@@ -254,16 +254,16 @@ def test_beside_tensor_parallelism_and_copies() -> None:
 
 
 def test_strange_arguments() -> None:
-    from zerokern.parallel.tied_stages import refuse_strange
+    from zerokern.parallel.tied_stages import check_tied
 
     part = nn.Linear(2, 2)
-    assert refuse_strange(None, part) == {}
+    assert check_tied(None, part) == {}
     with pytest.raises(TypeError, match="parameters by name"):
-        refuse_strange([part.weight], part)
+        check_tied([part.weight], part)
     with pytest.raises(ValueError, match="of this stage's module"):
-        refuse_strange({"weight": nn.Linear(2, 2).weight}, part)
+        check_tied({"weight": nn.Linear(2, 2).weight}, part)
     with pytest.raises(ValueError, match="one name for each"):
-        refuse_strange({"a": part.weight, "b": part.weight}, part)
+        check_tied({"a": part.weight, "b": part.weight}, part)
 
 
 @ranked

@@ -39,10 +39,10 @@ class TestBytes:
     """The contract of design.md, section 9: parameters twice up, gradients once down."""
 
     def test_all_on_disk(self) -> None:
-        """Under "sync" the update comes after both fetches, and reads parameters once more."""
+        """But under "overlap", whose next forward finds them in memory, an update reads parameters once more."""
         for world, schedule, formats, moved in (
             (1, "overlap", {}, (4, 2, 14, 12)),
-            (8, zk.Delayed(), {}, (4, 2, 14, 12)),
+            (8, zk.Delayed(), {}, (4, 2, 16, 12)),
             (8, "overlap", SMALL, (4, 2, 7.063, 5.063)),
             (1, "sync", {}, (4, 2, 16, 12)),
             (8, "sync", SMALL, (4, 2, 9.063, 5.063)),

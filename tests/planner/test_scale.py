@@ -9,7 +9,6 @@ from forked import run_forked
 PROGRAM = """
 import json, time, torch
 import zerokern as zk
-from zerokern.comm import offline_group
 from zerokern.examples.model import GPT, Shape
 from zerokern.zero.partition import partition
 from zerokern.zero.units import members, units_of
@@ -18,10 +17,10 @@ with torch.device("meta"):
     model = GPT(Shape(128, 25600, 2048))
 start = time.process_time()
 listed = members(units_of(model), 3, torch.bfloat16)
-group = offline_group(1023, 1024)
-buckets = partition(listed, group.size, (32 << 20) // 2)
-last = sum(piece.numel for bucket in buckets for piece in bucket.pieces(group.rank))
-plans = [zk.plan(model, stage=stage, world=group.size, param_dtype=torch.bfloat16) for stage in (0, 3)]
+rank, world = 1023, 1024
+buckets = partition(listed, world, (32 << 20) // 2)
+last = sum(piece.numel for bucket in buckets for piece in bucket.pieces(rank))
+plans = [zk.plan(model, stage=stage, world=world, param_dtype=torch.bfloat16) for stage in (0, 3)]
 text = str(plans[1])
 steps = [len("\\n".join(map(str, [plan.program])).splitlines()) for plan in plans]
 seconds = time.process_time() - start

@@ -36,8 +36,8 @@ def exact(**others: object) -> list[Span]:
 
 def rows_of_bytes(schedule: object) -> Iterator[tuple[str, StepProgram, tuple[float, ...]]]:
     """What is read, written, sent up and sent down in a step, in GB."""
-    # The update's read of parameters is one of the two fetches, but where it comes after both.
-    read = 16 if schedule == "sync" else 14
+    # "overlap" updates parameters before their forward, which finds them in memory; others read them for the update.
+    read = 14 if schedule == "overlap" else 16
     yield "all on disk", program_of(schedule, exact()), (read, 12, 4, 2)
     yield "gradients wait there", program_of(schedule, exact(spill_nbytes=2 * GB)), (read + 2, 14, 4, 2)
     # Each pass fetches anew, and sends its gradients to where they are added.
@@ -46,7 +46,7 @@ def rows_of_bytes(schedule: object) -> Iterator[tuple[str, StepProgram, tuple[fl
     yield "inputs leave, but for the last", kept, (read + 7, 19, 11, 9)
     *frozen, last = (Span(str(i), 8 * (i == 3), fetch_nbytes=GB, fetch_lanes=ON_DISK) for i in range(4))
     # Of these only the last has an update that reads it.
-    yield "frozen spans only come", program_of(schedule, [*frozen, last]), (8 + (schedule == "sync"), 1, 8, 0)
+    yield "frozen spans only come", program_of(schedule, [*frozen, last]), (8 + (schedule != "overlap"), 1, 8, 0)
     *others, last = exact()
     # In each of two passes the last is there, from forward to backward.
     stays = program_of(schedule, [*others, replace(last, stays_nbytes=last.fetch_nbytes)], passes=2)
@@ -81,13 +81,15 @@ class TestOrder:
 
     @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
     def test_nothing_is_read_before_it_is_written(self, schedule: object) -> None:
-        """Of one span the disk does one thing at a time, also over the end of a step."""
+        """Of one span the disk does one thing at a time, also over the end of a step; what a delay writes meanwhile
+        lies elsewhere than the parameters that are read for compute."""
         machine = replace(HALF, flops_s=1e9)
         ran = simulate(program_of(schedule, exact(spill_nbytes=2 * GB), passes=2), machine, steps=4).events
         for number in range(8):
             mine = [one for one in ran if one.lane in ("read", "write") and one.what.split(" ")[0] == str(number)]
             written = [one for one in mine if one.what.endswith("record") and one.verb == "Store"]
             reads = [one for one in mine if one.verb == "Fetch" and not one.what.endswith("gradients")]
+            reads = [one for one in reads if one.what.endswith("record") or schedule in ("sync", "overlap")]
             assert written and reads
             for store in written:
                 assert all(store.end_ns <= one.begin_ns or one.end_ns <= store.begin_ns for one in reads)
@@ -100,7 +102,7 @@ class TestTimes:
         timeline = simulate(program, EVEN)
         assert timeline.step_seconds == pytest.approx(40 + 2 / 8) and timeline.hidden == pytest.approx(15 / 16)
 
-    @pytest.mark.parametrize("schedule, seconds", [("sync", 28), ("overlap", 26), (Delayed(), 26)], ids=str)
+    @pytest.mark.parametrize("schedule, seconds", [("sync", 28), ("overlap", 26), (Delayed(), 28)], ids=str)
     def test_where_the_disk_decides(self, schedule: object, seconds: float) -> None:
         """Reads and writes share one rate, so that a step is their sum."""
         timeline = simulate(program_of(schedule, exact(count=32)), HALF)
@@ -109,10 +111,10 @@ class TestTimes:
     @pytest.mark.parametrize("compute", [13.0, 26.0, 40.0, 80.0])
     def test_a_delay_spreads_the_disk_over_the_whole_step(self, compute: float) -> None:
         """The longer of compute and disk, where "overlap" has 24 of 26 in a quarter of the compute. Where both take as
-        long, one span ahead does not even out that some spans are updated in forward and others are not."""
+        long, one span ahead does not even out that forward and backward have the disk for themselves at times."""
         given = exact(count=32, compute=compute)
         delayed, overlap = (simulate(program_of(one, given), HALF).step_seconds for one in (Delayed(), "overlap"))
-        assert delayed == pytest.approx(max(compute, 26), rel=0.1 if compute == 26 else 0.05)
+        assert delayed == pytest.approx(max(compute, 28), rel=0.1 if compute == 26 else 0.05)
         assert overlap == pytest.approx(max(24, compute / 4) + max(2, compute * 3 / 4), rel=0.05)
 
     def test_the_vertical_order_is_worth_eight_times_the_parameters(self) -> None:

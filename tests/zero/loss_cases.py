@@ -113,7 +113,7 @@ def train(
 
 
 def whole(grad: Any) -> Tensor:
-    return grad.whole(grad) if getattr(grad, "whole", None) else grad
+    return grad.gather_full(grad) if getattr(grad, "gather_full", None) else grad
 
 
 def clipping(params: Iterable[Tensor]) -> torch.optim.Optimizer:

@@ -20,7 +20,6 @@ from zerokern.zero.hooks import import_compiler
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
 PACKAGE = Path(zk.__file__).parent
-PLAYED = "debug/fake.py"  # threads that play ranks: not on the way of a real one
 STEADY = 3  # by then whatever is made once has been made
 
 Function = tuple[str, str]
@@ -52,7 +51,7 @@ class Walk:
 def function(frame: FrameType | None) -> Function | None:
     assert frame is not None
     path = Path(frame.f_code.co_filename)
-    if not path.is_relative_to(PACKAGE) or path.relative_to(PACKAGE).as_posix() == PLAYED:
+    if not path.is_relative_to(PACKAGE):
         return None
     return path.relative_to(PACKAGE).as_posix(), frame.f_code.co_qualname.split(".<locals>")[0]
 

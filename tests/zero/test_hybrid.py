@@ -105,7 +105,7 @@ def accumulates(world: World, stage: int, reduce: str, policy: Any) -> None:
         if held[-1]:
             continue
         for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
-            grad = param.grad.whole(param.grad) if hasattr(param.grad, "whole") else param.grad
+            grad = param.grad.gather_full(param.grad) if hasattr(param.grad, "gather_full") else param.grad
             wanted = world.total(twin.grad.double().clone()) / (world.size if reduce == "mean" else 1)
             # a rounding for each pass and dimension, of the largest of the terms
             close = {"rtol": 1e-5, "atol": 1e-6} if policy is None else {"rtol": 3e-2, "atol": 3e-2}

@@ -19,8 +19,8 @@ OF_PARAMETERS = {"rtol": 1e-3, "atol": 1e-4}  # Adam makes much of gradients nea
 
 def whole(value: Any) -> Tensor:
     if isinstance(value, Sharded):
-        assert value.whole is not None
-        value = value.whole(value)
+        assert value.gather_full is not None
+        value = value.gather_full(value)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -133,7 +133,7 @@ def alone(function: Callable, *arguments: Any) -> list:
 
 
 def on_threads(size: int, function: Callable, *arguments: Any, timeout: float = 120.0) -> list:
-    from zerokern.debug.fake import FakeWorld
+    from fake_world import FakeWorld
 
     def one(group: Any) -> Any:
         return function(World(group.rank, size, group), *arguments)
@@ -143,8 +143,9 @@ def on_threads(size: int, function: Callable, *arguments: Any, timeout: float = 
 
 def on_hybrid_threads(replicas: int, shards: int, function: Callable, *arguments: Any, timeout: float = 120.0) -> list:
     """As `on_threads`, in two dimensions: rank `shards * r + s` is the s-th of replica r."""
+    from fake_world import FakeWorld
+
     from zerokern.comm.hybrid import HybridGroup
-    from zerokern.debug.fake import FakeWorld
 
     everyone = FakeWorld(replicas * shards, timeout=timeout)
     rows = [FakeWorld(shards, timeout=timeout) for _ in range(replicas)]

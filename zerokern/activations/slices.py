@@ -109,7 +109,7 @@ def sum_for(node: Any, leaf: Tensor) -> GradientSum:
     shard = shard_of(leaf)
     if shard is not None:
         bucket = shard.gradients
-        if bucket is None or not (shard.leaf is leaf or shard.whole is leaf):
+        if bucket is None or not (shard.leaf is leaf or shard.param_in_bucket is leaf):
             return GradientSum()
         shard.sharding.reduction.joins_backward()
         return StreamedGradient(leaf, partial(shard.sharding.reduction.add, bucket, shard.place))

@@ -18,7 +18,8 @@ from zerokern.activations.tiled_weight import TiledWeight
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
-from zerokern.zero.kinds import is_placed, known_shard
+from zerokern.zero.kinds import is_placed
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import UnitModule, UnitSpec
 
@@ -74,7 +75,7 @@ def tile(module: nn.Module, *, tiles: int) -> nn.Module:
 
 def _check(name: str, one: nn.Linear, tiles: int) -> None:
     called = f"{name!r}" if name else "the module"
-    if isinstance(one, Cut) or known_shard(one._parameters.get("weight")) is not None:
+    if isinstance(one, Cut) or shard_of(one._parameters.get("weight")) is not None:
         raise StateError(f"{called} is sharded already; call zk.tile before zk.shard")
     if type(one) not in (nn.Linear, Tiled) or "forward" in one.__dict__:
         kind = type(one).__name__ if type(one) not in (nn.Linear, Tiled) else "Linear with a forward of its own"

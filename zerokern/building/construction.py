@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from zerokern.building.recipes import DRAWING, Constant, Evaluator, Origin, Step, Viewed, mapped
+from zerokern.building.recipes import DRAWING, Constant, Evaluator, Origin, Step, Viewed
 from zerokern.core.errors import ShardError, got
 from zerokern.memory.heap import trim_heap
+from zerokern.zero.sharded_ops import leaves, written_arguments
 from zerokern.zero.units import UnitSpec
 
 __all__ = ["Construction"]
@@ -71,19 +72,19 @@ class Construction:
         for name in blank:
             param = params[name]
             modules = unit.module.modules()
-            homes = [module for module in modules if any(own is param for own in module._parameters.values())]
-            reset = getattr(homes[0], "reset_parameters", None) if homes else None
+            owners = [module for module in modules if any(own is param for own in module._parameters.values())]
+            reset = getattr(owners[0], "reset_parameters", None) if owners else None
             if reset is None:
                 raise ShardError(
                     f"{name!r} has no values: nothing wrote into it, and its module has no reset_parameters(). "
                     "Initialise it in place in the constructor (nn.init), or give the module a reset_parameters method"
                 )
-            if id(homes[0]) not in done:
-                done.add(id(homes[0]))
+            if id(owners[0]) not in done:
+                done.add(id(owners[0]))
                 empty = {id(params[name]) for name in blank}
                 own = [
                     parameter
-                    for parameter in homes[0]._parameters.values()
+                    for parameter in owners[0]._parameters.values()
                     if parameter is not None and id(parameter) not in empty
                 ]
                 for param in own:
@@ -145,7 +146,7 @@ class Recording(TorchDispatchMode):
             result = func(*args, **kwargs)
         step = None if frozen is None else Step(func, frozen[0], frozen[1], drawn)
         if func._schema.is_mutable:
-            self._note_written(step, written_by(func, args, kwargs))
+            self._note_written(step, filter(is_plain, leaves(written_arguments(func, args, kwargs))))
         self._note_made(step, result, keys)
         self._empty_the_oldest(keys)
         return result
@@ -187,10 +188,10 @@ class Recording(TorchDispatchMode):
                 stand_ins[number] = Constant(tensor.detach().clone())
             else:
                 return None
-        return mapped(lambda tensor: stand_ins[id(tensor)] if isinstance(tensor, Tensor) else tensor, (args, kwargs))
+        return tree_map(lambda tensor: stand_ins[id(tensor)] if isinstance(tensor, Tensor) else tensor, (args, kwargs))
 
-    def _note_written(self, step: Step | None, written: list[Tensor]) -> None:
-        keys = {key_of(tensor) for tensor in written if is_plain(tensor)}
+    def _note_written(self, step: Step | None, written: Iterable[Tensor]) -> None:
+        keys = set(map(key_of, written))
         for key in keys:
             recipe = self.recipes.get(key)
             if recipe is None:
@@ -324,16 +325,6 @@ def whole_of(tensor: Any) -> int | None:
 def moves(func: Any) -> int:
     """Returns how many tensors an operator reads besides the one that it overwrites."""
     return int(func is aten.copy_.default)
-
-
-def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator writes, according to its schema."""
-    tensors = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return tensors
 
 
 def generator_of(args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> torch.Generator:

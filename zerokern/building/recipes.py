@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DRAWING", "Constant", "Evaluator", "Origin", "Step", "Viewed", "mapped"]
+__all__ = ["DRAWING", "Constant", "Evaluator", "Origin", "Step", "Viewed"]
 
 LONGEST, DEEPEST = 500, 40  # operators, and generations of them, that a recipe is worth
 
@@ -79,7 +79,7 @@ class Origin:
 
     def add(self, step: Step) -> bool:
         """Adds a step; returns False if running all of them again is worth less than the memory."""
-        others = [leaf.recipe for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, Viewed)]
+        others = [leaf.recipe for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Viewed)]
         others = [other for other in others if other is not self]
         self.weight += 1 + sum(other.weight for other in others)
         self.depth = max([self.depth, *(1 + other.depth for other in others)])
@@ -125,7 +125,7 @@ class Evaluator:
                 return leaf
             return leaf.over(storage if leaf.recipe is own and storage is not None else self._value(leaf))
 
-        args, kwargs = mapped(real, (step.args, step.kwargs))
+        args, kwargs = tree_map(real, (step.args, step.kwargs))
         with default_dtype(step.dtype):
             return self._call(step, args, kwargs)
 
@@ -165,11 +165,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def leaves(value: Any) -> list[Any]:
-    return tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, Viewed | Constant))
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    return tree_map(change, value, is_leaf=lambda leaf: isinstance(leaf, Viewed | Constant))

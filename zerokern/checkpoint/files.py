@@ -24,10 +24,10 @@ from torch import Tensor
 from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
 from zerokern.core import native
-from zerokern.core.errors import IoError, say_once
-from zerokern.io.advice import failed
+from zerokern.core.errors import IoError
+from zerokern.io.advice import failed, failing
 from zerokern.io.engine import Engine, Faults
-from zerokern.io.files import go_direct, reserve
+from zerokern.io.files import register_file, reserve
 from zerokern.io.probing import START, cached
 from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
@@ -80,12 +80,8 @@ class Slots(AbstractContextManager["Slots"]):
     def register(self, fd: int, path: Path) -> int:
         """Returns the engine's number for an open file, which bypasses the page cache if the file
         system allows that."""
-        memory_align, offset_align = go_direct(fd, path.parent)
-        if offset_align == 1:
-            says = f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
-            say_once("zerokern.io", says)
+        number, offset_align = register_file(self.engine, fd, path.parent, "checkpoints")
         self.offset_align = max(self.offset_align, offset_align)
-        number = self.engine.file(fd, memory_align, offset_align)
         self.transfers.paths[number] = str(path)
         return number
 
@@ -160,10 +156,8 @@ class SlotWriter(AbstractContextManager[Any]):
     def _wait(self, slot: int) -> None:
         ticket, self._tickets[slot] = self._tickets[slot], None
         if ticket is not None:
-            try:
+            with failing("Writing", self.path):
                 ticket.wait()
-            except IoError as error:
-                raise failed("Writing", self.path, error) from error
 
 
 class FileWriter(SlotWriter):
@@ -181,18 +175,17 @@ class FileWriter(SlotWriter):
         self._filled = 0  # bytes so far of the slot that is being filled
         self._own: Slots | None = None
         self._fd = -1
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, flags, MODE)
-            if expected:
-                reserve(self._fd, expected)
-            self._own = Slots(path.parent, **engine)  # type: ignore[arg-type]
-            super().__init__(self._own, self._fd, path)
-        except BaseException as error:
-            self.abandon()
-            if isinstance(error, OSError):
-                raise failed("Making", path, error, 0, expected) from error
-            raise
+        with failing("Making", path, 0, expected):
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._fd = os.open(path, flags, MODE)
+                if expected:
+                    reserve(self._fd, expected)
+                self._own = Slots(path.parent, **engine)  # type: ignore[arg-type]
+                super().__init__(self._own, self._fd, path)
+            except BaseException:
+                self.abandon()
+                raise
 
     def append(self, data: bytes | Tensor, report: Callable[[int], object] = int) -> int:
         """Appends the bytes of a tensor of any device and strides, in row-major order; returns their offset.
@@ -232,11 +225,9 @@ class FileWriter(SlotWriter):
         self._copy(address, len(sums), checked=False)
         self._flush()
         self.wait()
-        try:
+        with failing("Finishing", self.path, 0, row.nbytes):
             os.ftruncate(self._fd, row.nbytes)
             os.fsync(self._fd)
-        except OSError as error:
-            raise failed("Finishing", self.path, error, 0, row.nbytes) from error
         self._close()
         return row
 
@@ -354,11 +345,9 @@ class FileReader(AbstractContextManager["FileReader"]):
     def __init__(self, folder: Path, row: FileRow, slots: Slots, files: OpenFiles | None = None) -> None:
         self.path, self.row = folder / row.name, row
         self._slots, self._number = slots, -1
-        try:
+        with failing("Opening", self.path, 0, row.nbytes):
             shared = None if files is None else files.fd(self.path)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if shared is None else shared
-        except OSError as error:
-            raise failed("Opening", self.path, error, 0, row.nbytes) from error
         self._shared = shared is not None
         try:
             sums = files.tables.get(self.path) if files is not None else None
@@ -420,10 +409,10 @@ class FileReader(AbstractContextManager["FileReader"]):
             how = "truncated" if nbytes < row.nbytes else "written to"
             says = f"has {nbytes} bytes, and {row.nbytes} were written: something has {how} it"
             raise self._broken(says, min(nbytes, row.nbytes), abs(row.nbytes - nbytes), errno.ENODATA)
-        try:
-            table = _pread(self._fd, row.nbytes - row.table, row.table)
-        except OSError as error:
-            raise failed("Reading", self.path, error, row.table, row.nbytes - row.table) from error
+        where = failing("Reading", self.path, row.table, row.nbytes - row.table)
+        with where, open(self._fd, "rb", closefd=False) as file:
+            file.seek(row.table)
+            table = file.read(row.nbytes - row.table)
         if crc32c(_address_of(table), len(table)) != row.crc:
             raise self._broken("is damaged: its table of checksums is not what was written", row.table, len(table))
         sums = array("I", table)
@@ -478,16 +467,6 @@ def _blocks(spans: list[Span]) -> Iterator[int]:
         behind = -(-(offset + nbytes) // BLOCK)
         yield from range(max(offset // BLOCK, end), behind)
         end = max(end, behind)
-
-
-def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    """Reads nbytes, or fewer at the end of the file."""
-    parts = []
-    while nbytes and (part := os.pread(fd, nbytes, offset)):
-        parts.append(part)
-        offset += len(part)
-        nbytes -= len(part)
-    return b"".join(parts)
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:

@@ -35,6 +35,7 @@ from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
+from zerokern.optim.disk import RecordWriter
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
 from zerokern.zero.shard import Shard, here_of_state, shard_of
@@ -160,7 +161,7 @@ class Restore:
                     elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
                         read(f"{state.prefix}{key}", value)
         yield from direct.values()
-        on_disk = {id(optimizer) for optimizer, _, _ in planned if optimizer.inflow() is not None}
+        on_disk = {id(optimizer) for optimizer, _, _ in planned if optimizer.room_on_disk()}
         states = [state for _, plans, _ in planned for state in plans.values() if state.converts]
         in_memory = [state for state in states if id(state.optimizer) not in on_disk]
         yield from _bounded(fill for tensor in plan.tensors if tensor.converts for fill in _convert_tensor(tensor))
@@ -173,10 +174,10 @@ class Restore:
             yield from _fill_disk(optimizer, plans)
         announce_writes(target.model)
         for home, tensor, lost in initials:
-            home.look(tensor)
+            home.count_writes(tensor)
             home.keep_initial(lost)
         for optimizer, plans, _ in planned:
-            optimizer.look()
+            optimizer.reread_parameters()
             late = {number: state for number, state in plans.items() if optimizer.late and PENDING in state.saved}
             if late:
                 yield from _fill_pending(optimizer, late)
@@ -329,7 +330,7 @@ def _convert_state(
 def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
     """Reserves space on disk for the state that an optimizer will keep there, before anything is replaced."""
     disk = optimizer.disk
-    if disk is None or optimizer.inflow() is not None:
+    if disk is None or optimizer.room_on_disk():
         return
     spans: list[tuple[int, tuple[Width, ...]]] = []
     for plan in plans.values():
@@ -342,13 +343,10 @@ def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> No
 
 def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     """Yields batches for state on disk: a few records at a time, assembled in the ring buffer."""
-    inflow = optimizer.inflow()
-    if inflow is None:
-        return
-    for some in inflow.rounds():
-        yield from _bounded(partial(_fill_record, plans[number], place, cells) for number, place, cells in some.parts)
-        inflow.put(some)
-    inflow.finish()
+    room = optimizer.room_on_disk()
+    plan_of = {id(owner): plans[number] for number, owner in room.items()}
+    for parts in RecordWriter(optimizer.disk, room.values()).rounds() if optimizer.disk is not None and room else ():
+        yield from _bounded(partial(_fill_record, plan_of[id(owner)], place, cells) for owner, place, cells in parts)
 
 
 def _fill_record(plan: StatePlan, place: Any, cells: Mapping[str, Tensor], batch: Batch) -> None:
@@ -369,7 +367,12 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
             batch.read_into(source, here, 0, piece.detach().view(-1))
             return
         read = batch.buffer(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
-        batch.then(partial(_copy_to_piece, read, piece, begin))
+
+        def copy_to_piece() -> None:
+            with present(piece, written=True):
+                piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)
+
+        batch.then(copy_to_piece)
 
     pieces, fills = optimizer.pieces(), []
     for number, plan in plans.items():
@@ -378,9 +381,4 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
             fills.append(partial(fill, plan, piece, begin))
     yield from _bounded(fills)
     with torch.no_grad():
-        optimizer.pend(list(plans))
-
-
-def _copy_to_piece(read: Tensor, piece: Tensor, begin: int) -> None:
-    with present(piece, written=True):
-        piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)
+        optimizer.mark_pending(list(plans))

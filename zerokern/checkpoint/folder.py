@@ -25,7 +25,7 @@ from pathlib import Path
 
 from zerokern.checkpoint.index import NAME, FileRow, Index, file_error
 from zerokern.core.errors import BudgetError, IoError
-from zerokern.io.advice import refused
+from zerokern.io.advice import refused, refusing
 from zerokern.io.files import make_folder, sync_folder
 from zerokern.io.lock import FolderLock, Holder, Use
 from zerokern.io.renaming import Folder
@@ -189,14 +189,11 @@ def latest(parent: Path) -> Path | None:
     True
     """
     by_age = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
-    return next((folder for _, folder in sorted(by_age, reverse=True) if _is_whole(folder)), None)
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        return not _length_errors(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
-    except (OSError, IoError):
-        return False
+    for _, folder in sorted(by_age, reverse=True):
+        with suppress(OSError, IoError):
+            if not _length_errors(folder, Index.load((folder / NAME).read_bytes(), folder / NAME)):
+                return folder
+    return None
 
 
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
@@ -294,36 +291,34 @@ class Draft:
         """Locks the folder for a save of nbytes by all ranks. Raises before anything in it changes."""
         folder = Path(path)
         save_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
-        lock, made = None, False
-        try:
-            made = make_folder(folder)
-            lock = FolderLock(folder, USE)
-            before = _previous_index(folder)
-            _finish_renames(folder, before)
-            if left := leftovers(folder, before):
-                sync_folder(folder)  # the rename that made them leftovers may be in memory only
-                for path in left:
-                    os.unlink(path)
-            for thread in threading.enumerate():  # what this process has removed counts as free
-                if thread.name == FREEING:
-                    thread.join()
-            _refuse_beyond_free(folder, nbytes, before)
-        except BaseException as error:
-            if lock is not None:
-                lock.release()
-            if made:
-                _remove_empty(folder)
-            if isinstance(error, OSError):
-                raise refused(error, folder, "Saving") from error
-            raise
-        return cls(folder, save_id, 0, lock, made)
+        with refusing(folder, "Saving"):
+            draft = cls(folder, save_id, 0, None, make_folder(folder))
+            try:
+                draft._lock = FolderLock(folder, USE)
+                before = _previous_index(folder)
+                _finish_renames(folder, before)
+                if left := leftovers(folder, before):
+                    sync_folder(folder)  # the rename that made them leftovers may be in memory only
+                    for path in left:
+                        os.unlink(path)
+                for thread in threading.enumerate():  # what this process has removed counts as free
+                    if thread.name == FREEING:
+                        thread.join()
+                _refuse_beyond_free(folder, nbytes, before)
+            except BaseException:
+                draft._release()
+                raise
+        return draft
 
     @classmethod
     def join(cls, path: str | os.PathLike[str], save_id: str, rank: int) -> Draft:
         """Returns the same draft on another rank, which waits until it sees the folder that rank 0 locked."""
         folder = Path(path)
         until = time.monotonic() + APPEARS_S
-        while not _is_visible(folder):
+        while True:
+            with refusing(folder, "Saving"):
+                if (folder / LOCK).exists():
+                    return cls(folder, save_id, rank, None)
             if time.monotonic() > until:
                 raise IoError(
                     f"rank {rank} does not see {folder} as rank 0 made it: there is no {LOCK} in it. All ranks save "
@@ -332,7 +327,6 @@ class Draft:
                     errno=errno.ENOENT,
                 )
             time.sleep(0.05)
-        return cls(folder, save_id, rank, None)
 
     def file(self, rank: int) -> Path:
         """Returns the path of a rank's data file."""
@@ -345,13 +339,10 @@ class Draft:
         if broken := _length_errors(self.folder, index):
             raise file_error(self.folder, f"is not published: {broken}. The one before it is untouched: save again")
         new_index, new_metadata = f"{NAME}.new", f"{METADATA}.{self.save_id}.new"
-        try:
-            with Folder(self.folder) as folder:
-                folder.write(new_metadata, metadata)
-                folder.write(new_index, index.dump())
-                folder.rename((new_index, NAME), (new_metadata, METADATA))
-        except OSError as error:
-            raise refused(error, self.folder, "Publishing the checkpoint") from error
+        with refusing(self.folder, "Publishing the checkpoint"), Folder(self.folder) as folder:
+            folder.write(new_metadata, metadata)
+            folder.write(new_index, index.dump())
+            folder.rename((new_index, NAME), (new_metadata, METADATA))
         self._remove(leftovers(self.folder, index))
         self._release()
 
@@ -385,17 +376,11 @@ class Draft:
             if lock is not None:
                 lock.release()
             if self._made:
-                _remove_empty(self.folder)
+                with suppress(OSError):  # somebody has put a file of his own into it, or it is published
+                    os.rmdir(self.folder)
         finally:  # last: while blocks are freed, even closing the lock waits for the file system's journal
             while self._unnamed:
                 threading.Thread(target=os.close, args=(self._unnamed.pop(),), name=FREEING).start()
-
-
-def _is_visible(folder: Path) -> bool:
-    try:
-        return (folder / LOCK).exists()
-    except OSError as error:
-        raise refused(error, folder, "Saving") from error
 
 
 def _unlink(path: Path) -> int:
@@ -411,11 +396,6 @@ def _unlink(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # somebody has put a file of his own into it
-        os.rmdir(folder)
 
 
 def _previous_index(folder: Path) -> Index | None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.kernels import decode_int8, encode_int8, join, split
+from zerokern.kernels import join, split
+from zerokern.optim.formats import convert_moment, is_coded
 
 __all__ = [
     "MASTERS", "convert_exact", "convert_moment", "exact_values", "is_coded", "master_kind", "overflowed",
@@ -20,18 +21,8 @@ __all__ = [
 
 Values = Mapping[str, Tensor]
 MASTERS = ("master", "remainder")
-_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 _BITS = {"own": 32, "fp32": 32, "split16": 32, "split8": 24}
 _FP16_FITS = 24  # bits of a master that holds every fp16 value
-
-
-def is_coded(key: str, dtype: torch.dtype) -> bool:
-    """Returns whether a moment of this dtype is int8 codes, which need their scales.
-
-    >>> is_coded("exp_avg", torch.int8), is_coded("exp_avg", torch.float32)
-    (True, False)
-    """
-    return _CODES.get(key) is dtype
 
 
 def rounds_moment(key: str, source: torch.dtype, target: torch.dtype) -> bool:
@@ -48,22 +39,6 @@ def rounds_moment(key: str, source: torch.dtype, target: torch.dtype) -> bool:
     if is_coded(key, target):
         return True
     return target.itemsize < 4 if is_coded(key, source) else torch.promote_types(source, target) is not target
-
-
-def convert_moment(key: str, values: Values, target: torch.dtype) -> dict[str, Tensor]:
-    """Returns a moment in another dtype, together with its scales if it becomes int8 codes.
-
-    >>> made = convert_moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
-    >>> made["exp_avg"].tolist(), convert_moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
-    ([127, 127, 127], [1.0, 1.0, 1.0])
-    """
-    value = values[key]
-    if is_coded(key, value.dtype):
-        value = decode_int8(value, values[f"{key}_scale"], key)
-    if not is_coded(key, target):
-        return {key: value.to(target)}
-    codes, scale = encode_int8(value.float().contiguous(), key)
-    return {key: codes, f"{key}_scale": scale}
 
 
 def master_kind(dtype: torch.dtype, beside: Mapping[str, torch.dtype]) -> str:
@@ -124,7 +99,10 @@ def convert_exact(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | 
     if kind in ("split16", "split8"):
         high, remainder = split(exact, kind)
         return {"param": high, "remainder": remainder}
-    rounded = param if param is not None and param.dtype is dtype else rounded_to(exact, dtype)
+    if param is not None and param.dtype is dtype:
+        rounded = param
+    else:  # ties in bf16 are rounded as the optimizers round them
+        rounded = split(exact, "split16")[0] if dtype is torch.bfloat16 else exact.to(dtype)
     return {"param": rounded, "master": exact} if kind == "fp32" else {"param": rounded}
 
 
@@ -150,8 +128,3 @@ def overflowed(source: Tensor, converted: Tensor) -> int:
         return 0
     beyond = ~(converted.float() if converted.itemsize == 1 else converted).isfinite()
     return int((beyond & source.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
-
-
-def rounded_to(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns fp32 values rounded to a dtype; ties in bf16 are rounded as the optimizers round them."""
-    return split(exact, "split16")[0] if dtype is torch.bfloat16 else exact.to(dtype)

@@ -15,13 +15,13 @@ from typing import Any
 
 from zerokern.core import native
 from zerokern.core.errors import IoError
+from zerokern.core.units import itemsize
 
-__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "itemsize", "refuse_uncovered"]
+__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "refuse_uncovered"]
 
 NAME = "zerokern.json"
 FORMAT = 1
 BLOCK_NBYTES = 1 << 20  # of a data file has a checksum of its own
-BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)")
 FILE_NAME = re.compile(r"[\w.-]+")
 Cuboid = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and how large it is there
 
@@ -127,20 +127,6 @@ class Index:
 
 
 RESTORE = "Restore it from a copy, or load another checkpoint; the data files are untouched"
-
-
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of one element of a dtype, by its name in torch.
-
-    >>> itemsize("bfloat16"), itemsize("bool"), itemsize("float8_e4m3fn"), itemsize("complex64")
-    (2, 1, 1, 8)
-    """
-    if dtype == "bool":
-        return 1
-    match = BITS.match(dtype)
-    if match is None:
-        raise ValueError(f"{dtype!r} is the name of no dtype")
-    return max(1, int(match[1]) // 8)
 
 
 def _boxes(flat: list[int], ndim: int) -> list[Box]:

@@ -93,8 +93,13 @@ class LoadPlan:
         saved, count = list(source.values.get("optimizers") or ()), len(target.optimizers)
         self._optimizers = saved if len(saved) == count else [{} for _ in target.optimizers]
         # Decoded here, for it is too late to refuse when all else is loaded.
-        self.beside = self._plan_beside()
-        self.extra_states = self._plan_extra_states()
+        self.beside = self._plan_beside()  # the optimizer state that is not a tensor, by parameter
+        modules, states = extra_states(target.model), source.values.get("extra_state") or {}
+        self.extra_states = {  # what modules keep besides tensors (`get_extra_state`)
+            name: b64decode(state["bytes"]) if "bytes" in state else from_plain(state["value"])
+            for name, state in states.items()
+            if name in modules and state is not None
+        }
         self.groups = self._plan_groups()
         self.states: list[dict[int, StatePlan]] = [{} for _ in target.optimizers]
         self._kinds: dict[str, dict[str, torch.dtype]] = {}  # what state parameters will have, by name
@@ -114,9 +119,6 @@ class LoadPlan:
         shown = [f"  {line}" for line in self.differences[:_SHOWN]]
         raise StateError("\n".join([f"{head}; nothing was changed. What differs:", *shown, *more]))
 
-    def _add_difference(self, says: str) -> None:
-        self.differences.append(says)
-
     def _saved_name(self, name: str) -> str:
         """Returns the name of a parameter in the checkpoint; tied parameters have several."""
         names = [name, self._aliases.get(name, name), *self._other_names.get(name, ())]
@@ -134,15 +136,17 @@ class LoadPlan:
             there = self._saved_name(name)
             used.add(there)
             if f"model.{there}" not in self.source.tensors:
-                self._add_difference(f"{name}: missing; the model has {tuple(tensor.shape)} {tensor.dtype}")
+                self.differences.append(f"{name}: missing; the model has {tuple(tensor.shape)} {tensor.dtype}")
                 continue
             dtype, shape = self._row(f"model.{there}")
             if shape != tensor.shape:
-                self._add_difference(f"{name}: shape {tuple(shape)}; the model has {tuple(tensor.shape)}")
+                self.differences.append(f"{name}: shape {tuple(shape)}; the model has {tuple(tensor.shape)}")
                 continue
             local = local_of(tensor)
             if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
-                self._add_difference(f"{name}: elements share memory, strides {local.stride()}; replace it by a clone")
+                self.differences.append(
+                    f"{name}: elements share memory, strides {local.stride()}; replace it by a clone"
+                )
             self._check_tied(name, there)
             plans.append(self._tensor_plan(name, there, tensor, dtype))
         extras = {f"model.{name}": name for name in extra_states(self.target.model)}
@@ -154,7 +158,7 @@ class LoadPlan:
                 name = key.removeprefix("model.")
                 known = self._aliases.get(name, name)
                 if not {name, known} & used and name not in tied and known not in self.target.elsewhere:
-                    self._add_difference(f"{name}: unexpected; the model has no parameter or buffer of that name")
+                    self.differences.append(f"{name}: unexpected; the model has no parameter or buffer of that name")
         return plans
 
     def _tensor_plan(self, name: str, there: str, tensor: Tensor, dtype: torch.dtype) -> TensorPlan:
@@ -168,7 +172,7 @@ class LoadPlan:
                 if shard_of(tensor) is not None:
                     self.initials[name] = initial, lost
                 elif not self.lossy:
-                    self._add_difference(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")
+                    self.differences.append(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")
                 return TensorPlan(tensor, f"model.{there}", dtype)
         was = master_kind(dtype, {key: kept_dtype for key, (_, kept_dtype) in beside.items()})
         mine = self._kinds.get(name)
@@ -182,7 +186,7 @@ class LoadPlan:
                 if saved[PENDING] == (dtype, tensor.shape):
                     plan.source = f"optim.state.{there}.{PENDING}"
                 else:
-                    self._add_difference(_LATE.format(name=name))
+                    self.differences.append(_LATE.format(name=name))
             return plan
         if dtype.is_floating_point:
             try:
@@ -192,9 +196,9 @@ class LoadPlan:
         else:
             rounds = torch.promote_types(dtype, tensor.dtype) is not tensor.dtype
         if late:
-            self._add_difference(_LATE.format(name=name))
+            self.differences.append(_LATE.format(name=name))
         if rounds and not self.lossy:
-            self._add_difference(f"{name}: {dtype} to {tensor.dtype} rounds it{_LOSSY}")
+            self.differences.append(f"{name}: {dtype} to {tensor.dtype} rounds it{_LOSSY}")
         return plan
 
     def _check_tied(self, name: str, there: str) -> None:
@@ -203,13 +207,12 @@ class LoadPlan:
             key = f"model.{other}"
             separate = other != there and key in self.source.tensors
             if separate and not self.source.whole.tensors_equal(f"model.{there}", key):
-                self._add_difference(
+                self.differences.append(
                     f"{other}: it is tied to {there} here, and the checkpoint has its own value for it; untie them "
                     "here, or tie them before saving"
                 )
 
     def _plan_beside(self) -> list[dict[str, dict[str, Any]]]:
-        """Returns the optimizer state that is not a tensor, by parameter."""
         made = []
         for optimizer, names in zip(self._optimizers, self.target.params, strict=True):
             saved = {name: dict(entry.items()) for name, entry in optimizer.get("beside", {}).items()}
@@ -218,15 +221,6 @@ class LoadPlan:
                 {name: {key: from_plain(value) for key, value in entry.items()} for name, entry in mine.items()}
             )
         return made
-
-    def _plan_extra_states(self) -> dict[str, Any]:
-        """Returns what modules keep besides tensors (`get_extra_state`)."""
-        modules, saved = extra_states(self.target.model), self.source.values.get("extra_state") or {}
-        kept = {name: state for name, state in saved.items() if name in modules and state is not None}
-        return {
-            name: b64decode(state["bytes"]) if "bytes" in state else from_plain(state["value"])
-            for name, state in kept.items()
-        }
 
     def _plan_groups(self) -> list[list[dict[str, Any]]]:
         """Returns the saved param_groups of each optimizer, with values converted to the types that the optimizer
@@ -239,10 +233,10 @@ class LoadPlan:
             return []
         if not saved:
             if not self._state:
-                self._add_difference("it holds no optimizer; leave opt out, or load one that was saved with it")
+                self.differences.append("it holds no optimizer; leave opt out, or load one that was saved with it")
             saved = [[{} for _ in optimizer.opt.param_groups] for optimizer in optimizers]
         if len(saved) != len(optimizers):
-            self._add_difference(f"it holds {len(saved)} optimizers; {len(optimizers)} were passed")
+            self.differences.append(f"it holds {len(saved)} optimizers; {len(optimizers)} were passed")
             return [[] for _ in optimizers]
         made = []
         for optimizer, groups, names, own in zip(
@@ -259,7 +253,7 @@ class LoadPlan:
     ) -> list[dict[str, Any]] | None:
         mine = optimizer.opt.param_groups
         if len(saved) != len(mine):
-            self._add_difference(f"it has {len(saved)} param_groups; the optimizer has {len(mine)}")
+            self.differences.append(f"it has {len(saved)} param_groups; the optimizer has {len(mine)}")
             return None
         made = []
         for number, (group, own, some) in enumerate(zip(saved, mine, names, strict=True)):
@@ -271,7 +265,7 @@ class LoadPlan:
                     less, more = sorted(here - there), sorted(there - here)
                     said = [f"without {less[0]}" if less else "", f"with {more[0]}" if more else ""]
                     which = f"{' and '.join(filter(None, said))} ({len(less) + len(more)} in all)"
-                    self._add_difference(f"param_groups[{number}]: other parameters than the optimizer has, {which}")
+                    self.differences.append(f"param_groups[{number}]: other parameters than the optimizer has, {which}")
                     return None
             made.append({key: from_plain(value, own.get(key)) for key, value in group.items() if key != "params"})
         return made
@@ -298,7 +292,7 @@ class LoadPlan:
 
     def _complete_state_plan(self, plan: StatePlan, name: str) -> bool:
         """Fills in a plan; returns False if there are differences."""
-        before, say, saved, wanted = len(self.differences), self._add_difference, plan.saved, plan.wanted
+        before, say, saved, wanted = len(self.differences), self.differences.append, plan.saved, plan.wanted
         dtypes = [{key: some[key][0] for key in MASTERS if key in some} for some in (saved, wanted)]
         was = plan.value[1], master_kind(plan.value[1], dtypes[0])
         now = plan.param.dtype, master_kind(plan.param.dtype, dtypes[1])
@@ -333,7 +327,7 @@ class LoadPlan:
         try:
             rounds = rounds_moment(key, source, target)
         except StateError as error:
-            self._add_difference(f"{name}: {error}")
+            self.differences.append(f"{name}: {error}")
             return
         if rounds and not self.lossy:
-            self._add_difference(f"{name}: state {key!r} as {source} to {target} rounds it{_LOSSY}")
+            self.differences.append(f"{name}: state {key!r} as {source} to {target} rounds it{_LOSSY}")

@@ -89,7 +89,9 @@ def load(
             ranks.all_gather("reading", lambda: loading.restore.fill(progress))
             ranks.all_gather("finish", loading.restore.finish)
     except BaseException:
-        loading.release_disk()
+        for optimizer in loading.optimizers:  # frees the disk space that was reserved for state that is not loaded
+            if optimizer.disk is not None and optimizer.disk.is_open:
+                optimizer.disk.hold([])
         raise
     finally:
         loading.close()
@@ -123,12 +125,6 @@ class Loading:
         """Closes the checkpoint."""
         if hasattr(self, "source"):
             self.source.close()
-
-    def release_disk(self) -> None:
-        """Frees the disk space that was reserved for state that will not be loaded."""
-        for optimizer in self.optimizers:
-            if optimizer.disk is not None and optimizer.disk.is_open:
-                optimizer.disk.hold([])
 
     def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool, elsewhere: frozenset[str]) -> None:
         """Raises if the checkpoint does not fit; changes nothing."""

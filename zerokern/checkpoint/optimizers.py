@@ -18,8 +18,8 @@ from torch import Tensor
 from zerokern.checkpoint.formats import is_coded
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.disk import Disk
-from zerokern.optim.exchange import Exchange, Inflow
+from zerokern.optim.disk import Disk, OnDisk
+from zerokern.optim.exchange import Exchange
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.optim.survey import params_of
 from zerokern.zero.shard import here_of_state, shard_of
@@ -120,14 +120,14 @@ class AnyOptimizer:
             if wanted:
                 opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
 
-    def inflow(self) -> Inflow | None:
-        """Returns what fills the space on disk that `lay_out` has allocated; None if state is not on disk."""
-        return None
+    def room_on_disk(self) -> dict[int, OnDisk]:
+        """Returns the space on disk that `lay_out` has allocated, by parameter."""
+        return {}
 
-    def look(self) -> None:
+    def reread_parameters(self) -> None:
         """Reads the parameters again after they were written."""
 
-    def pend(self, numbers: Sequence[int]) -> None:
+    def mark_pending(self, numbers: Sequence[int]) -> None:
         """Marks the values of these parameters as computed and not published."""
 
     def pieces(self) -> list[Tensor]:

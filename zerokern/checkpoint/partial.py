@@ -27,20 +27,17 @@ class SharedWeights:
 
     def leave_out(self, items: dict[str, Any], values: dict[str, Any]) -> None:
         """Removes copies from what is saved, and records them as aliases, as if the model were in one process."""
-        for key in [key for key in items if self._is_copy(key)]:
-            del items[key]
+        for key in list(items):
+            kind, _, name = key.partition(".")
+            name = name.removeprefix("state.").rpartition(".")[0] if kind == "optim" else name
+            if kind in ("model", "initial", "optim") and name in self.copies:
+                del items[key]
         for groups in values["groups"]:
             for group in groups:
                 group["params"] = [name for name in group["params"] if name not in self.copies]
         for optimizer in values["optimizers"]:
             optimizer["beside"] = {name: kept for name, kept in optimizer["beside"].items() if name not in self.copies}
         values["aliases"].update({name: self.names[name][0] for name in self.copies if name != self.names[name][0]})
-
-    def _is_copy(self, key: str) -> bool:
-        kind, _, name = key.partition(".")
-        if kind == "optim":
-            name = name.removeprefix("state.").rpartition(".")[0]
-        return kind in ("model", "initial", "optim") and name in self.copies
 
 
 class PartialModel(nn.Module):

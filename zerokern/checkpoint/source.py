@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from zerokern.checkpoint.folder import Published
 from zerokern.checkpoint.index import NAME, Box, TensorRow, file_error
 from zerokern.core.errors import IoError, StateError, ZerokernError, got
 from zerokern.core.ports import plugs
-from zerokern.io.advice import refused
+from zerokern.io.advice import refusing
 from zerokern.io.ticket import again
 from zerokern.memory.here import Cuboid, boxes
 
@@ -65,15 +66,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
     """
     folder = Path(path)
-    try:
-        with reject_invalid(folder, TypeError, ValueError):
-            for open_foreign in plugs("checkpoint source") if not (folder / NAME).exists() else ():
-                source: Source | None = open_foreign(folder)
-                if source is not None:
-                    return source
-            return Saved(Published.open(folder, hold=True))
-    except OSError as error:
-        raise refused(error, folder, "Loading") from error
+    with refusing(folder, "Loading"), reject_invalid(folder, TypeError, ValueError):
+        foreign = plugs("checkpoint source") if not (folder / NAME).exists() else []
+        opened = (open_foreign(folder) for open_foreign in foreign)
+        source: Source | None = next((source for source in opened if source is not None), None)
+        if source is None:
+            source = Saved(Published.open(folder, hold=True))
+    return source
 
 
 class Source(ABC):
@@ -268,15 +267,12 @@ class BoxRead:
         """Yields the spans of the box's file to read, with a function that takes their bytes."""
         width = self.target.itemsize
         for first, numel in runs(self.box.sizes, self.offsets, self.target.shape, ROW // width):
-            yield self.box.offset + first * width, numel * width, self._taking(first, report)
+            yield self.box.offset + first * width, numel * width, partial(self._take, first, report)
 
-    def _taking(self, first: int, report: Report) -> Callable[[Tensor, int], None]:
-        def take(piece: Tensor, at: int) -> None:
-            begin = first + at // self.target.itemsize
-            copy_into_box(piece.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
-            report(piece.numel())
-
-        return take
+    def _take(self, first: int, report: Report, piece: Tensor, at: int) -> None:
+        begin = first + at // self.target.itemsize
+        copy_into_box(piece.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
+        report(piece.numel())
 
     def cut(self, whole: Tensor) -> Tensor:
         """Returns this part of the whole box."""

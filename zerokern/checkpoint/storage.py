@@ -74,7 +74,7 @@ class OnDiskPart:
     def order(self, index: MetadataIndex) -> tuple[int, ...]:
         """Returns a sort key: the position of a box on disk."""
         place, first, _ = self._places[tuple(index.offset or ())]
-        return (id(self.column.home), *self.column.order(place), first)
+        return (id(self.column.disk), *self.column.order(place), first)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -98,9 +98,9 @@ class SavePlanner(DefaultSavePlanner):
         asked: dict[Any, list[Any]] = {}
         for item in far:
             part = self.state_dict[item.index.fqn]
-            asked.setdefault(part.column.stream, []).append(part.record(item.index))
-        for stream, records in asked.items():  # replicated state is written by one of those who have it
-            stream.expect(records)
+            asked.setdefault(part.column.reader, []).append(part.record(item.index))
+        for reader, records in asked.items():  # replicated state is written by one of those who have it
+            reader.expect(records)
         far.sort(key=lambda item: self.state_dict[item.index.fqn].order(item.index))
         self.plan = replace(plan, items=far + near)
         return self.plan
@@ -198,8 +198,9 @@ class Writer:
                 key = next(there, item).index.fqn
                 raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
         return [
-            WriteResult(item.index, whole[1], Written(file, offset, tuple(_data(item).chunk.sizes), whole))
+            WriteResult(item.index, whole[1], Written(file, offset, tuple(item.tensor_data.chunk.sizes), whole))
             for item, offset, whole in placed
+            if item.tensor_data is not None  # `_resolve_tensor` refuses all else
         ]
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -245,11 +246,6 @@ def _resolve_tensor(item: WriteItem, planner: AnyPlanner) -> Tensor:
             f"{dtype_name(tensor.dtype)} of {tuple(tensor.shape)}: it was exchanged while it was being saved"
         )
     return tensor
-
-
-def _data(item: WriteItem) -> Any:
-    assert item.tensor_data is not None
-    return item.tensor_data
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -1,4 +1,4 @@
-"""Collectives between ranks: over torch.distributed, in memory for tests, or refused where a group only serves plans.
+"""Collectives between ranks, over torch.distributed.
 
 >>> from zerokern.comm import group_on
 >>> group_on().size
@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from zerokern.comm.group import Group, Handle, offline_group
+from zerokern.comm.group import Group, Handle
 from zerokern.comm.joining import MeshGroups, group_of, group_on, sharding_group, user_group, world_size
 from zerokern.comm.operations import during
 from zerokern.core.errors import CommError
 
 __all__ = [
-    "CommError", "Group", "Handle", "MeshGroups", "during", "group_of", "group_on", "offline_group", "sharding_group",
-    "user_group", "world_size",
+    "CommError", "Group", "Handle", "MeshGroups", "during", "group_of", "group_on", "sharding_group", "user_group",
+    "world_size",
 ]  # fmt: skip

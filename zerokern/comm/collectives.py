@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def post(pg: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Ten
     its receive buffer makes gloo end the process: tags must differ wherever sizes may.
     """
     works = []
-    for sent, received in _rounds(sends, receives):
+    # the first chunks of all peers, then the second ones, and so on
+    for sent, received in zip_longest(_chunks(sends), _chunks(receives)):
         if sent is not None:  # first: the other way round, gloo answers more often a tick of the scheduler later
             peer, chunk = sent
             works.append(dist.isend(chunk, group=pg, tag=TAGS | tag, group_dst=peer))
@@ -37,18 +39,6 @@ def post(pg: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Ten
             peer, chunk = received
             works.append(dist.irecv(chunk, group=pg, tag=TAGS | tag, group_src=peer))
     return works
-
-
-def _rounds(
-    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
-) -> Iterator[tuple[tuple[int, Tensor] | None, tuple[int, Tensor] | None]]:
-    """Yields pairs of chunks to send and to receive: the first chunks of all peers, then the second ones, and so on."""
-    outgoing, incoming = _chunks(sends), _chunks(receives)
-    while True:
-        sent, received = next(outgoing, None), next(incoming, None)
-        if sent is None and received is None:
-            return
-        yield sent, received
 
 
 def _chunks(transfers: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:

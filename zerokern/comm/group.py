@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import CommError, got
+from zerokern.core.errors import got
 from zerokern.kernels.casts import Squares, add_up
 
-__all__ = ["Group", "Handle", "Traffic", "offline_group", "own_span"]
+__all__ = ["Group", "Handle", "Traffic", "own_span"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SUMMABLE = (torch.float64, *FLOATS, torch.uint8, torch.int64)
@@ -359,49 +359,6 @@ class Group:
         if _overlap(scratch, bucket) or _overlap(scratch, out):
             raise ValueError("scratch shares memory with what is reduced; allowed: memory of its own")
         return scratch
-
-
-def _refuses(operation: str) -> Callable[..., Any]:
-    def refuse(self: Group, *_: object) -> Any:
-        raise CommError(
-            f"{operation} was asked of a group that only knows its rank and size, {self.rank} of {self.size}: it "
-            "serves plans; pass a DeviceMesh, or nothing, for one that communicates",
-            operation=operation,
-        )
-
-    return refuse
-
-
-class OfflineGroup(Group):
-    """A rank of a world that does not exist. Collectives raise CommError."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
-
-    _reduce_scatter = _refuses("reduce_scatter")
-    _all_gather = _refuses("all_gather")
-    _publish = _refuses("publish")
-    _all_reduce = _refuses("all_reduce")
-    _broadcast = _refuses("broadcast")
-    agree = _refuses("agree")
-
-
-def offline_group(rank: int, size: int) -> Group:
-    """Returns a group that knows its rank and size and refuses to communicate, for plans of worlds that do not exist.
-
-    >>> offline_group(7, 1024)
-    OfflineGroup('rank 7 of 1024, alone', rank 7 of 1024, cpu)
-    >>> offline_group(7, 1024).barrier()  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    zerokern.core.errors.CommError: all_gather was asked of a group that only knows its rank and size, 7 of 1024...
-    """
-    for name, value, least in (("size", size, 1), ("rank", rank, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(got(name, value, f"a whole number from {least} on"))
-    if rank >= size:
-        raise ValueError(got("rank", rank, f"0 to {size - 1}"))
-    return OfflineGroup(rank, size)
 
 
 def own_span(full: Tensor, rank: int, size: int) -> Tensor:

@@ -6,7 +6,7 @@ beside the first round of the next bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,28 +16,45 @@ from zerokern.comm.group import Group, Handle, own_span
 from zerokern.kernels.casts import Squares, add_up
 from zerokern.memory.staging import CudaDriver, stream_gate
 
-__all__ = ["AllReplicas", "HybridGroup"]
+__all__ = ["AllReplicas", "GroupsInTurn", "HybridGroup"]
 
 
-class AllReplicas:
-    """The ranks of both dimensions. Collectives run along one dimension and then along the other.
+class GroupsInTurn:
+    """Several groups as one. Collectives run along one after the other, so that every rank gets the same bits."""
 
-    So all ranks get the same bits. Ranks are numbered as in a mesh of (replicate, shard).
-    """
+    groups: Sequence[Any]
+
+    def join(self) -> list[Group]:
+        """Returns the groups."""
+        return [group for part in self.groups for group in part.join()]
+
+    def follow(self, key: str) -> None:
+        """Does `Group.follow` on all groups."""
+        for group in self.groups:
+            group.follow(key)
+
+    def agree(self, key: str) -> None:
+        """Does `Group.agree` on all groups."""
+        for group in self.groups:
+            group.agree(key)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
+        """Does `Group.all_reduce` over all groups; a mean is the mean of means."""
+        handle = Handle()
+        for group in self.groups:
+            handle.wait()
+            handle = group.all_reduce(tensor, op, scratch=scratch)
+        return handle
+
+
+class AllReplicas(GroupsInTurn):
+    """The ranks of both dimensions, numbered as in a mesh of (replicate, shard)."""
 
     def __init__(self, shard: Group, replicas: Group) -> None:
         self._shard, self._replicas = shard, replicas
+        self.groups = [group for group in (shard, replicas) if not group.alone]
         self.rank, self.size = replicas.rank * shard.size + shard.rank, replicas.size * shard.size
         self.device, self.alone = shard.device, False
-
-    def join(self) -> list[Group]:
-        """Returns the groups of the dimensions that have several ranks."""
-        return [group for group in (self._shard, self._replicas) if not group.alone]
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
-        """Does `Group.all_reduce` over both dimensions; a mean is the mean of means."""
-        self._shard.all_reduce(tensor, op, scratch=scratch).wait()
-        return self._replicas.all_reduce(tensor, op, scratch=scratch)
 
     def broadcast(self, tensor: Tensor) -> Handle:
         """Does `Group.broadcast` from the first of all ranks."""
@@ -48,19 +65,9 @@ class AllReplicas:
         """Does `Group.exchange` over both dimensions."""
         return [item for row in self._replicas.exchange(self._shard.exchange(value)) for item in row]
 
-    def follow(self, key: str) -> None:
-        """Does `Group.follow` on both dimensions."""
-        for group in self.join():
-            group.follow(key)
-
-    def agree(self, key: str) -> None:
-        """Does `Group.agree` on both dimensions."""
-        for group in self.join():
-            group.agree(key)
-
     def scratch_numel(self, numel: int) -> tuple[int, int]:
         """Returns the scratch memory of an `all_reduce`, as `Group.scratch_numel`."""
-        return max((group.size - 1) * -(-numel // group.size) for group in self.join()), 0
+        return max((group.size - 1) * -(-numel // group.size) for group in self.groups), 0
 
 
 class HybridGroup(Group):

@@ -6,6 +6,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from zerokern.comm.common import Common
 from zerokern.comm.device import DeviceGroup
-from zerokern.comm.group import Group, Handle
-from zerokern.comm.hybrid import HybridGroup
+from zerokern.comm.group import Group
+from zerokern.comm.hybrid import GroupsInTurn, HybridGroup
 from zerokern.comm.peers import PeerGroup
 from zerokern.core import env
 from zerokern.core.errors import got, say_once
@@ -126,11 +127,10 @@ def group_of(pg: Any) -> Group:
     return _join(pg, device)
 
 
-class MeshGroups:
+class MeshGroups(GroupsInTurn):
     """The groups along some dimensions of a mesh, and further groups `beside` them, as one.
 
-    Collectives run along one group after the other, so that every rank gets the same bits. The groups are joined at the
-    first use, to which all ranks come together, in their users' threads.
+    They are joined at the first use, to which all ranks come together, in their users' threads.
     """
 
     def __init__(
@@ -143,41 +143,17 @@ class MeshGroups:
         self.size = math.prod([*(mesh.size(dim) for dim in dims), *(group.size for group in beside)])
         self.device = device or torch.device(mesh.device_type)
         self._mesh, self._dims, self._beside = mesh, dims, beside
-        self._groups: list[Any] = []
 
-    def join(self) -> list[Group]:
-        """Returns the groups."""
-        return [group for part in self._joined() for group in part.join()]
+    @cached_property
+    def groups(self) -> list[Any]:  # type: ignore[override]
+        """The groups, each of which may consist of several."""
+        meshes = [self._mesh if self._mesh.ndim == 1 else _along(self._mesh, dim) for dim in self._dims]
+        return [*self._beside, *(group_on(along, self.device) for along in meshes)]
 
     @property
     def everyone(self) -> MeshGroups:
         """The same with all ranks that have copies of the spans of the groups beside."""
         return MeshGroups(self._mesh, self._dims, [group.everyone for group in self._beside])
-
-    def follow(self, key: str) -> None:
-        """Does `Group.follow` on all groups."""
-        for group in self._joined():
-            group.follow(key)
-
-    def agree(self, key: str) -> None:
-        """Does `Group.agree` on all groups."""
-        for group in self._joined():
-            group.agree(key)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Does `Group.all_reduce` over all groups."""
-        handle = Handle()
-        for group in self._joined():
-            handle.wait()
-            handle = group.all_reduce(tensor, op)
-        return handle
-
-    def _joined(self) -> list[Any]:
-        if not self._groups:
-            mesh = self._mesh
-            meshes = [mesh if mesh.ndim == 1 else _along(mesh, dim) for dim in self._dims]
-            self._groups = [*self._beside, *(group_on(along, self.device) for along in meshes)]
-        return self._groups
 
 
 def user_group(group: Any, device: torch.device | str) -> Group | MeshGroups | None:
@@ -207,9 +183,7 @@ def _join(pg: Any, device: torch.device) -> Group:
     if dist.get_world_size(pg) == 1:
         return Group(0, 1, device, _name(pg))
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            got("device", str(device), "cpu, cuda", "zerokern.comm.offline_group(rank, size) serves plans")
-        )
+        raise ValueError(got("device", str(device), "cpu, cuda", "zk.plan(model, world=...) plans without a device"))
     _backend(pg, device)
     if device.type == "cuda" and env.read("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(

@@ -1,27 +1,18 @@
-"""The only reader of the environment: one table of names, and the counts derived from it."""
+"""Reads the environment, and nothing else does: one table of names, and the counts derived from them."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "ENV",
-    "EnvVar",
-    "cache_folder",
-    "cpu_list",
-    "cpu_numbers",
-    "default_threads",
-    "given_cpus",
-    "launched_ranks",
-    "local_ranks",
-    "process_cpus",
-    "read",
-    "switched_on",
-    "usable_cpus",
-]
+    "ENV", "EnvVar", "cache_folder", "cpu_list", "cpu_numbers", "default_threads", "given_cpus", "launched_ranks",
+    "local_ranks", "process_cpus", "read", "switched_on", "usable_cpus",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ ENV: dict[str, EnvVar] = {
 
 
 def read(name: str) -> str | None:
-    """The value of a variable of the table, or None where it is unset or empty.
+    """Returns the value of a variable of the table; None if it is unset or empty.
 
     >>> read("ZEROKERN_NOT_IN_TABLE")
     Traceback (most recent call last):
@@ -80,7 +71,7 @@ def read(name: str) -> str | None:
 
 
 def switched_on(name: str) -> bool:
-    """Whether a variable of the table that is a switch is 1.
+    """Returns whether a variable of the table, which is a switch, is 1.
 
     >>> switched_on("ZEROKERN_POISON") in (False, True)
     True
@@ -92,7 +83,7 @@ def switched_on(name: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where what was measured of this machine or compiled for it is kept between runs; it need not exist.
+    """Returns the folder for measurements of this machine and compiled kernels; it need not exist.
 
     >>> cache_folder().name
     'zerokern'
@@ -111,22 +102,17 @@ def _positive(name: str, fallback: int) -> int:
 
 
 def _cgroup_cpus() -> float:
-    """CPUs that the control group grants (version 2, then version 1), or infinity."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        return float("inf") if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
-        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
-        return quota_us / period_us if quota_us > 0 else float("inf")
-    except (OSError, ValueError):
-        return float("inf")
+    """Returns the CPUs that the control group grants (version 2, then version 1), or infinity."""
+    first, second = "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_"
+    for names in ([first], [f"{second}quota_us", f"{second}period_us"]):
+        with suppress(OSError, ValueError):
+            quota, period = " ".join(Path(name).read_text() for name in names).split()[:2]
+            return int(quota) / int(period) if quota != "max" and int(quota) > 0 else math.inf
+    return math.inf
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity, and no more than its control group grants.
+    """Returns how many CPUs this process may use: its affinity, and no more than its control group grants.
 
     >>> usable_cpus() >= 1
     True
@@ -135,12 +121,12 @@ def usable_cpus() -> int:
 
 
 def _granted_cpus() -> int:
-    """Whole CPUs of the control group, or more than there can be."""
+    """Returns the whole CPUs of the control group; without a limit, more than there can be."""
     return max(1, int(min(_cgroup_cpus(), 1 << 20)))
 
 
 def cpu_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a list as the kernel writes it, in order.
+    """Parses a list of CPUs as the kernel writes it.
 
     >>> cpu_numbers("2-4,10"), cpu_numbers("")
     ((2, 3, 4, 10), ())
@@ -155,7 +141,7 @@ def cpu_numbers(text: str) -> tuple[int, ...]:
 
 
 def cpu_list(numbers: Iterable[int]) -> str:
-    """Numbers in order, as the kernel writes them.
+    """Formats numbers in order, as the kernel writes them.
 
     >>> cpu_list([2, 3, 4, 10])
     '2-4,10'
@@ -170,7 +156,7 @@ def cpu_list(numbers: Iterable[int]) -> str:
 
 
 def process_cpus() -> tuple[int, ...]:
-    """The CPUs that this process's first thread may use, in order.
+    """Lists the CPUs that this process's first thread may use, in order.
 
     >>> len(process_cpus()) >= 1
     True
@@ -179,7 +165,7 @@ def process_cpus() -> tuple[int, ...]:
 
 
 def given_cpus() -> tuple[int, ...] | None:
-    """The CPUs that ``ZEROKERN_CPUS`` gives to the native pool, or None.
+    """Returns the CPUs that ``ZEROKERN_CPUS`` gives to the native pool; None if it is unset.
 
     >>> given_cpus() is None or len(given_cpus()) > 0
     True
@@ -194,7 +180,7 @@ def given_cpus() -> tuple[int, ...] | None:
 
 
 def local_ranks() -> int:
-    """Ranks that share this machine, as torchrun says.
+    """Returns how many ranks share this machine, as torchrun says.
 
     >>> local_ranks() >= 1
     True
@@ -203,7 +189,7 @@ def local_ranks() -> int:
 
 
 def launched_ranks() -> int:
-    """Ranks that torchrun says it has started in all; 1 where nobody says it, or says what is no number.
+    """Returns how many ranks torchrun has started in all; 1 if it does not say, or says no number.
 
     >>> launched_ranks() >= 1
     True
@@ -213,7 +199,7 @@ def launched_ranks() -> int:
 
 
 def default_threads() -> int:
-    """Threads of the native pool: ``ZEROKERN_THREADS``, else this rank's share of the CPUs, usable or given.
+    """Returns the threads of the native pool: ``ZEROKERN_THREADS``, else this rank's share of the CPUs.
 
     ``OMP_NUM_THREADS``, which torchrun sets to 1, has no say.
 

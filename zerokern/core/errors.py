@@ -1,4 +1,4 @@
-"""Errors that say what was asked, what was found, what is allowed and what to do; and what is told once instead."""
+"""Errors, whose messages say what was asked, found and allowed, and what to do; and warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import functools
 import logging
 
 __all__ = [
-    "BackendError",
-    "BudgetError",
-    "CommError",
-    "IoError",
-    "KernelError",
-    "ShardError",
-    "StateError",
-    "ZerokernError",
-    "got",
-    "say_once",
-]
+    "BackendError", "BudgetError", "CommError", "IoError", "KernelError", "ShardError", "StateError", "ZerokernError",
+    "got", "say_once",
+]  # fmt: skip
 
 
 class ZerokernError(Exception):
@@ -104,7 +96,7 @@ class CommError(ZerokernError):
 
 
 def got(argument: str, value: object, allowed: str, advice: str = "") -> str:
-    """The one form of a message about an argument: what was given, what it must be, what to do.
+    """Formats a message about an argument: what was given, what it must be, what to do.
 
     >>> got("state_format", "int4", "'fp32', 'bf16' or 'int8'")
     "state_format='int4': must be 'fp32', 'bf16' or 'int8'"
@@ -115,7 +107,7 @@ def got(argument: str, value: object, allowed: str, advice: str = "") -> str:
 
 @functools.cache
 def say_once(logger: str, text: str) -> None:
-    """Logs a slower path that is taken because something is missing, once in the life of the process, by name.
+    """Logs, once per process, that a slower path is taken because something is missing.
 
     >>> say_once("zerokern.example", "a slower path is taken")
     """

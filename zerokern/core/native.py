@@ -24,146 +24,88 @@ from zerokern.core import env
 from zerokern.core.errors import BackendError, KernelError, got
 
 __all__ = [
-    "ABI",
-    "IO_DONE",
-    "IO_IDLE",
-    "IO_PADDED",
-    "IO_PENDING",
-    "IO_READ",
-    "IO_THREADS",
-    "IO_URING",
-    "IO_WAITED",
-    "IO_WRITE",
-    "IoFaults",
-    "IoOptions",
-    "IoRequest",
-    "IoStats",
-    "NativeGroup",
-    "NativeSegment",
-    "TensorCalls",
-    "TensorList",
-    "check",
-    "core_ghz",
-    "cpus",
-    "force_isa",
-    "isa_active",
-    "isa_names",
-    "isa_needs",
-    "isa_usable",
-    "library",
-    "path",
-    "set_cpus",
-    "set_threads",
-    "threads",
-]
+    "ABI", "IO_DONE", "IO_IDLE", "IO_PADDED", "IO_PENDING", "IO_READ", "IO_THREADS", "IO_URING", "IO_WAITED",
+    "IO_WRITE", "IoFaults", "IoOptions", "IoRequest", "IoStats", "NativeGroup", "NativeSegment", "TensorCalls",
+    "TensorList", "check", "core_ghz", "cpus", "force_isa", "isa_active", "isa_names", "isa_usable", "library",
+    "path", "set_cpus", "set_threads", "threads",
+]  # fmt: skip
 
 ABI = 5
 SUMSQ_CHUNK = 65536
 
 
+_TYPES = {"u32": c_uint32, "i32": c_int32, "u64": c_uint64, "i64": c_int64, "f64": c_double, "ptr": c_void_p}
+
+
+def _fields(text: str) -> list[tuple[str, type]]:
+    """Parses the fields of a structure, in the order of the C header: a type and its names, up to a semicolon.
+
+    >>> fields = dict(_fields("ptr tensors gradients; i64 count")); list(fields), fields["gradients"].__name__
+    (['tensors', 'gradients', 'count'], 'c_void_p')
+    """
+    return [(name, _TYPES[kind]) for kind, *names in map(str.split, text.split(";")) for name in names]
+
+
 class NativeGroup(Structure):
     """``zk_group``: formats and hyperparameters shared by any number of segments."""
 
-    _fields_ = [
-        *((name, c_uint32) for name in ("algorithm", "grad", "param", "master", "state", "out", "flags", "reserved")),
-        *(
-            (name, c_double)
-            for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay")
-        ),
-        ("step", c_int64),
-        ("seed", c_uint64),
-    ]
+    _fields_ = _fields(
+        "u32 algorithm grad param master state out flags reserved;"
+        "f64 lr beta1 beta2 eps weight_decay momentum dampening lr_decay; i64 step; u64 seed"
+    )
 
 
 class NativeSegment(Structure):
     """``zk_segment``: one contiguous span of one parameter. Every field has 8 bytes, so a column is a strided view."""
 
-    _fields_ = [
-        (name, c_uint64)
-        for name in (
-            "param",
-            "remainder",
-            "master",
-            "exp_avg",
-            "exp_avg_sq",
-            "exp_avg_scale",
-            "exp_avg_sq_scale",
-            "grad",
-            "out",
-            "numel",
-            "group",
-            "key",
-            "first",
-        )
-    ]
+    _fields_ = _fields(
+        "u64 param remainder master exp_avg exp_avg_sq exp_avg_scale exp_avg_sq_scale grad out numel group key first"
+    )
 
 
 class TensorCalls(Structure):
     """``zk_tensor_calls``: a framework's functions on its tensors, as addresses."""
 
-    _asked = ("grad", "is_defined", "address", "layout", "dtype", "numel", "is_contiguous", "is_negated")
-    _fields_ = [(name, c_void_p) for name in _asked]
+    _fields_ = _fields("ptr grad is_defined address layout dtype numel is_contiguous is_negated")
 
 
 class TensorList(Structure):
     """``zk_tensor_list``: tensors and what is expected of them."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("tensors", "addresses", "gradients", "numels", "dtypes", "grad_dtypes")),
-        ("count", c_int64),
-        ("layout", c_int32),
-    ]
+    _fields_ = _fields("ptr tensors addresses gradients numels dtypes grad_dtypes; i64 count; i32 layout")
 
 
 class IoRequest(Structure):
     """``zk_io_request``: one transfer between a file and memory."""
 
-
-IoRequest._fields_ = [
-    *((name, c_uint32) for name in ("op", "flags")),
-    *((name, c_int32) for name in ("file", "state")),
-    *((name, c_uint64) for name in ("offset", "address", "nbytes", "after")),
-    ("error", c_int32),
-    ("bounced", c_uint32),
-    *((name, c_uint64) for name in ("error_at", "error_nbytes", "next", "waiting", "issued")),
-    *((name, c_uint32) for name in ("blocks", "engine_flags")),
-]
+    _fields_ = _fields(
+        "u32 op flags; i32 file state; u64 offset address nbytes after; i32 error; u32 bounced;"
+        "u64 error_at error_nbytes next waiting issued; u32 blocks engine_flags"
+    )
 
 
 class IoFaults(Structure):
-    """``zk_io_faults``: what a test wants to go wrong."""
+    """``zk_io_faults``: the faults that a test asks for."""
 
-    _fields_ = [
-        ("seed", c_uint64),
-        *((name, c_uint32) for name in ("delay", "delay_us", "shorten", "interrupt", "again", "full", "fail")),
-        ("fail_errno", c_int32),
-        ("fail_op", c_uint32),
-        *((name, c_int32) for name in ("fail_file", "fail_count")),
-        *((name, c_uint64) for name in ("fail_begin", "fail_end")),
-    ]
+    _fields_ = _fields(
+        "u64 seed; u32 delay delay_us shorten interrupt again full fail; i32 fail_errno; u32 fail_op;"
+        "i32 fail_file fail_count; u64 fail_begin fail_end"
+    )
 
 
 class IoOptions(Structure):
     """``zk_io_options``: which disk engine, how deep, in which blocks."""
 
-    _fields_ = [
-        *((name, c_uint32) for name in ("kind", "depth")),
-        ("block", c_uint64),
-        *((name, c_uint32) for name in ("threads", "bounces")),
-        ("faults", POINTER(IoFaults)),
-    ]
+    _fields_ = [*_fields("u32 kind depth; u64 block; u32 threads bounces"), ("faults", POINTER(IoFaults))]
 
 
 class IoStats(Structure):
-    """``zk_io_stats``: what a disk engine has done and is made of."""
+    """``zk_io_stats``: counts of a disk engine, and its features."""
 
-    _fields_ = [
-        *(
-            (name, c_uint64)
-            for name in ("read_nbytes", "written_nbytes", "bounced_nbytes", "blocks", "retries", "calls", "pending")
-        ),
-        *((name, c_uint32) for name in ("fixed_buffers", "fixed_files", "ring_features", "ring_flags")),
-    ]
+    _fields_ = _fields(
+        "u64 read_nbytes written_nbytes bounced_nbytes blocks retries calls pending;"
+        "u32 fixed_buffers fixed_files ring_features ring_flags"
+    )
 
 
 IO_URING, IO_THREADS = 1, 2
@@ -213,13 +155,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 
 def path() -> Path:
-    """Of the library file that is loaded at first use."""
+    """Returns the path of the library file, which is loaded at first use."""
     forced = env.read("ZEROKERN_LIBRARY")
     return Path(forced) if forced else Path(__file__).resolve().parent.parent / "lib" / "libzerokern_cpu.so"
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Loads one library file and refuses any ABI number but ours."""
+    """Loads a library file; refuses any ABI number but ours."""
     if not path.exists():
         raise BackendError(
             f"the native library {path.name} was looked for in {path.parent} and is not there; "
@@ -250,7 +192,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library: signatures declared, threads counted and placed, a forced instruction set in force.
+    """Returns the loaded library, with signatures declared, threads placed and a forced instruction set in use.
 
     >>> library().zk_abi() == ABI
     True
@@ -267,7 +209,7 @@ def library() -> ctypes.CDLL:
 
 
 def check(code: int, lib: ctypes.CDLL | None = None, context: str = "") -> None:
-    """Raises what a native return code stands for.
+    """Raises KernelError for a native return code that is not 0.
 
     >>> check(0)
     """
@@ -277,7 +219,7 @@ def check(code: int, lib: ctypes.CDLL | None = None, context: str = "") -> None:
 
 
 def isa_names() -> list[str]:
-    """Instruction sets that were compiled in, worst first.
+    """Lists the instruction sets that were compiled in, worst first.
 
     >>> isa_names()[0]
     'scalar'
@@ -286,18 +228,8 @@ def isa_names() -> list[str]:
     return [lib.zk_isa_name(i).decode() for i in range(lib.zk_isa_count())]
 
 
-def isa_needs() -> dict[str, str]:
-    """The CPU features that each compiled instruction set asks for.
-
-    >>> isa_needs()["scalar"]
-    ''
-    """
-    lib = library()
-    return {name: lib.zk_isa_needs(i).decode() for i, name in enumerate(isa_names())}
-
-
 def isa_usable() -> list[str]:
-    """Those of them that this machine has, best last.
+    """Lists those of them that this machine has, best last.
 
     >>> "scalar" in isa_usable()
     True
@@ -307,7 +239,7 @@ def isa_usable() -> list[str]:
 
 
 def isa_active() -> str:
-    """The instruction set that calls go through now.
+    """Returns the instruction set that calls use now.
 
     >>> isa_active() in isa_usable()
     True
@@ -327,7 +259,7 @@ def _force(lib: ctypes.CDLL, name: str) -> None:
 
 
 def force_isa(name: str | None) -> None:
-    """Sends all calls through one instruction set; None returns to the best.
+    """Makes all calls use one instruction set; None returns to the best.
 
     >>> force_isa("scalar"); isa_active()
     'scalar'
@@ -341,7 +273,7 @@ def force_isa(name: str | None) -> None:
 
 
 def threads() -> int:
-    """Threads that share one native call.
+    """Returns how many threads share one native call.
 
     >>> threads() >= 1
     True
@@ -350,7 +282,7 @@ def threads() -> int:
 
 
 def set_threads(count: int) -> None:
-    """Sets them, from 1 to 1024.
+    """Sets the number of threads, from 1 to 1024.
 
     >>> set_threads(threads())
     """
@@ -360,7 +292,7 @@ def set_threads(count: int) -> None:
 
 
 def cpus() -> tuple[int, ...] | None:
-    """The CPUs that the pool's threads keep to, or None where none were set.
+    """Returns the CPUs that the pool's threads are bound to; None if none were set.
 
     >>> cpus() is None or len(cpus()) > 0
     True
@@ -371,7 +303,7 @@ def cpus() -> tuple[int, ...] | None:
 
 
 def set_cpus(cpus: Iterable[int] | None) -> None:
-    """Puts the pool's threads on these CPUs, all of them on all of these; None lets them run where the process may.
+    """Binds the pool's threads to these CPUs, all of them to all of these; None lets them run where the process may.
 
     The thread that makes a call takes part in it and stays where it is. The number of threads stays.
 
@@ -393,7 +325,7 @@ def _put_on(lib: ctypes.CDLL, cpus: tuple[int, ...], name: str) -> None:
 
 
 def core_ghz() -> float:
-    """Clock of the core in use, measured by a chain of dependent additions.
+    """Measures the clock of the core in use, by a chain of dependent additions.
 
     >>> 0.1 < core_ghz() < 10
     True

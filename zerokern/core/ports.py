@@ -1,7 +1,7 @@
-"""Where what stands beside the core plugs into it.
+"""Ports, through which the core reaches what stands beside it.
 
-The package itself says what is plugged in (`zerokern/__init__.py`); the core knows the names of the ports alone, and
-does without where nothing is plugged in. A plug is imported when it is first used.
+The package says what is plugged in (`zerokern/__init__.py`). The core knows only the names of the ports, and works
+without plugs. A plug is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PLUGS: dict[str, tuple[str, ...]] = {}  # by port: "module:name" of each plug, i
 
 
 def plugs(port: str) -> list[Any]:
-    """What is plugged into a port.
+    """Returns what is plugged into a port.
 
     >>> PLUGS["example"] = ("math:sqrt",)
     >>> [plug(9.0) for plug in plugs("example")], plugs("no such port")

@@ -1,5 +1,5 @@
-"""What every layer counts state in: the block, the formats and who may have which, buffers and rings; what "8GB" and
-"8GiB" mean. And the words that public arguments take, as types: a type checker finds `stage=4`."""
+"""Units that all layers share: the block of int8 state, formats, ring sizes, and numbers of bytes ("8GB", "8GiB"). The
+values of public arguments are types, so that a type checker finds `stage=4`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerokern.core.errors import got
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "STATE_FORMATS",
-    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "in_units", "parse_nbytes",
+    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "in_units", "itemsize", "parse_nbytes",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -37,12 +37,13 @@ RING_NBYTES = 64 << 20
 """of host memory that state on a disk streams through, unless told otherwise"""
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 """a letter behind a number of elements or tokens, and behind one of bytes where no B follows"""
+_BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE | re.ASCII)
 MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
 
 def parse_nbytes(argument: str, value: object) -> int:
-    """Bytes from a whole number, or from text. GB is 1000^3; GiB, and G alone, is 1024^3.
+    """Parses bytes from a whole number, or from text. GB is 1000^3; GiB, and G alone, is 1024^3.
 
     >>> [parse_nbytes("budget", text) for text in ("8GB", "8GiB", "8G", 77)]
     [8000000000, 8589934592, 8589934592, 77]
@@ -63,10 +64,24 @@ def parse_nbytes(argument: str, value: object) -> int:
 
 
 def in_units(digits: str, unit: int) -> int:
-    """So many of a unit, to the nearest whole number, by exact arithmetic; 0 where 64 bits do not hold it.
+    """Returns digits times a unit, to the nearest whole number, by exact arithmetic; 0 if 64 bits do not hold it.
 
     >>> in_units("9007199254740993", 1), in_units(".5", 10**9), in_units("9" * 400, 1)
     (9007199254740993, 500000000, 0)
     """
     found = round(Fraction(digits) * unit) if len(digits) <= _LONGEST else 0
     return found if found <= MOST else 0
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of one element of a dtype, by its name in torch.
+
+    >>> itemsize("bfloat16"), itemsize("bool"), itemsize("float8_e4m3fn"), itemsize("complex64")
+    (2, 1, 1, 8)
+    """
+    if dtype == "bool":
+        return 1
+    match = _BITS.match(dtype)
+    if match is None:
+        raise ValueError(f"{dtype!r} is the name of no dtype")
+    return max(1, int(match[1]) // 8)

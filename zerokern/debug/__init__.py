@@ -1,1 +1,1 @@
-"""Finds out why ranks wait for each other, and plays ranks in threads; plugs into zerokern.comm as its observer."""
+"""Finds out why ranks wait for each other; plugs into zerokern.comm as its observer."""

@@ -22,7 +22,7 @@ from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
-from zerokern.io.advice import on_disk, refused
+from zerokern.io.advice import on_disk, refusing
 from zerokern.io.files import make_folder, reserve
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
@@ -98,20 +98,16 @@ class Target:
     def __init__(self, folder: Path, nbytes: int, names_of: Sequence[Sequence[str]], total_size: int) -> None:
         """`nbytes` will be written, `total_size` of them of tensors; `names_of`: those of each file."""
         self.folder = folder
-        try:
+        with refusing(folder, "Exporting"):
             if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):
                 raise ValueError(got("path", str(folder), "a folder, which is made where it is missing"))
             make_folder(folder)
             self._inside = Folder(folder)
-        except OSError as error:
-            raise refused(error, folder, "Exporting") from error
-        try:
-            self._lock = FolderLock(folder, USE)
-        except BaseException as error:
-            self._inside.close()
-            if isinstance(error, OSError):
-                raise refused(error, folder, "Exporting") from error
-            raise
+            try:
+                self._lock = FolderLock(folder, USE)
+            except BaseException:
+                self._inside.close()
+                raise
         try:
             with on_disk(folder, "cannot prepare"):
                 self._clear_leftovers()
@@ -151,7 +147,7 @@ class Target:
         """Publishes the new files, which must be on disk. `beside`: small files that belong to them."""
         with on_disk(self.folder, "cannot publish in"):
             for name, content in beside.items():
-                if not self._holds(name, content):
+                if not (self.folder / name).is_file() or (self.folder / name).read_bytes() != content:
                     self._inside.write(name + (WITH_INDEX if self._index else WITH_SINGLE), content)
             if self._index:
                 self._publish_index()
@@ -171,12 +167,6 @@ class Target:
         self._inside.remove(SINGLE)  # from here on the index counts
         self._rename_beside(WITH_INDEX)
         self._inside.remove(*replaced, INDEX + OLD)
-
-    def _holds(self, name: str, content: bytes) -> bool:
-        try:
-            return (self.folder / name).read_bytes() == content
-        except FileNotFoundError:
-            return False
 
     def _rename_beside(self, waiting: str) -> None:
         there = [name for name in BESIDE if (self.folder / (name + waiting)).exists()]

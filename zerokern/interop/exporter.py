@@ -134,9 +134,6 @@ def export(
         refuse_unusable(model)
         refuse_no_progress(progress)
 
-    def find() -> None:
-        mine.extend(weights(model, dtype, opt, str if rename is None else rename, copies))
-
     def lay_out() -> tuple[str, list[list[Interval]]]:
         most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
         files.extend(_files(held, most, {"format": "pt", **_checked(dtype, opt, metadata)}))
@@ -144,7 +141,8 @@ def export(
 
     ranks.all_gather("look at the model", check_arguments)
     copies = shared_weights(ranks, model, lambda: named_tensors(model)).copies
-    ranks.all_gather("find the weights", find)
+    known = str if rename is None else rename
+    ranks.all_gather("find the weights", lambda: mine.extend(weights(model, dtype, opt, known, copies)))
     held = mine
     if isinstance(model, PartialModel):  # all weights of the whole model, of which nothing is here but these
         there = {weight.name: weight for weight in mine}

@@ -19,9 +19,10 @@ from torch import Tensor
 from zerokern.checkpoint.extra import encode
 from zerokern.checkpoint.folder import DATA, METADATA, fingerprint
 from zerokern.checkpoint.index import NAME as INDEX_NAME
-from zerokern.checkpoint.index import Box, TensorRow, file_error, itemsize, refuse_uncovered
+from zerokern.checkpoint.index import Box, TensorRow, file_error, refuse_uncovered
 from zerokern.checkpoint.source import BoxRead, Items, Report, Source, box_reads, dtype_name, no_report
 from zerokern.core.errors import IoError
+from zerokern.core.units import itemsize
 from zerokern.interop.naming import Named, bare, groups, named, parameter
 from zerokern.interop.torchfile import (
     BROKEN,

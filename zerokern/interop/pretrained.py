@@ -281,7 +281,7 @@ def _read(model: nn.Module, loads: Sequence[_Load], files: OpenFiles, progress: 
     finally:
         announce_writes(model)
     for home, tensor, lost in kept:
-        home.look(tensor)
+        home.count_writes(tensor)
         home.keep_initial(lost)  # the next optimizer begins with the exact values
 
 

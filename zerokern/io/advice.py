@@ -1,4 +1,4 @@
-"""What the system refuses about files, as errors of this library: one table says what to do about each reason."""
+"""Turns errors of the system about files into errors of this library: one table says what to do about each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerokern.core.errors import IoError
 
-__all__ = ["because", "failed", "on_disk", "refused"]
+__all__ = ["because", "failed", "failing", "on_disk", "refused", "refusing"]
 
 ADVICE = {
     errno.EROFS: "The file system is read-only: choose another folder",
@@ -28,7 +28,7 @@ ADVICE = {
 
 
 def because(number: int, advice: str = "") -> str:
-    """The reason by its number, and what to do; `advice`: where the table has none.
+    """Returns the reason by its number, and what to do; `advice`: where the table has none.
 
     >>> because(errno.EFBIG)
     'File too large (EFBIG). Raise the limit on file lengths (`ulimit -f`)'
@@ -40,17 +40,24 @@ def because(number: int, advice: str = "") -> str:
 def refused(
     error: OSError, folder: Path, what: str, *, path: Path | None = None, offset: int = 0, nbytes: int = 0
 ) -> IoError:
-    """What the system refused about a folder, or about a span of a file in it."""
+    """Returns the error for what the system refused about a folder, or about a span of a file in it."""
     number = error.errno or 0
     where = f"{folder}" if path is None else f"{path} at offset {offset}, {nbytes} bytes,"
     says = f"{what} in {where} is not possible: {because(number, 'Choose another folder')}"
-    return IoError(
-        says, path=str(path or error.filename or folder), offset=offset, nbytes=nbytes, errno=number
-    )  # fmt: skip
+    return IoError(says, path=str(path or error.filename or folder), offset=offset, nbytes=nbytes, errno=number)
+
+
+@contextmanager
+def refusing(folder: Path, what: str, *, path: Path | None = None, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Context manager that raises what the system refuses within as `refused` says it."""
+    try:
+        yield
+    except OSError as error:
+        raise refused(error, folder, what, path=path, offset=offset, nbytes=nbytes) from error
 
 
 def failed(what: str, path: Path, error: IoError | OSError, offset: int = 0, nbytes: int = 0) -> IoError:
-    """The error of a transfer or of a system call, told of a file."""
+    """Returns the error for a transfer or a system call that failed, naming the file."""
     number = error.errno or 0
     if isinstance(error, IoError):
         offset, nbytes = error.offset, error.nbytes
@@ -59,8 +66,17 @@ def failed(what: str, path: Path, error: IoError | OSError, offset: int = 0, nby
 
 
 @contextmanager
+def failing(what: str, path: Path, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Context manager that raises errors of transfers and of the system within as `failed` says them."""
+    try:
+        yield
+    except (IoError, OSError) as error:
+        raise failed(what, path, error, offset, nbytes) from error
+
+
+@contextmanager
 def on_disk(path: Path | str, what: str) -> Iterator[None]:
-    """For a block in which errors of the system concern that path."""
+    """Context manager within which errors of the system concern that path."""
     try:
         yield
     except OSError as error:

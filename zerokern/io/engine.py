@@ -1,4 +1,4 @@
-"""The native disk engine, opened: which kind runs and why not the other, its files, its memory, its counts."""
+"""Opens the native disk engine: io_uring or threads, with its files, its registered memory and its counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOUNCE_NBYTES = 64 << 20  # at most for all bounce buffers, which are made when 
 
 @dataclass(frozen=True)
 class Faults:
-    """What a device does on a bad day, for tests: chances of 65536 per block, and one span that fails.
+    """Faults that the engine plays for tests: chances of 65536 per block, and one span that fails.
 
     ``delay`` holds completions back up to ``delay_us`` so that others overtake them, ``shorten`` moves only a part,
     ``interrupt`` and ``again`` are EINTR and EAGAIN, ``full`` a queue that takes nothing, ``fail`` is ``fail_errno``.
@@ -52,6 +52,7 @@ class Faults:
     fail_end: int = 0
 
     def structure(self) -> native.IoFaults:
+        """Returns these faults as the native structure."""
         return native.IoFaults(**vars(self))
 
 
@@ -105,18 +106,18 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether it serves nobody any more."""
+        """Whether it was closed."""
         return self._handle is None
 
     @property
     def handle(self) -> int:
-        """The engine as native calls know it."""
+        """The engine's handle for native calls."""
         if self._handle is None:
             raise BackendError("this disk engine is closed; open another one")
         return self._handle
 
     def file(self, fd: int, memory_align: int, offset_align: int) -> int:
-        """The engine's number of an open file, which stays the caller's and open. Alignments of 1: buffered."""
+        """Returns the engine's number of an open file, which the caller keeps open. Alignments of 1: buffered."""
         number = ctypes.c_int32()
         _check(
             native.library().zk_io_file(self.handle, fd, memory_align, offset_align, ctypes.byref(number)),
@@ -125,12 +126,12 @@ class Engine:
         return number.value
 
     def forget_file(self, number: int) -> None:
-        """Lets go of a file, once its requests have ended. A ring that is only closed keeps its files for a while: what
-        they take on the disk would still be taken."""
+        """Unregisters a file once its requests have ended. A ring that is only closed keeps its files for a while, and
+        with them their room on the disk."""
         _check(native.library().zk_io_forget_file(self.handle, number), "a file was not the disk engine's")
 
     def register(self, arena: Arena) -> bool:
-        """Registers an arena with the kernel: transfers need not pin its pages each time. A refusal is named once."""
+        """Registers an arena with the kernel, so that transfers need not pin its pages. A refusal is logged once."""
         refusal = native.library().zk_io_memory(self.handle, arena.base, arena.nbytes)
         if refusal < 0:
             _check(refusal, "an arena was not taken by the disk engine")
@@ -143,11 +144,11 @@ class Engine:
         return refusal == 0
 
     def forget(self, arena: Arena) -> None:
-        """Lets go of an arena that was registered."""
+        """Unregisters an arena."""
         _check(native.library().zk_io_forget_memory(self.handle, arena.base), "an arena was not registered")
 
     def stats(self) -> dict[str, int]:
-        """What the engine has done: bytes moved by the device, bytes bounced, blocks, retries, system calls."""
+        """Returns counts: bytes moved by the device, bytes bounced, blocks, retries, system calls."""
         found = native.IoStats()
         _check(native.library().zk_io_stats_of(self.handle, ctypes.byref(found)), "the disk engine has no counts")
         return {name: getattr(found, name) for name, *_ in native.IoStats._fields_}
@@ -166,7 +167,7 @@ class Engine:
 
 
 def why_no_uring() -> str:
-    """Why io_uring does not run here, in the kernel's words; empty where it does. Moves nothing.
+    """Returns why io_uring does not run here, in the kernel's words; "" where it does. Moves nothing.
 
     >>> isinstance(why_no_uring(), str)
     True
@@ -181,7 +182,7 @@ def why_no_uring() -> str:
 
 
 def check_settings(kind: str, depth: int, block: int) -> None:
-    """Refuses what no engine can be."""
+    """Raises ValueError for settings that no engine can have."""
     if kind not in KINDS:
         raise ValueError(got("engine", kind, ", ".join(map(repr, KINDS))))
     if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
@@ -191,7 +192,7 @@ def check_settings(kind: str, depth: int, block: int) -> None:
 
 
 def _reason(code: int) -> str:
-    """A positive errno or a negative zk_error, in words."""
+    """Describes a positive errno or a negative zk_error."""
     if code > 0:
         hint = {
             errno.EPERM: ", forbidden by a container's seccomp filter or by sysctl kernel.io_uring_disabled",

@@ -1,4 +1,4 @@
-"""The large files of one store: made, allocated, opened again, synced and removed; with O_DIRECT where there is any."""
+"""Makes, allocates, reopens, syncs and removes the large files of a store, with O_DIRECT where there is any."""
 
 from __future__ import annotations
 
@@ -16,24 +16,15 @@ from pathlib import Path
 
 from zerokern.core import native
 from zerokern.core.errors import BudgetError, IoError, say_once
-from zerokern.io.advice import because, refused
+from zerokern.io.advice import because, refused, refusing
 from zerokern.io.engine import Engine
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "File",
-    "Files",
-    "alignment",
-    "fallocate",
-    "go_direct",
-    "make_folder",
-    "refuse_beyond_free",
-    "refuse_unusable",
-    "remains",
-    "reserve",
-    "sync_folder",
-]
+    "File", "Files", "alignment", "fallocate", "go_direct", "make_folder", "refuse_beyond_free", "refuse_unusable",
+    "register_file", "remains", "reserve", "sync_folder",
+]  # fmt: skip
 
 OURS = re.compile(r"zerokern\.\d+\.data|zerokern\.index\.new")
 MOST_ALIGN = 1 << 16  # of the engine
@@ -54,18 +45,18 @@ class File:
 
 
 def remains(folder: Path) -> list[Path]:
-    """Files of a store that nobody may have asked to keep: data, and an index that was never published."""
+    """Lists files of a store that nobody may have asked to keep: data, and an index that was never published."""
     return sorted(path for path in folder.iterdir() if OURS.fullmatch(path.name))
 
 
 def sync_folder(folder: Path) -> None:
-    """Its names last."""
+    """Syncs the names in a folder."""
     with Folder(folder) as one:
         one.sync()
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> bool:
-    """Makes a folder and those above it so that they last; False where it was there."""
+    """Makes a folder and those above it, synced; returns False if it was there."""
     if folder.is_dir():
         return False
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -79,9 +70,9 @@ def make_folder(folder: Path, mode: int = 0o777) -> bool:
 
 
 def alignment(fd: int, folder: Path) -> tuple[int, int]:
-    """What O_DIRECT asks of memory and of offsets in this file of the folder; (0, 0) where there is no O_DIRECT.
+    """Returns the alignments that O_DIRECT needs, of memory and of offsets in this file; (0, 0) without O_DIRECT.
 
-    Asked of the kernel; where it cannot tell (before Linux 6.1, on tmpfs) tried out on another file.
+    The kernel says so; where it cannot (before Linux 6.1, on tmpfs), transfers to another file of the folder are tried.
     """
     memory, offset = ctypes.c_uint32(), ctypes.c_uint32()
     refusal = native.library().zk_io_alignment(fd, ctypes.byref(memory), ctypes.byref(offset))
@@ -112,7 +103,7 @@ def _tried_alignment(fd: int) -> tuple[int, int]:
 
 @contextmanager
 def unnamed_file(folder: Path) -> Iterator[int]:
-    """An empty file that is gone when it is closed, however this process ends."""
+    """Context manager that opens an empty file, which is gone when it is closed, however this process ends."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -128,12 +119,22 @@ def unnamed_file(folder: Path) -> Iterator[int]:
 
 
 def go_direct(fd: int, folder: Path) -> tuple[int, int]:
-    """Switches O_DIRECT on; what it asks of memory and offsets. (1, 1): there is none, transfers are buffered."""
+    """Switches O_DIRECT on; returns the alignments of memory and offsets. (1, 1): there is none, transfers are
+    buffered."""
     memory_align, offset_align = alignment(fd, folder)
     if offset_align and _switch_direct(fd, True):
         return memory_align, offset_align
     _switch_direct(fd, False)
     return 1, 1
+
+
+def register_file(engine: Engine, fd: int, folder: Path, what: str) -> tuple[int, int]:
+    """Registers an open file with the engine, past the page cache if possible. Returns its number, and the alignment of
+    offsets. `what` goes through the page cache otherwise, for the log."""
+    memory_align, offset_align = go_direct(fd, folder)
+    if offset_align == 1:
+        say_once("zerokern.io", f"{folder}: this file system has no O_DIRECT; {what} go through the page cache")
+    return engine.file(fd, memory_align, offset_align), offset_align
 
 
 def _switch_direct(fd: int, on: bool) -> bool:
@@ -146,14 +147,14 @@ def _switch_direct(fd: int, on: bool) -> bool:
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
-    """The system call. Where there is none, posix_fallocate of the C library would write to every block instead."""
+    """Makes the system call. Where there is none, posix_fallocate of the C library would write to every block."""
     while _LIBC.fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Room for the first bytes of a file, which has that length then; only the length where there is no fallocate."""
+    """Allocates the first bytes of a file, which then has that length; sets only the length without fallocate."""
     try:
         fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -163,16 +164,16 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 class Files:
-    """Files by number, from 0. Allocation comes before use: what was granted here does not run out later."""
+    """The files of a store by number, from 0, allocated before use, so that the disk does not run out later."""
 
     def __init__(self, folder: Path, engine: Engine, *, place: int, named: bool) -> None:
-        """`place`: the folder, open, which may be renamed meanwhile. Not `named`: gone when the process is."""
+        """`place`: the folder, open, which may be renamed meanwhile. Not `named`: they are gone when the process is."""
         self.folder = folder
         self._place, self._named = place, named
         self._engine = engine
         self.all: list[File] = []
         self.paths: dict[int, str] = {}  # by the engine's number
-        self.memory_align = self.offset_align = 1
+        self.offset_align = 1
         self._reserves = True
 
     @property
@@ -181,7 +182,7 @@ class Files:
         return all(file.direct for file in self.all)
 
     def make(self, nbytes: int) -> File:
-        """A new file of that length, nothing of it promised to anybody."""
+        """Makes a file of that length."""
         path = self.folder / f"zerokern.{len(self.all)}.data"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path.name, flags, 0o600, dir_fd=self._place)
@@ -201,7 +202,7 @@ class Files:
             os.unlink(path.name, dir_fd=self._place)
 
     def reopen(self, name: str) -> File:
-        """A file of a durable store."""
+        """Opens a file of a durable store."""
         path = self.folder / name
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -211,7 +212,7 @@ class Files:
             raise
 
     def lengthen(self, file: File, nbytes: int) -> None:
-        """Makes a file longer; on failure it is as it was."""
+        """Makes a file longer; a failure leaves it as it was."""
         found = os.fstat(file.fd).st_size
         if found < file.nbytes:  # what would be added now reads as zeros where somebody's data were
             raise IoError(
@@ -240,29 +241,21 @@ class Files:
         os.ftruncate(fd, offset + nbytes)
 
     def _enter(self, file: File) -> File:
-        memory_align, offset_align = go_direct(file.fd, self.folder)
+        file.number, offset_align = register_file(self._engine, file.fd, self.folder, "transfers")
         file.direct = offset_align > 1
-        if not file.direct:
-            say_once(
-                "zerokern.io", f"{self.folder}: this file system has no O_DIRECT; transfers go through the page cache"
-            )
-        file.number = self._engine.file(file.fd, memory_align, offset_align)
         self.paths[file.number] = str(file.path)
-        self.memory_align = max(self.memory_align, memory_align)
         self.offset_align = max(self.offset_align, offset_align)
         self.all.append(file)
         return file
 
     def sync(self) -> None:
-        """Everything that was written lasts."""
+        """Syncs all files."""
         for file in self.all:
-            try:
+            with refusing(self.folder, "Syncing", path=file.path, nbytes=file.nbytes):
                 os.fdatasync(file.fd)
-            except OSError as error:
-                raise refused(error, self.folder, "Syncing", path=file.path, nbytes=file.nbytes) from error
 
     def close(self, keep: list[str] | None) -> None:
-        """Lets go of the files and removes all but those to keep. None: they belong to another process."""
+        """Closes the files and removes all but those to keep. None: they belong to another process."""
         files, self.all = self.all, []
         failed: OSError | None = None
         for file in files:

@@ -1,4 +1,4 @@
-"""One job per folder: a lock that dies with its owner, and what a fork must let go of."""
+"""Locks a folder for one job: the lock ends with its owner, and a forked child does not inherit it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Holder(NamedTuple):
-    """What the lock file says of its owner."""
+    """The owner that a lock file names."""
 
     pid: str
     host: str
@@ -70,7 +70,7 @@ class Holder(NamedTuple):
         return " ".join(self) + "\n"
 
     def lives(self) -> bool:
-        """False only where its process was on this host and is gone, if perhaps nobody has asked for its end yet."""
+        """Returns False only if its process was on this host and has ended, even if nobody has reaped it yet."""
         if self.host != socket.gethostname() or not self.pid.isdigit():
             return True
         try:
@@ -80,7 +80,7 @@ class Holder(NamedTuple):
         return state not in (b"Z", b"X")
 
     def is_here(self) -> bool:
-        """Whether it is this very process."""
+        """Returns whether it is this process."""
         return self.pid == str(os.getpid()) and self.host == socket.gethostname()
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class FolderLock:
         let_go_in_child(self)
 
     def _take(self) -> None:
-        """The lock file, made where it is not there, locked. What is in the folder is opened relative to it."""
+        """Locks the lock file, which is made if it is missing. What is in the folder is opened relative to it."""
         collections = 3  # what autograd's nodes hold is found one by one
         until = time.monotonic() + LINGER_S
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -193,11 +193,8 @@ class FolderLock:
             return False
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
-    def _still_there(self) -> bool:
-        return self._is_there(self.fd)
-
     def _refused(self, error: OSError) -> IoError:
-        """What the system says about the lock file, and what to do."""
+        """Returns the error for what the system says about the lock file, with what to do."""
         do = ""
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             do = "this file system has no flock(), which keeps two jobs apart: choose a folder on a local disk"
@@ -224,10 +221,10 @@ class FolderLock:
         return IoError(says, path=str(self.path), errno=errno.EWOULDBLOCK)
 
     def release(self) -> None:
-        """Removes the file while it is locked, then lets go. A file that stays locks nothing: that is no error."""
+        """Removes the file while it is locked, then unlocks it. A file that stays locks nothing: that is no error."""
         if self.fd >= 0:
             try:
-                if self._still_there():
+                if self._is_there(self.fd):
                     with suppress(FileNotFoundError):
                         os.unlink(NAME, dir_fd=self.folder_fd)
             except OSError as error:
@@ -236,7 +233,7 @@ class FolderLock:
                 self.let_go()
 
     def let_go(self) -> None:
-        """In a child: the lock stays the parent's."""
+        """Closes the files, as in a child, where the lock stays the parent's."""
         fds, self.fd, self.folder_fd = (self.folder_fd, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:

@@ -1,6 +1,6 @@
-"""How what rests on disk is cut: spans with columns, packed into records that each fit a slot of the ring.
+"""Packs spans with columns (optimizer state on disk) into records that each fit a slot of the ring.
 
-Arithmetic alone, without torch: which spans lie in which record, and where in it.
+Pure arithmetic, without torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LEAST_SHARE = 8  # a span is cut only where at least this fraction of a slot is
 
 
 class Width(NamedTuple):
-    """What a column takes: `nbytes` for every `per` elements, and for a last part of these."""
+    """The size of a column: `nbytes` for every `per` elements, rounded up."""
 
     nbytes: int
     per: int
 
 
 class Segment(NamedTuple):
-    """`numel` elements of a span from `start` on, a multiple of 128; their columns lie at `offset` of a record."""
+    """`numel` elements of a span from `start` on, a multiple of 128, whose columns lie at `offset` of a record."""
 
     span: int
     start: int
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one record holds."""
+    """The content of one record."""
 
     segments: tuple[Segment, ...]
     nbytes: int
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def columns(widths: tuple[Width, ...], numel: int) -> tuple[tuple[int, ...], int]:
-    """Where each column of a span begins, counted from the span's own beginning, and the bytes of all of them.
+    """Returns the offset of each column within a span's bytes, and the bytes of all columns.
 
     >>> columns((Width(4, 1), Width(4, 128)), 300)
     ((0, 1216), 1280)
@@ -56,10 +56,9 @@ def columns(widths: tuple[Width, ...], numel: int) -> tuple[tuple[int, ...], int
 
 
 def plan(numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes: int) -> list[Piece]:
-    """Pieces of at most `slot_nbytes` each that hold the columns of all spans, in order.
+    """Plans records of at most `slot_nbytes` that hold the columns of all spans, in order.
 
-    Small spans lie side by side in one piece, large ones in several. Records are whole pages, so that they move
-    without a bounce.
+    Small spans share a record, large ones are split. Records are whole pages, so that they need no bounce buffer.
 
     >>> plan([100, 1000], [(Width(4, 1),)] * 2, 4096)[0]
     Piece(segments=(Segment(span=0, start=0, numel=100, offset=0), Segment(span=1, start=0, numel=896, offset=448)),\
@@ -90,7 +89,7 @@ def _closed(segments: list[Segment], used: int) -> Piece:
 
 
 def _within(widths: tuple[Width, ...], numel: int, nbytes: int) -> int:
-    """As many of `numel` elements as have room in `nbytes`: all, or a multiple of 128."""
+    """Returns how many of `numel` elements fit in `nbytes`: all, or a multiple of 128."""
     if columns(widths, numel)[1] <= nbytes:
         return numel
     block = sum(BLOCK // width.per * width.nbytes for width in widths)

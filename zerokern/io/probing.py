@@ -1,4 +1,4 @@
-"""Which depth and block a disk wants: measured once per device, kept in the cache folder, replaced whole."""
+"""Measures which depth and block are fastest on a disk, once per device, and keeps that in the cache folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from zerokern.core import env, native
 from zerokern.core.errors import ZerokernError
-from zerokern.io.advice import refused
+from zerokern.io.advice import refusing
 from zerokern.io.engine import Engine
 from zerokern.io.files import fallocate, go_direct, unnamed_file
 from zerokern.io.ticket import Ticket, Transfers
@@ -43,7 +43,7 @@ _log = logging.getLogger("zerokern.io")
 
 @dataclass(frozen=True)
 class Probe:
-    """What a disk can do. Without O_DIRECT nothing is measured: then speeds are 0 and depth and block a usual choice.
+    """What was measured of a disk. Without O_DIRECT nothing is: then speeds are 0, depth and block a usual choice.
 
     >>> Probe(depth=16, block=1 << 20, engine="uring", direct=True, read_gb_s=6.5, write_gb_s=3.25).line()
     'uring, O_DIRECT, depth 16, block 1024 KiB, read 6.50 GB/s, write 3.25 GB/s'
@@ -61,14 +61,14 @@ class Probe:
     date: str = ""
 
     def line(self) -> str:
-        """The same, for people."""
+        """Returns the same in one line, for people."""
         how = "O_DIRECT" if self.direct else "through the page cache"
         speed = f", read {self.read_gb_s:.2f} GB/s, write {self.write_gb_s:.2f} GB/s" if self.read_gb_s else ""
         return f"{self.engine}, {how}, depth {self.depth}, block {self.block >> 10} KiB{speed}"
 
 
 def settings(folder: Path, depth: int | None, block: int | None) -> tuple[int, int]:
-    """Depth and block as given; what is not given comes from the cache, or from a probe."""
+    """Returns depth and block as given; what is not given comes from the cache, or from a probe."""
     if depth is not None and block is not None:
         return depth, block
     found = probe(folder)
@@ -76,33 +76,31 @@ def settings(folder: Path, depth: int | None, block: int | None) -> tuple[int, i
 
 
 def probe(folder: str | os.PathLike[str]) -> Probe:
-    """What the disk below an existing folder can do: from the cache, or measured now, in a few seconds.
+    """Measures the disk below an existing folder, in a few seconds, or returns what the cache has.
 
     >>> probe("/dev/shm").depth >= 1
     True
     """
     folder = Path(folder)
-    try:
+    with refusing(folder, "A probe"):
         found = cached(folder)
         if found is not None:
             return found
         with unnamed_file(folder) as fd:
             measured = _measure(folder, fd)
-    except OSError as error:
-        raise refused(error, folder, "A probe") from error
     if measured.read_gb_s:
         _keep(folder, measured)
     return measured
 
 
 def cached(folder: str | os.PathLike[str]) -> Probe | None:
-    """What an earlier probe of this device found; None where there was none, or where the file is damaged."""
+    """Returns what an earlier probe of this device found; None where there was none, or where the file is damaged."""
     kept = _load(_place(folder))
     return None if kept is None else kept[1]
 
 
 def probes() -> dict[str, Probe]:
-    """All that is in the cache, by the folder that was asked about.
+    """Returns all that is in the cache, by the folder that was probed.
 
     >>> all(found.depth >= 1 for found in probes().values())
     True
@@ -115,14 +113,14 @@ def probes() -> dict[str, Probe]:
 
 
 def _place(folder: str | os.PathLike[str]) -> Path:
-    """One file per device, file system and kernel: a measurement holds for these."""
+    """Returns the cache's file for a device, file system and kernel: a measurement holds for these."""
     device = os.stat(folder).st_dev
     system = os.statvfs(folder).f_fsid
     return env.cache_folder() / f"disk-{device:x}-{system:x}-{platform.release()}.json"
 
 
 def _load(path: Path) -> tuple[str, Probe] | None:
-    """The folder that was asked about, and what was found."""
+    """Returns the folder that was probed, and what was found."""
     try:
         found = json.loads(path.read_text())
         kept = Probe(**{field.name: found[field.name] for field in fields(Probe)})
@@ -169,7 +167,7 @@ def _measure(folder: Path, fd: int) -> Probe:
 
 
 def _search(fd: int, span: int, arena: Arena, memory_align: int, offset_align: int) -> Probe:
-    """The best block at a usual depth, then the depth that is best for such blocks, and for the smallest."""
+    """Finds the best block at a usual depth, then the depth that is best for such blocks, and for the smallest."""
     until = time.monotonic() + LONGEST_S
     with arena.lease(MEMORY, "probe") as lease:
         lease.tensor(torch.int64).random_()  # a disk that compresses must not look faster than it is
@@ -201,7 +199,7 @@ def _search(fd: int, span: int, arena: Arena, memory_align: int, offset_align: i
 
 
 class _Trial:
-    """Moves spans between a file and a lease for a while."""
+    """Times transfers between a file and a lease."""
 
     def __init__(self, fd: int, arena: Arena, base: int, memory_align: int, offset_align: int) -> None:
         self.fd, self.arena, self.base, self.aligns = fd, arena, base, (memory_align, offset_align)
@@ -219,7 +217,7 @@ class _Trial:
         self.span -= self.span % self.request
 
     def run(self, depth: int, block: int, op: int, seconds: float, most: int = 1 << 62) -> float:
-        """Bytes per second."""
+        """Returns bytes per second."""
         with Engine("auto", depth=depth, block=block) as engine:
             self.kind, self.why = engine.kind, engine.why
             number = engine.file(self.fd, *self.aligns)

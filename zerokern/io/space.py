@@ -1,4 +1,4 @@
-"""Room on disk: which spans of which files belong to whom, files that grow, and what is free again."""
+"""Allocates spans of a store's files, which grow as needed, and frees them again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from zerokern.core.errors import BackendError, BudgetError, IoError
-from zerokern.io.advice import refused
+from zerokern.io.advice import refusing
 from zerokern.io.files import Files, refuse_beyond_free
 from zerokern.io.ticket import Ticket
 from zerokern.memory.layout import FreeSpans
@@ -32,9 +32,9 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Free spans of any number of files: first fit, neighbours grown together, every extent a multiple of `align`.
+    """The free spans of any number of files: first fit, neighbours merged, every extent a multiple of `align`.
 
-    Pure arithmetic: what a file really holds is not known here.
+    Pure arithmetic: no file is touched.
 
     >>> extents = Extents(4096)
     >>> extents.grow(0, 16384)
@@ -51,11 +51,11 @@ class Extents:
         self._lengths: list[int] = []
 
     def capacity(self, nbytes: int) -> int:
-        """What an extent for so many bytes takes."""
+        """Returns the length of an extent for so many bytes."""
         return -(-nbytes // self.align) * self.align
 
     def take(self, nbytes: int) -> Extent | None:
-        """The first span that fits, or None; at least one byte."""
+        """Takes the first span that fits at least one byte; returns None if there is none."""
         capacity = self.capacity(nbytes)
         at = self._free.take(capacity)
         return None if at is None else Extent(*divmod(at, APART), capacity)
@@ -65,7 +65,7 @@ class Extents:
         self._free.give(extent.file * APART + extent.offset, extent.nbytes)
 
     def grow(self, file: int, to_nbytes: int) -> None:
-        """A file got longer, or a new one was made: what was added is free."""
+        """Adds what a file, new or longer than before, has gained."""
         self._lengths += [0] * (file + 1 - len(self._lengths))
         length = to_nbytes - to_nbytes % self.align
         if length > self._lengths[file]:
@@ -73,7 +73,7 @@ class Extents:
             self._lengths[file] = length
 
     def claim(self, lengths: list[int], taken: Iterable[Extent]) -> None:
-        """Begins with files that exist: all but the taken extents is free."""
+        """Starts with existing files, of which all but the taken extents is free."""
         taken = sorted(taken)
         for one in taken:
             if one.offset % self.align or one.nbytes % self.align:
@@ -94,7 +94,7 @@ class Extents:
 
     @property
     def largest(self) -> int:
-        """The longest free span."""
+        """The length of the longest free span."""
         return self._free.largest
 
     @property
@@ -104,7 +104,7 @@ class Extents:
 
 
 class Space:
-    """Extents of the store's files. With a budget all of it is one file, allocated at once, and never grows."""
+    """The extents of a store's files. With a budget there is one file, allocated at once, that never grows."""
 
     def __init__(self, files: Files, budget: int | None, taken: Iterable[Extent] = ()) -> None:
         self._files, self.budget = files, budget
@@ -127,7 +127,7 @@ class Space:
         self.extents.claim([file.nbytes for file in files.all], taken)
 
     def take(self, nbytes: int, table: Callable[[], str]) -> Extent:
-        """An extent for at least one byte. Raises before anything has changed; `table` says who holds the others."""
+        """Takes an extent for at least one byte. Raises before anything changes; `table` says who holds the others."""
         self._reclaim(wait=False)
         found = self.extents.take(nbytes)
         if found is None and self.budget is None:
@@ -152,7 +152,7 @@ class Space:
             self._leaving.append((extent, last))
 
     def _reclaim(self, wait: bool) -> None:
-        """Frees what was left. Called with the lock of the transfers held."""
+        """Frees extents whose last transfer has ended. Called with the lock of the transfers held."""
         while self._leaving:
             extent, last = self._leaving[0]
             if not last.done():
@@ -163,7 +163,7 @@ class Space:
             self._leaving.popleft()
 
     def _grow(self, nbytes: int) -> None:
-        """Lengthens the last file, or makes another, so that nbytes fit in one piece."""
+        """Lengthens the last file, or makes another, so that nbytes fit in one span."""
         step = max(nbytes, min(STEP, max(LEAST_STEP, self.extents.nbytes)))
         for more in dict.fromkeys((step, nbytes)):
             try:
@@ -178,13 +178,9 @@ class Space:
     def _grow_file(self, nbytes: int) -> None:
         files = self._files
         last = files.all[-1] if files.all else None
-        try:
+        path, offset = (files.folder, 0) if last is None else (last.path, last.nbytes)
+        with refusing(files.folder, f"Taking {amount(nbytes)} more", path=path, offset=offset, nbytes=nbytes):
             if last is not None and (last.nbytes + nbytes <= MOST_FILE or self.budget is not None):
                 files.lengthen(last, last.nbytes + nbytes)
             else:
                 files.make(nbytes)
-        except OSError as error:
-            path = last.path if last is not None else files.folder
-            offset = last.nbytes if last is not None else 0
-            what = f"Taking {amount(nbytes)} more"
-            raise refused(error, files.folder, what, path=path, offset=offset, nbytes=nbytes) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import weakref
 from pathlib import Path
@@ -14,11 +15,15 @@ from torch.autograd.graph import increment_version
 from zerokern.core import native
 from zerokern.core.errors import IoError, KernelError, got
 from zerokern.core.units import parse_nbytes
-from zerokern.io.belongings import Belongings
-from zerokern.io.engine import Faults, check_settings
-from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
-from zerokern.io.index import IndexRow
-from zerokern.io.ticket import Ticket, again
+from zerokern.io import index
+from zerokern.io.advice import refusing
+from zerokern.io.engine import Engine, Faults, check_settings
+from zerokern.io.files import Files, make_folder, remains
+from zerokern.io.index import Entry, mismatch, span_of
+from zerokern.io.lock import FolderLock, let_go_in_child
+from zerokern.io.probing import settings
+from zerokern.io.space import Extent, Space
+from zerokern.io.ticket import Ticket, Transfers, again
 from zerokern.memory.room import amount
 
 if TYPE_CHECKING:
@@ -31,6 +36,8 @@ __all__ = ["Store"]
 DONE, READ, WRITE, PADDED = native.IO_DONE, native.IO_READ, native.IO_WRITE, native.IO_PADDED
 PAGE = 4096
 MOST_SHOWN = 8
+
+_log = logging.getLogger("zerokern.io")
 
 
 class Store:
@@ -67,7 +74,7 @@ class Store:
         check_settings(engine, 1 if depth is None else depth, PAGE if block is None else block)
         self.folder = Path(os.path.abspath(folder))
         self.checksum, self.durable, self.arena = checksum, durable, arena
-        self._belongings = belongings = Belongings(
+        self._resources = resources = Resources(
             self.folder,
             durable=durable,
             budget=None if budget is None else parse_nbytes("budget", budget),
@@ -77,18 +84,17 @@ class Store:
             faults=faults,
             arena=arena,
         )
-        self._transfers, self._slots = belongings.transfers, belongings.transfers.requests
-        self._files, self._space = belongings.files, belongings.space
+        self._transfers, self._slots = resources.transfers, resources.transfers.requests
+        self._files, self._space = resources.files, resources.space
         self._crc32c = native.library().zk_crc32c
         self._entries: dict[str, Entry] = {}
         self._replaced: list[Entry] = []  # on the disk until an index without them is published
-        for row in belongings.rows:
-            entry = self._entries[row.key] = Entry(row.key, row.extent, row.nbytes, row.dtype, row.shape)
-            entry.crc, entry.published = row.crc, True
-            entry.put = Ticket(self._transfers, None, WRITE, row.key, row.nbytes, 0, 0)
-            if row.lost:
-                entry.put._failure = IoError(row.lost, path=str(self.folder), errno=errno.ENODATA, key=row.key)
-        self._finalizer = weakref.finalize(self, belongings.abandon)
+        for entry in resources.entries:
+            self._entries[entry.key], entry.published = entry, True
+            entry.put = Ticket(self._transfers, None, WRITE, entry.key, entry.nbytes, 0, 0)
+            if entry.lost:
+                entry.put._failure = IoError(entry.lost, path=str(self.folder), errno=errno.ENODATA, key=entry.key)
+        self._finalizer = weakref.finalize(self, resources.abandon)
 
     def put(self, key: str, tensor: torch.Tensor, after: Ticket | None = None) -> Ticket:
         """Writes a tensor, whose memory must not change until the ticket has ended.
@@ -101,12 +107,11 @@ class Store:
         crc = self._crc32c(0, address, nbytes) if self.checksum else None
         with self._transfers.lock:
             entry = self._entries.get(key)
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._resources.check()
             before = self._before(entry, after)  # it may wait, and be interrupted: nothing has changed yet
             if entry is None or entry.nbytes != nbytes or entry.published:
                 entry = self._place(key, entry, nbytes, tensor.dtype, tensor.shape)
-            self._belongings.unpublished = True
+            self._resources.unpublished = True
             return self._start(WRITE, entry, address, nbytes, tensor, before, crc)
 
     def get(self, key: str, out: torch.Tensor, after: Ticket | None = None) -> Ticket:
@@ -115,11 +120,8 @@ class Store:
         if after is not None:
             self._check_after(after)
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
-            entry = self._entries.get(key)
-            if entry is None:
-                raise unknown(key, len(self._entries), self.folder)
+            self._resources.check()
+            entry = self._known(key)
             put = entry.put
             if put is None:
                 raise KeyError(f"key {key!r} was reserved and never put: there is nothing to read yet")
@@ -130,7 +132,10 @@ class Store:
                 self._transfers.settle(put)
                 slot = None
             if put._failure is not None:
-                raise lost(entry, put._failure)
+                says = (
+                    f"get of {key!r} is not possible: its last put failed. Put it again. That put said: {put._failure}"
+                )
+                raise again(says, put._failure)
             ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), None)
             if slot is not None:
                 ticket._source = put
@@ -165,6 +170,15 @@ class Store:
             raise
         return ticket
 
+    def _known(self, key: str) -> Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            raise KeyError(
+                f"key {key!r} was asked for; it is none of the {len(self._entries)} keys of {self.folder}. "
+                "keys() lists them"
+            )
+        return entry
+
     def _check_after(self, after: Ticket) -> None:
         if not isinstance(after, Ticket):
             raise TypeError(got("after", type(after).__name__, "a ticket of this store, or None"))
@@ -172,29 +186,24 @@ class Store:
             raise ValueError("after= is a ticket of another store; allowed: tickets of this one. Wait for it first")
 
     def _before(self, entry: Entry | None, after: Ticket | None) -> int:
-        """The request to come after: the last of the key, and `after`. The engine knows one; of two one is awaited."""
-        before = 0
+        """Returns the request that comes first: the last of the key, or `after`. The engine knows one; of two, one is
+        awaited."""
+        pending = self._transfers.pending_slot
         last = None if entry is None else entry.last
-        if last is not None:
-            slot = last._slot
-            if slot is not None and slot.words[slot.state] != DONE:
-                before = slot.address
-        if after is None:
-            return before
-        slot = self._transfers.pending_slot(after)
-        if slot is None:
-            return before
-        if before and last is not None and last is not after:
+        own = None if last is None else pending(last)
+        other = None if after is None else pending(after)
+        if own is not None and other is not None and last is not None and last is not after:
             self._transfers.await_ticket(last)
-        return slot.address
+        first = other or own
+        return 0 if first is None else first.address
 
     def _owns_padding(self, address: int, nbytes: int) -> bool:
-        """Whether what lies behind the span, up to the disk's alignment, is the unused end of its own lease."""
+        """Returns whether what lies behind the span, up to the disk's alignment, is the unused end of its lease."""
         lease = self.arena.find(address, nbytes) if self.arena is not None else None
         return lease is not None and lease.ptr + lease.nbytes == address + nbytes and self._files.offset_align <= PAGE
 
     def _place(self, key: str, entry: Entry | None, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
-        """An entry whose extent may be written to, in place of the one there is."""
+        """Returns an entry whose extent may be written to, in place of the one there is."""
         if not isinstance(key, str):
             raise TypeError(got("key", key, "a string"))
         old = None if entry is None or entry.published else entry.extent
@@ -212,7 +221,7 @@ class Store:
         return made
 
     def _leave(self, entry: Entry) -> None:
-        """Frees an extent: at once, or when no published index speaks of it any more."""
+        """Frees an extent: at once, or when no published index names it any more."""
         if entry.extent is None:
             return
         if entry.published:
@@ -221,7 +230,7 @@ class Store:
             self._space.give(entry.extent, entry.last)
 
     def _table(self) -> str:
-        """Who holds what, the largest first."""
+        """Returns a table of the largest keys."""
         held = sorted(self._entries.values(), key=lambda one: -one.nbytes)
         rows = [f"  {one.key[:40]:<40}{amount(one.nbytes):>12}" for one in held[:MOST_SHOWN]]
         rest = sum(one.nbytes for one in held[MOST_SHOWN:])
@@ -229,10 +238,9 @@ class Store:
         return "\n".join([*rows, *more]) or "  no key yet"
 
     def reserve(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Takes the room for a tensor that will be put later: a full disk shows now. Until then a get raises."""
+        """Takes the room for a tensor that is put later, so that a full disk shows now. A get raises until then."""
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._resources.check()
             if key in self._entries:
                 raise ValueError(got("key", key, "keys that are not there yet", "Delete it first"))
             size = torch.Size(shape)
@@ -243,16 +251,14 @@ class Store:
     def delete(self, key: str) -> None:
         """Forgets a key; its room is used again when the last transfer in it has ended."""
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
-            entry = self._entries.pop(key, None)
-            if entry is None:
-                raise unknown(key, len(self._entries), self.folder)
-            self._belongings.unpublished = True
+            self._resources.check()
+            entry = self._known(key)
+            del self._entries[key]
+            self._resources.unpublished = True
             self._leave(entry)
 
     def keys(self) -> list[str]:
-        """Keys that were put, in order of their first put."""
+        """Lists the keys that were put, in order of their first put."""
         with self._transfers.lock:
             return [key for key, entry in self._entries.items() if entry.put is not None]
 
@@ -269,7 +275,7 @@ class Store:
     @property
     def engine(self) -> str:
         """The engine that runs: ``"uring"`` or ``"threads"``."""
-        return self._belongings.engine.kind
+        return self._resources.engine.kind
 
     @property
     def direct(self) -> bool:
@@ -277,11 +283,10 @@ class Store:
         return self._files.direct
 
     def stats(self) -> dict[str, object]:
-        """What runs, what is held, and what the engine has done since it was opened."""
+        """Returns which engine runs, what is held, and what the engine has done since it was opened."""
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
-            engine, extents = self._belongings.engine, self._space.extents
+            self._resources.check()
+            engine, extents = self._resources.engine, self._space.extents
             return {
                 "engine": engine.kind,
                 "why": engine.why,
@@ -295,53 +300,46 @@ class Store:
             }
 
     def sync(self) -> None:
-        """Returns when everything has ended; raises failures that no ``wait()`` has told.
+        """Waits until everything has ended; raises failures that no ``wait()`` has told.
 
-        A durable store is now what will be found after a kill; where this raises, that is what the last one left.
+        After a kill a durable store is as this leaves it; where this raises, as the last one left it.
         """
         with self._transfers.lock:
-            if not self._belongings.open:
-                raise self._belongings.refuse()
+            self._resources.check()
             self._transfers.drain()
             if self.durable and not any(ticket.op == WRITE for ticket in self._transfers.untold):
                 self._publish()  # a get that failed takes nothing from what was put
             self._transfers.raise_untold()
 
     def _publish(self) -> None:
-        kept: list[Entry] = []
-        rows: list[IndexRow] = []
-        for one in self._entries.values():
-            if one.put is None:
-                continue
-            failure = one.put._failure
+        kept = [one for one in self._entries.values() if one.put is not None]
+        for one in kept:
+            failure = one.put._failure if one.put is not None else None
             if failure is not None and not one.published:
                 raise again(
                     f"sync is not possible: the last put of {one.key!r} failed. Put it again or delete it. "
                     f"That put said: {failure}",
                     failure,
                 )
-            kept.append(one)
-            lost = None if failure is None else str(failure)
-            rows.append(IndexRow(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
-        if not self._belongings.unpublished:
+        if not self._resources.unpublished:
             return
         for one in kept:  # from the rename on the index names these extents, also where what follows it fails
             one.published = True
-        self._belongings.publish(rows)
+        self._resources.publish(kept)
         replaced, self._replaced = self._replaced, []
         for entry in replaced:
             if entry.extent is not None:
                 self._space.give(entry.extent, None)
 
     def close(self) -> None:
-        """``sync()``, then lets go of the folder: without ``durable`` its files are removed. Twice is no error."""
-        if not self._belongings.open:
+        """Does ``sync()``, then unlocks the folder; without ``durable`` its files are removed. Twice is no error."""
+        if not self._resources.open:
             return
         try:
             self.sync()
         finally:
             self._finalizer.detach()
-            self._belongings.close()
+            self._resources.close()
 
     def __enter__(self) -> Store:
         return self
@@ -350,10 +348,193 @@ class Store:
         """After an exception a durable store is not published: half of a change is no state."""
         if kind is None:
             self.close()
-        elif self._belongings.open:
+        elif self._resources.open:
             self._finalizer.detach()
-            self._belongings.close()
+            self._resources.close()
 
     def __repr__(self) -> str:
-        state = f"{self.engine}, {len(self._entries)} keys" if self._belongings.open else "closed"
+        state = f"{self.engine}, {len(self._entries)} keys" if self._resources.open else "closed"
         return f"Store({str(self.folder)!r}, {state})"
+
+
+class Resources:
+    """A store's lock, engine, files and transfers, opened in order and closed in reverse. They are apart from the store
+    so that its finalizer may hold them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        durable: bool,
+        budget: int | None,
+        engine: str,
+        depth: int | None,
+        block: int | None,
+        faults: Faults | None,
+        arena: Arena | None,
+    ) -> None:
+        self.folder, self.durable = folder, durable
+        self.open, self.unpublished = False, False
+        self._sync_failure: IoError | None = None
+        self.pid = os.getpid()
+        self._registered: Arena | None = None
+        self._lock_number = -1
+        with refusing(folder, "A store"):
+            make_folder(folder, 0o700)
+            self.lock = FolderLock(folder)
+            try:
+                self.entries = self._published()
+                self._clear(keep=self._names)
+                depth, block = settings(folder, depth, block)
+                self.engine = Engine(engine, depth=depth, block=block, faults=faults)
+            except BaseException:
+                self.lock.release()
+                raise
+            self.files = Files(folder, self.engine, place=self.lock.folder_fd, named=durable)
+            try:
+                # The kernel lets go of a killed ring's files when its last transfer has ended. With the lock among them
+                # no other process takes the folder while a write may still land in it.
+                self._lock_number = self.engine.file(self.lock.fd, 1, 1)
+                self._reopen()
+                self.space = Space(self.files, budget, self._extents)
+                self.transfers = Transfers(self.engine, self.files.paths)
+                if arena is not None:
+                    # The ring goes on moving these very pages, which an arena that is closed meanwhile must not free.
+                    self._pages = arena.view_at(arena.base, torch.uint8, arena.nbytes)
+                    if self.engine.register(arena):
+                        self._registered = arena
+            except BaseException:
+                self._let_go_of_files()
+                raise
+        self.open = True
+        let_go_in_child(self)
+
+    @property
+    def _extents(self) -> list[Extent]:
+        return [entry.extent for entry in self.entries if entry.extent is not None]
+
+    def _published(self) -> list[Entry]:
+        """Returns the entries of a durable store that was here before."""
+        found = index.read(self.folder)
+        if found is not None and not self.durable:
+            raise IoError(
+                f"{self.folder} holds a durable store with {len(found[1])} keys; durable=False would remove it. "
+                "Open it with durable=True, choose another folder, or remove its files yourself",
+                path=str(self.folder),
+                errno=errno.EEXIST,
+            )
+        self._names = found[0] if found else []
+        return found[1] if found else []
+
+    def _clear(self, keep: list[str]) -> None:
+        """Removes what a killed owner left behind."""
+        left = [path for path in remains(self.folder) if path.name not in keep]
+        for path in left:
+            path.unlink(missing_ok=True)
+        if left:
+            _log.info("%s: %d files of a store that ended without close() are removed", self.folder, len(left))
+
+    def _reopen(self) -> None:
+        for name in self._names:
+            try:
+                self.files.reopen(name)
+            except FileNotFoundError:
+                path = self.folder / name
+                raise IoError(
+                    f"{path} is named by {index.NAME} and is not there; restore it, or remove the folder's files to "
+                    "begin anew",
+                    path=str(path),
+                    errno=errno.ENOENT,
+                ) from None
+        # A longer file would read as zeros where bytes are missing: what is lost is written down before any is made so.
+        for entry in self.entries:
+            self._check_length(entry)
+        if any(entry.lost for entry in self.entries):
+            self.publish(self.entries)
+        for extent in self._extents:
+            file, end = self.files.all[extent.file], extent.offset + extent.nbytes
+            if file.nbytes < end:
+                self.files.lengthen(file, end)
+
+    def _check_length(self, entry: Entry) -> None:
+        """Marks an entry as lost if its file ends before its bytes do."""
+        if entry.extent is None:
+            return
+        file, offset = self.files.all[entry.extent.file], entry.extent.offset
+        if offset + entry.nbytes > file.nbytes:
+            entry.extent = None
+            entry.lost = (
+                f"{file.path} had {file.nbytes} bytes when it was opened, {entry.key!r} lies at offset {offset}, "
+                f"{entry.nbytes} bytes: something has truncated the file"
+            )
+
+    def publish(self, entries: list[Entry]) -> None:
+        """Makes these entries the state that a reopened store begins with."""
+        if self._sync_failure is not None:
+            raise again(
+                f"{self._sync_failure}. It is unknown since then what the disk holds; another fsync would not tell. "
+                "Close the store; what the last sync() published is kept",
+                self._sync_failure,
+            )
+        try:
+            self.files.sync()
+        except IoError as error:
+            self._sync_failure = error
+            raise
+        # From the rename on the index names these files, also where what follows it fails.
+        self._names = [file.path.name for file in self.files.all]
+        with refusing(self.folder, "Publishing the index"):
+            index.publish(self.folder, self._names, entries)
+        self.unpublished = False
+
+    def close(self) -> None:
+        """Waits for all transfers, then removes the files that nobody wants to keep, and unlocks the folder."""
+        if not self.open:
+            return
+        self.open = False
+        try:
+            with self.transfers.lock:
+                self.transfers.drain()
+        finally:
+            self._let_go_of_files()
+
+    def _let_go_of_files(self) -> None:
+        try:
+            self.files.close(keep=self._names)
+            if self._registered is not None:
+                self.engine.forget(self._registered)
+            if self._lock_number >= 0:
+                self.engine.forget_file(self._lock_number)
+        finally:
+            self.engine.close()
+            self.lock.release()
+
+    def abandon(self) -> None:
+        """Closes a store that nobody has closed, and logs what nobody was told."""
+        if not self.open:
+            return
+        if self.durable and self.unpublished:
+            _log.warning("%s: not closed; what was put since the last sync() is not kept", self.folder)
+        self.close()
+        for ticket in self.transfers.untold:
+            _log.error("%s: not closed, and nobody was told: %s", self.folder, ticket._failure)
+
+    def let_go(self) -> None:
+        """Forgets all of it in a forked child: it stays the parent's."""
+        if self.open:
+            self.open = False
+            self.transfers.let_go()
+            self.engine.close()
+            self.files.close(keep=None)
+
+    def check(self) -> None:
+        """Raises IoError if the store is closed, or belongs to another process."""
+        if self.open:
+            return
+        says = "is closed; open another store"
+        if os.getpid() != self.pid:
+            says = (
+                f"belongs to process {self.pid}, from which this one was forked; only that one may use it. "
+                "Open a store of another folder in this process"
+            )
+        raise IoError(f"the store of {self.folder} {says}", path=str(self.folder), errno=errno.EBADF)

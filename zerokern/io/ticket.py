@@ -1,4 +1,4 @@
-"""Tickets: one per transfer that was asked for. Each ends with its own result, whether somebody waits for it or not."""
+"""Tickets, one for each transfer. Each ends with its own result, whether somebody waits for it or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = "or give the store a budget, which is allocated when the store opens"
 
 
 def again(says: str, error: IoError) -> IoError:
-    """The same failure, told in another place."""
+    """Returns the same error with another message."""
     return IoError(says, path=error.path, offset=error.offset, nbytes=error.nbytes, errno=error.errno, key=error.key)
 
 
@@ -62,8 +62,7 @@ class NativeRequest:
 
 
 class Requests:
-    """Native requests at addresses that stay, used again, so that a ticket allocates nothing native; more are made,
-    CHUNK at a time, when none is free."""
+    """A pool of native requests at fixed addresses, so that a ticket allocates nothing native. It grows by CHUNK."""
 
     __slots__ = ("_chunks", "free")
 
@@ -72,7 +71,7 @@ class Requests:
         self.free: list[NativeRequest] = []
 
     def take(self) -> NativeRequest:
-        """A slot whose state is IO_IDLE."""
+        """Returns a request whose state is IO_IDLE."""
         if not self.free:
             self._grow()
         slot = self.free.pop()
@@ -80,14 +79,14 @@ class Requests:
         return slot
 
     def give(self, slot: NativeRequest) -> None:
-        """Takes back a slot whose request has ended, now or when the last thread that waits on it has noticed."""
+        """Takes back a request that has ended, now or when the last thread that waits for it has noticed."""
         if slot.waiters:
             slot.retired = True
         else:
             self.free.append(slot)
 
     def leave(self, slot: NativeRequest) -> None:
-        """A thread that waited on the slot has noticed."""
+        """Records that a thread that waited for the request has noticed its end."""
         slot.waiters -= 1
         if slot.retired and not slot.waiters:
             slot.retired = False
@@ -130,12 +129,12 @@ class Ticket:
         self._failure: IoError | None = None
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not. ``wait()`` says which."""
+        """Returns whether the transfer has ended, successfully or not. ``wait()`` says which."""
         slot = self._slot
         return slot is None or slot.words[slot.state] == DONE or self._slot is None
 
     def wait(self) -> None:
-        """Returns when the transfer has ended; raises ``IoError`` if it failed, each time."""
+        """Waits until the transfer has ended; raises ``IoError`` if it failed, each time."""
         if self._slot is not None:
             self._transfers.finish(self)
         if self._crc is not None and self._failure is None:
@@ -145,7 +144,7 @@ class Ticket:
             raise self._failure.with_traceback(None)
 
     def await_ended(self) -> None:
-        """Waits, with the lock of the transfers held, and raises nothing."""
+        """Waits with the lock of the transfers held; raises nothing."""
         self._transfers.await_ticket(self)
 
     def _verify(self) -> None:
@@ -160,7 +159,7 @@ class Ticket:
         self._crc = self._tensor = None
 
     def failure(self, number: int, says: str = "", offset: int | None = None, nbytes: int | None = None) -> IoError:
-        """The error of this transfer; offset and nbytes are those of the part that failed."""
+        """Returns the error of this transfer; offset and nbytes are those of the part that failed."""
         path = self._transfers.paths.get(self.file, "")
         offset = self.offset if offset is None else offset
         nbytes = self.nbytes if nbytes is None else nbytes
@@ -207,7 +206,7 @@ class Transfers:
             self.sweep()
 
     def sweep(self) -> None:
-        """Settles what has ended: tickets that nobody kept do not stay longer than a few others."""
+        """Settles tickets that have ended, so that those that nobody kept do not pile up."""
         for slot, ticket in list(self.pending.items()):
             if slot.words[slot.state] == DONE:
                 self.settle(ticket)
@@ -241,15 +240,13 @@ class Transfers:
         self.pending.pop(slot, None)
         self.requests.give(slot)
 
-    def pending_slot(self, ticket: Ticket | None) -> NativeRequest | None:
-        """The slot of a ticket that has not ended."""
-        if ticket is None:
-            return None
+    def pending_slot(self, ticket: Ticket) -> NativeRequest | None:
+        """Returns the slot of a ticket that has not ended."""
         slot = ticket._slot
         return slot if slot is not None and slot.words[slot.state] != DONE else None
 
     def await_ticket(self, ticket: Ticket) -> None:
-        """Waits with the lock held, where nothing else may come between."""
+        """Waits for a ticket with the lock held, so that nothing comes between; raises nothing."""
         slot = ticket._slot
         if slot is None:
             return
@@ -276,7 +273,7 @@ class Transfers:
         raise first.with_traceback(None)
 
     def let_go(self) -> None:
-        """In a forked child: nothing will end here, and a thread that is not here may have held the lock."""
+        """Marks tickets as never ending here, in a forked child; the lock may be held by a thread that is not here."""
         self.inherited = True
         self.lock = threading.RLock()
 

@@ -1,7 +1,4 @@
-"""The tier on disk: parts are keys of a Store, and move between its files and the caller's memory without a copy.
-
-`Nvme` names one, as `tier=` and `keep=` take it.
-"""
+"""The tier on disk, whose parts are keys of a Store, and `Nvme`, which names one for `tier=` and `keep=`."""
 
 from __future__ import annotations
 
@@ -79,12 +76,12 @@ class Nvme:
             object.__setattr__(self, name, value)
 
     def open(self, name: str, owner: str) -> NvmeTier:
-        """The tier in a folder `name` below the path, or in the path itself; nothing is taken before it is used."""
+        """Returns the tier in a folder `name` below the path, or in the path itself; it is opened when first used."""
         return NvmeTier(below(self, name) if name else self, owner)
 
 
 def below(tier: Nvme, *names: str) -> Nvme:
-    """The same tier in a folder below its own, which need not be there yet.
+    """Returns the same tier in a folder below its own, which need not exist.
 
     >>> below(Nvme("swap"), "state-0").path
     'swap/state-0'
@@ -95,14 +92,14 @@ def below(tier: Nvme, *names: str) -> Nvme:
 
 
 class StoredPart(NamedTuple):
-    """A part on disk: the key that it has in the store."""
+    """A part on disk, by its key in the store."""
 
     key: str
     wanted: Wanted
 
 
 class NvmeTier:
-    """Opens its Store when room is first asked for.
+    """A tier in a Store, which is opened when room is first needed.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +111,7 @@ class NvmeTier:
     """
 
     def __init__(self, config: Nvme, owner: str) -> None:
-        """`owner`: whose parts these are, in words."""
+        """`owner`: whose parts these are, for messages."""
         self.config, self._owner = config, owner
         self._parts: dict[str, StoredPart] = {}
         self._numbers = itertools.count()
@@ -124,7 +121,7 @@ class NvmeTier:
 
     @property
     def budget(self) -> int | None:
-        """Of the files, which are allocated at once then."""
+        """The most bytes of the files, which are allocated at once."""
         return self.config.budget
 
     @property
@@ -132,10 +129,10 @@ class NvmeTier:
         return hasattr(self, "swap") and not self._closed
 
     def open(self, arena: Arena | None = None) -> None:
-        """Takes the folder, which is refused where another job has it.
+        """Opens and locks the folder; raises if another job has it.
 
-        A tier of this process that had opened the folder before this one was made gives it up: a notebook's cell that
-        runs again is not locked out by its first run. Of two that were made first and used then, both are wanted.
+        A tier of this process that had opened the folder before this one was made is closed, so that a notebook's cell
+        that runs again is not locked out by its first run. If both were made before either was opened, both are wanted.
         """
         self._refuse_if_closed()
         if not self.is_open:
@@ -173,7 +170,7 @@ class NvmeTier:
             raise StateError(self._closed)
 
     def close(self, because: str) -> None:
-        """Gives the folder back; nothing is kept. From here on whoever uses it is told why."""
+        """Closes the folder; nothing is kept. Later uses raise the reason."""
         if self._closed:
             return
         opened, self._closed = self.is_open, because
@@ -182,7 +179,7 @@ class NvmeTier:
                 self.swap.close()
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[StoredPart]:
-        """Room for all of these, or an error: a disk that is too small shows before anything is changed."""
+        """Reserves room for all of these, or raises, so that a disk that is too small shows before anything changes."""
         self.open()
         made: list[StoredPart] = []
         try:
@@ -201,7 +198,7 @@ class NvmeTier:
         return made
 
     def evict(self, parts: Iterable[StoredPart]) -> None:
-        """Gives their room back, once the last transfer in it has ended."""
+        """Frees their room once the last transfer in it has ended."""
         for part in list(parts) if not self._closed else ():
             self.swap.delete(part.key)
             del self._parts[part.key]
@@ -210,7 +207,7 @@ class NvmeTier:
         return f"the folder {self.config.path!r}"
 
     def held(self) -> dict[str, int]:
-        """Bytes of all parts, by role."""
+        """Returns the bytes of all parts, by role."""
         held: Counter[str] = Counter()
         for part in self._parts.values():
             held[part.wanted.role] += part.wanted.nbytes
@@ -222,6 +219,6 @@ class NvmeTier:
         return self.swap.get(part.key, out, after=after)
 
     def store(self, part: StoredPart, value: Tensor, after: Any = None) -> Ticket:
-        """Starts to write what host memory holds."""
+        """Starts to write a part from host memory."""
         self._refuse_if_closed()
         return self.swap.put(part.key, value, after)

@@ -19,17 +19,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.memory.staging import Ticket
 
-__all__ = ["Copies", "Copy", "Driver", "Mark"]
-
-
-class Mark(Protocol):
-    """A point in the work queued on a stream (an event)."""
-
-    def wait(self) -> None:
-        """Waits until the stream has passed it; raises if the device failed."""
-
-    def done(self) -> bool:
-        """Returns whether the stream has passed it."""
+__all__ = ["Copies", "Copy", "Driver"]
 
 
 class Driver(Protocol):
@@ -41,10 +31,10 @@ class Driver(Protocol):
     def stream(self) -> Any:
         """Returns a new stream."""
 
-    def mark(self, stream: Any | None) -> Mark:
+    def mark(self, stream: Any | None) -> Ticket:
         """Records an event behind all work queued on the stream; None is the caller's current stream."""
 
-    def follow(self, stream: Any | None, mark: Mark) -> None:
+    def follow(self, stream: Any | None, mark: Ticket) -> None:
         """Makes later work of the stream wait for the mark."""
 
     def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -68,7 +58,7 @@ class Copy:
     def __init__(self, driver: Driver, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._driver, self._stream = driver, stream
         self._pairs: Sequence[tuple[Tensor, Tensor]] = pairs
-        self._mark: Mark | None = None
+        self._mark: Ticket | None = None
         self._failure: Exception | None = None
         self._ended = self._reported = False
 
@@ -98,7 +88,7 @@ class Copy:
         if not self._ended:
             self._driver.follow(None, self._marked())
 
-    def _marked(self) -> Mark:
+    def _marked(self) -> Ticket:
         """Returns the mark behind the copies. If an interrupt came before it was recorded, a later one serves as
         well."""
         if self._mark is None:
@@ -219,7 +209,8 @@ class Copies:
         with self._lock:
             if self._closed:
                 raise StateError("these copies are closed; make others")
-            self._retire_ended()
+            for ended in [pending for pending in self._pending if pending.done()]:
+                self._retire(ended)  # a slow copy in one direction does not keep those of the other
             before = [ticket for ticket in (ready, after) if isinstance(ticket, Copy)]
             if ready is None:
                 before.append(self.here())
@@ -267,11 +258,6 @@ class Copies:
                 f"the host side of copy {i} is not pinned; allowed: leases of a zerokern.memory.Arena taken while CUDA "
                 "is in use, or tensors made with pin_memory=True"
             )
-
-    def _retire_ended(self) -> None:
-        """Releases copies that have ended; a slow copy in one direction does not keep those of the other."""
-        for copy in [pending for pending in self._pending if pending.done()]:
-            self._retire(copy)
 
     def _retire(self, copy: Copy) -> None:
         copy._finish()

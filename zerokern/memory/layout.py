@@ -55,13 +55,9 @@ def nbytes_of(wanted: Sequence[tuple[Sequence[int], Itemsize | int]]) -> int:
     >>> nbytes_of([((1000, 3), 4), ((7,), 1)]), nbytes_of([])
     (12288, 0)
     """
-    _, end = offsets_of(math.prod(shape) * width_of(dtype) for shape, dtype in wanted)
+    widths = [dtype if isinstance(dtype, int) else dtype.itemsize for _, dtype in wanted]
+    _, end = offsets_of(math.prod(shape) * width for (shape, _), width in zip(wanted, widths, strict=True))
     return -(-end // PAGE) * PAGE
-
-
-def width_of(dtype: Itemsize | int) -> int:
-    """Returns the bytes per element of a dtype, or the number itself."""
-    return dtype if isinstance(dtype, int) else dtype.itemsize
 
 
 class FreeSpans:

@@ -51,12 +51,6 @@ def reserve(nbytes: int) -> tuple[mmap.mmap, int]:
     return mapping, -start % HUGE_PAGE if slack else 0
 
 
-def _appear(address: int, nbytes: int) -> None:
-    """Backs reserved addresses with memory, which is zeros. Raises OSError."""
-    if nbytes and _LIBC.mprotect(c_void_p(address), c_size_t(nbytes), _ALL):
-        raise OSError(ctypes.get_errno(), f"mprotect of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-
-
 def _disappear(address: int, nbytes: int) -> None:
     """Replaces whatever is mapped at these addresses by one reservation without memory."""
     where, size = c_void_p(address), c_size_t(nbytes)
@@ -98,7 +92,9 @@ class Pages:
             if self.nbytes + HUGE_PAGE > self.most_nbytes or not self._can_move:
                 break
             if not self._empty:
-                self._reserve()
+                mapping, skip = reserve(HUGE_PAGE)
+                self._mappings.append(mapping)
+                self._empty.append(torch.frombuffer(mapping, dtype=torch.uint8, count=1, offset=skip).data_ptr())
             if not self._move(page, self._empty[-1]):
                 break
             self._full.append(self._empty.pop())
@@ -115,11 +111,11 @@ class Pages:
                 break
             self._empty.append(page)
             given += HUGE_PAGE
-        try:
-            _appear(address + given, nbytes - given)
-        except OSError:
+        rest = nbytes - given
+        if rest and _LIBC.mprotect(c_void_p(address + given), c_size_t(rest), _ALL):
+            error = OSError(ctypes.get_errno(), f"mprotect of {rest} bytes: {os.strerror(ctypes.get_errno())}")
             _disappear(address, nbytes)
-            raise
+            raise error
         return given
 
     def drop(self) -> None:
@@ -127,11 +123,6 @@ class Pages:
         while self._full:
             self._empty.append(self._full.pop())
             _disappear(self._empty[-1], HUGE_PAGE)
-
-    def _reserve(self) -> None:
-        mapping, skip = reserve(HUGE_PAGE)
-        self._mappings.append(mapping)
-        self._empty.append(torch.frombuffer(mapping, dtype=torch.uint8, count=1, offset=skip).data_ptr())
 
     def _move(self, source: int, target: int) -> bool:
         """Moves one page. One at a time, because addresses side by side may belong to several mappings."""

@@ -36,8 +36,10 @@ PATIENCE_S = 10.0  # with an update that is under way beside its user's thread
 
 
 class Rests:
-    """Holds all that rests in one tier. `leaving_nbytes`: how much may stay in memory without a user: one half, but no
-    more than `GOING`, while it is stored, before a new fetch waits for that; the rest for who is about to use it.
+    """Holds all that rests in one tier.
+
+    `leaving_nbytes`: the most bytes in memory without a user. One half of it, at most `GOING`, may be on its way to the
+    tier before a new fetch waits for that; the rest stays in memory for its next user.
 
     >>> from zerokern.memory import HostTier
     >>> rests = Rests(HostTier("example"))
@@ -63,7 +65,7 @@ class Rests:
         self._all: weakref.WeakSet[Rest] = weakref.WeakSet()
 
     def make(self, role: str, numel: int, dtype: torch.dtype) -> Rest:
-        """Makes memory for so many elements, zeros at first, with room for them in the tier."""
+        """Makes memory for these elements, zeros at first, with room for them in the tier."""
         self.check()
         self.evict()
         return Rest(self, role, numel, dtype)
@@ -93,7 +95,7 @@ class Rests:
             return any(one._users for one in list(self._all))
 
     def evict(self) -> None:
-        """Frees room in the tier whose owner is gone."""
+        """Frees the room of owners that are gone."""
         while self.unused:
             self.tier.evict([self.unused.pop()])
 
@@ -108,8 +110,10 @@ class Rests:
             )
 
     def sweep(self, room: int = 0) -> None:
-        """Frees memory that is stored, or that nobody has a view of any more. Up to a limit, less `room`, what is still
-        being stored may stay. Raises what went wrong in storing; the memory stays then."""
+        """Frees memory that is stored, or that nobody has a view of any more.
+
+        What is still being stored may stay, up to a limit less `room`. Raises the error of a store; its memory stays.
+        """
         with self.lock:
             kept = list(self.kept)
             self.kept.clear()
@@ -124,7 +128,7 @@ class Rests:
                     one.end()
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many more bytes may stay in memory for their next user."""
+        """Returns whether nbytes more may stay in memory for their next user."""
         awaited = sum(one.nbytes for one in list(self.leaving) if one.is_awaited)
         return awaited + nbytes <= self.leaving_nbytes - self._going_nbytes
 
@@ -133,7 +137,7 @@ class Rests:
         return min(GOING, self.leaving_nbytes // 2)
 
     def drain(self) -> None:
-        """Returns once all memory without a user is stored and freed."""
+        """Waits until all memory without a user is stored and freed."""
         with self.lock:
             for one in list(self.leaving):
                 del self.leaving[one]
@@ -148,9 +152,9 @@ class Rests:
 
 
 class Rest:
-    """Is one range of memory, made by `Rests.make`. A tensor over it, `memory`, has its elements while it is used.
+    """One range of memory, made by `Rests.make`. The tensor over it, `memory`, has its elements while it is used.
 
-    It counts users: each `fetch` has its `leave`.
+    Users are counted: each `fetch` needs a `leave`.
     """
 
     def __init__(self, rests: Rests, role: str, numel: int, dtype: torch.dtype) -> None:
@@ -182,7 +186,7 @@ class Rest:
             self.rests.unused.append(self._kept)
 
     def fetch(self) -> None:
-        """Adds a user, and starts to fetch what is not there; `wait` returns once it is."""
+        """Adds a user, and starts to fetch the contents if they are not in memory; `wait` returns once they are."""
         rests = self.rests
         rests.check()
         with rests.lock:
@@ -199,7 +203,7 @@ class Rest:
             self._users += 1
 
     def wait(self) -> None:
-        """Returns once the contents are there; a failed fetch raises for every user."""
+        """Waits until the contents are in memory; a failed fetch raises for every user."""
         coming = self._coming
         if coming is not None:
             try:
@@ -211,7 +215,7 @@ class Rest:
             raise self._failure
 
     def change(self) -> None:
-        """Marks the contents as written by a user, so that they are stored again. Returns once it may write."""
+        """Marks the contents as changed, so that they are stored again; waits until they may be written."""
         with self.rests.lock:
             going, self._going = self._going, None
             self._changed = True
@@ -220,12 +224,12 @@ class Rest:
             going.wait()
 
     def watch(self, tensor: Tensor) -> None:
-        """Watches the version of a view that is handed out: what is written there counts as a change."""
+        """Watches the version of a view that is handed out: a write to it counts as a change."""
         if not any(one is tensor for one, _ in self._watched):
             self._watched.append((tensor, tensor._version))
 
     def lend(self, view: Tensor) -> Tensor:
-        """Returns a view, with its version, that may be kept: over a storage of its own, whose users alone count."""
+        """Returns a view, with its version, that may be kept. It has a storage of its own, whose users are counted."""
         if self._lent is None:
             self._lent = torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.nbytes, offset=self._skip)
         shown = view.detach()
@@ -234,14 +238,14 @@ class Rest:
         return shown
 
     def forget(self) -> None:
-        """Drops the contents: the next fetch reads nothing, and finds what was left there, or zeros."""
+        """Drops the contents: the next fetch reads nothing, and finds old values or zeros."""
         with self.rests.lock:
             self._has_contents = self._changed = False
 
     def leave(self, *, awaited: bool = False) -> None:
-        """Removes a user. After the last one the memory is freed, once what has changed is stored.
+        """Removes a user. After the last one the memory is freed, once changes are stored.
 
-        `awaited`: somebody else is about to use it, so it stays if there is room. What came first is used first.
+        `awaited`: somebody else is about to use it, so it stays if there is room.
         """
         with self.rests.lock:
             self._users -= 1
@@ -265,14 +269,14 @@ class Rest:
         return self._going is None or self._going.done()
 
     def is_viewed(self) -> bool:
-        """Whether somebody has a view of the memory, besides those who always do; first asked when no other does."""
-        views = self._count_views()
+        """Returns whether there are views besides those that always exist, which the first call counts."""
+        views = _users_of(self.memory)
         self._views = min(self._views, views)
         return views > self._views or self.is_lent
 
     @property
     def is_lent(self) -> bool:
-        """Whether somebody has a view that was made to be kept."""
+        """Whether somebody still has a view from `lend`."""
         return self._lent is not None and _users_of(self._lent) > _users_of(torch.empty(1))
 
     def store_if_unused(self) -> None:
@@ -326,21 +330,18 @@ class Rest:
 
     @contextlib.contextmanager
     def adding_views(self) -> Iterator[None]:
-        """Context manager: views that are taken within live as long as this, and do not keep the memory mapped."""
-        before = self._count_views()
+        """Context manager: views that are made within live as long as this object and do not keep the memory mapped."""
+        before = _users_of(self.memory)
         yield
         if self._views < sys.maxsize:
-            self._views += self._count_views() - before
-
-    def _count_views(self) -> int:
-        return _users_of(self.memory)
+            self._views += _users_of(self.memory) - before
 
     def _give_back(self) -> None:
         self.is_here, self.is_awaited, self._failure = False, False, None
         self.rests.pages.take(self._address, self.nbytes)
 
     def _appear(self) -> None:
-        """Maps memory: zeros where nothing is about to be read into it."""
+        """Maps memory, and zeroes it unless it is about to be read into."""
         try:
             given = self.rests.pages.give(self._address, self.nbytes)
         except OSError as error:
@@ -376,15 +377,10 @@ class NextRest(Rest):
         self._begun_from: int | None = None  # the edition of the other that it was copied from
         self._is_copying = False  # the other is being fetched, to be copied
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether it has contents of its own."""
-        return self._begun_from is not None
-
     def fetch(self) -> None:
         with self.rests.lock:
             super().fetch()
-            if not self.is_begun and not self._is_copying:
+            if self._begun_from is None and not self._is_copying:
                 try:
                     self.base.fetch()
                 except BaseException:
@@ -414,8 +410,10 @@ class NextRest(Rest):
             super().leave()
 
     def take_place(self) -> bool:
-        """Makes its contents the other's, and begins anew. Returns False, and does nothing, where that needs a copy:
-        the other has been changed meanwhile, or somebody uses either."""
+        """Makes its contents those of the base, and starts anew.
+
+        Returns False and does nothing if that needs a copy: the base has changed meanwhile, or one of the two is used.
+        """
         base = self.base
         with self.rests.lock:
             for one in (base, self):

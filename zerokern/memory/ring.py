@@ -64,7 +64,7 @@ class Ring:
 
     @classmethod
     def without_memory(cls, slots: int) -> Ring:
-        """A ring for items that bring their own memory: so many of them are fetched at a time."""
+        """Makes a ring for items that bring their own memory: `slots` of them are fetched at a time."""
         made = cls.__new__(cls)
         made.nbytes, made.flowing, made.waited_ns = 0, False, 0
         made.slots = [Slot(index, None) for index in range(slots)]  # type: ignore[arg-type]
@@ -202,17 +202,13 @@ def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseEx
                 ticket.wait()
                 break
             except BaseException as error:
-                if error is not first and not noted:
-                    _note(first, error)
+                if error is not first and not noted:  # as `add_note` does from Python 3.11 on
+                    notes = getattr(first, "__notes__", ())
+                    vars(first)["__notes__"] = [*notes, f"and then {type(error).__name__}: {error}"]
                     noted = True
             if ticket.done():
                 break
             time.sleep(0.001)
-
-
-def _note(first: BaseException, other: BaseException) -> None:
-    """Adds a note to an exception, as ``add_note`` does from Python 3.11 on."""
-    vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), f"and then {type(other).__name__}: {other}"]
 
 
 class DeferredSignals:
@@ -244,7 +240,7 @@ class DeferredSignals:
                     handler = signal.getsignal(number)
                     if callable(handler):
                         self._handlers[number] = handler
-                        signal.signal(number, self._hold)
+                        signal.signal(number, lambda number, frame: self._arrived.append((number, frame)))
             except BaseException:
                 self._restore(list(self._handlers))
                 raise
@@ -261,9 +257,6 @@ class DeferredSignals:
         while self._arrived:
             number, frame = self._arrived.pop(0)
             self._handlers[number](number, frame)
-
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append((number, frame))
 
     def _restore(self, numbers: list[int]) -> None:
         """Restores the handlers one by one: a restored handler may raise before the others are restored."""

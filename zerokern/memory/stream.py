@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import ZerokernError
 from zerokern.memory.arena import PAGE, Arena
-from zerokern.memory.ring import Ring, Slot, flow
+from zerokern.memory.ring import Ring, Slot
 from zerokern.memory.staging import Ticket
 from zerokern.memory.tier import OpenedTier, Wanted
 
@@ -47,8 +47,9 @@ class Stream:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     stream = Stream(Nvme(folder).open("", "example"), 1 << 20, "example")
     ...     (record,) = stream.lay_out([Wanted("cargo", torch.Size([1000]), torch.float32)])
-    ...     stream.write_through([record], lambda record, slot: stream.view(slot, record).fill_(1.0))
-    ...     stream.read_through([record], lambda record, slot: print(stream.view(slot, record).sum()))
+    ...     values = stream.view(stream.ring.slots[0], record)
+    ...     stream.store(record, values.fill_(1.0)).wait()
+    ...     stream.fetch(record, values.zero_()).wait(); print(values.sum())
     tensor(1000.)
     """
 
@@ -151,25 +152,3 @@ class Stream:
         """Declares that records are about to be written: what was read ahead of them is discarded."""
         self.stop_reading()
         self.version += 1
-
-    def read_through(self, records: Sequence[Record], use: Callable[[Record, Slot], object]) -> None:
-        """Fetches each record into the ring and uses it there, in order."""
-        self.stop_reading()
-        flow(
-            self.ring,
-            len(records),
-            lambda i, slot, after: self.fetch(records[i], self.view(slot, records[i]), after),
-            lambda i, slot: use(records[i], slot),
-            lambda i, slot: None,
-        )
-
-    def write_through(self, records: Sequence[Record], fill: Callable[[Record, Slot], object]) -> None:
-        """Fills each record in the ring and stores it from there, in order."""
-        self.begin_change()
-        flow(
-            self.ring,
-            len(records),
-            lambda i, slot, after: None,
-            lambda i, slot: fill(records[i], slot),
-            lambda i, slot: self.store(records[i], self.view(slot, records[i])),
-        )

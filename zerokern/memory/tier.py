@@ -1,9 +1,9 @@
-"""Tiers: where parts of a training state rest between their uses. "device": beside what computes; "cpu": in host memory
-of exactly the planned bytes; or what a `TierConfig` opens, such as a disk (`zerokern.io.tier`).
+"""Tiers, in which parts of a training state rest between their uses: "device", "cpu" (host memory), or what a
+`TierConfig` opens, such as a disk (`zerokern.io.tier`).
 
-Memory is handed out zeroed, laid out as `memory/layout.py` says, so that a plan and what the system counts agree to the
-page. Each tensor has a storage of its own size, because saving a tensor saves its storage. What does not fit into host
-memory is refused before anything is taken, with who would have held how much.
+Memory is zeroed and laid out as `memory/layout.py` computes it, so that a plan and the system agree to the page. Each
+tensor has a storage of its own size, because saving a tensor saves its storage. What does not fit into host memory is
+refused before anything is allocated, with a table of what each role would have held.
 """
 
 from __future__ import annotations
@@ -30,24 +30,15 @@ from zerokern.memory.room import amount, check_fits
 from zerokern.memory.staging import Ticket, stream_ticket
 
 __all__ = [
-    "AnyTier",
-    "DevicePool",
-    "DeviceTier",
-    "HostTier",
-    "OpenedTier",
-    "Tier",
-    "TierConfig",
-    "Wanted",
-    "check_tier",
-    "config_of",
-    "name_of",
-]
+    "AnyTier", "DevicePool", "DeviceTier", "HostTier", "OpenedTier", "Tier", "TierConfig", "Wanted", "check_tier",
+    "config_of", "name_of",
+]  # fmt: skip
 
 Part = TypeVar("Part")
 
 
 class Wanted(NamedTuple):
-    """One tensor that is to rest somewhere. `role`: what it is, for refusals and for who asks what a place holds."""
+    """One tensor that is to rest in a tier. `role`: what it is, for error messages and `held`."""
 
     role: str
     shape: torch.Size
@@ -79,7 +70,7 @@ class Tier(Protocol[Part]):
     def budget(self) -> int | None: ...
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Part]:
-        """Room for all of these, or BudgetError and nothing taken."""
+        """Allocates room for all of these, or raises BudgetError and allocates nothing."""
         ...
 
     def store(self, part: Part, value: Tensor, after: Ticket | None = None) -> Ticket:
@@ -95,30 +86,30 @@ class Tier(Protocol[Part]):
         ...
 
     def held(self) -> Mapping[str, int]:
-        """Bytes at rest, by role."""
+        """Returns the bytes at rest, by role."""
         ...
 
 
 class OpenedTier(Tier[Part], Protocol[Part]):
-    """A tier outside of memory: its parts have to be fetched before anything is computed with them.
+    """A tier outside of memory: its parts must be fetched before they are used.
 
-    `gives_way`: called when another tier of this process needs what this one has opened. Returns why this one is
-    closed, for who uses it from then on; nothing if it is at work.
+    `gives_way`: called when another tier of this process needs what this one has opened. Returns the reason for closing
+    it, which later uses raise; "" if it is in use.
     """
 
     gives_way: Callable[[], str] | None
 
     def open(self, arena: Arena | None = None) -> None:
-        """Takes what it needs, once. `arena`: memory that is fetched into and stored from most of the time."""
+        """Acquires its resources, once. `arena`: memory that most fetches and stores use."""
         ...
 
     def close(self, because: str) -> None:
-        """Gives everything back; parts are gone, and who uses one is told why."""
+        """Releases everything, parts included; later uses raise the reason."""
         ...
 
 
 class TierConfig(Protocol):
-    """What `tier=` and `keep=` take beside "device" and "cpu", as `zk.Nvme(path)`: a tier that is yet to be opened."""
+    """A tier to be opened, as `tier=` and `keep=` take it besides "device" and "cpu": `zk.Nvme(path)`."""
 
     @property
     def ring_nbytes(self) -> int:
@@ -126,7 +117,7 @@ class TierConfig(Protocol):
         ...
 
     def open(self, name: str, owner: str) -> OpenedTier[Any]:
-        """A tier for parts of this owner. `name`: of the room that is its own; empty: all there is."""
+        """Returns a tier for the parts of an owner. `name`: of its own room within; empty for all of it."""
         ...
 
 
@@ -151,12 +142,12 @@ def check_tier(argument: str, value: object) -> AnyTier:
 
 
 def config_of(tier: AnyTier) -> TierConfig | None:
-    """A tier that has to be opened; None for "device" and "cpu", which are memory."""
+    """Returns the tier if it must be opened; None for "device" and "cpu"."""
     return None if isinstance(tier, str) else tier
 
 
 def name_of(tier: AnyTier | None) -> str:
-    """A word for the kind of tier, to be compared between ranks, whose paths may differ.
+    """Returns the name of the kind of tier, to compare between ranks, whose paths may differ.
 
     >>> name_of("cpu")
     'cpu'
@@ -165,7 +156,7 @@ def name_of(tier: AnyTier | None) -> str:
 
 
 class _Laid:
-    """What was laid out together: each tensor, as long as somebody has it, and the arena, which goes with the last."""
+    """Tensors that were laid out together, held weakly, and their arena, which is dropped with the last of them."""
 
     def __init__(self, arena: Arena | None, tensors: Sequence[Tensor], wanted: Sequence[Wanted]) -> None:
         self.arena, self._left = arena, len(tensors)
@@ -189,17 +180,17 @@ def _one_less(laid: weakref.ref[_Laid], _: object) -> None:
 
 
 class _InMemory:
-    """What places in memory have in common: their tensors are what stands for them."""
+    """The base of tiers in memory, whose parts are tensors."""
 
     def __init__(
         self, owner: str, advice: str = "", *, budget: int | None = None, copies: Copies | None = None
     ) -> None:
-        """`advice`: what whoever is refused may do. `copies`: of the device that computes, on its streams."""
+        """`advice`: ends the message of a BudgetError. `copies`: of the device that computes, on its streams."""
         self._owner, self._advice, self.budget, self.copies = owner, advice, budget, copies
         self._laid: list[_Laid] = []
 
     def held(self) -> dict[str, int]:
-        """Bytes of the tensors that somebody has, by role."""
+        """Returns the bytes of the tensors that are still referenced, by role."""
         held: Counter[str] = Counter()
         for laid in self._laid:
             for ref, one in laid.tensors:
@@ -208,7 +199,7 @@ class _InMemory:
         return dict(held)
 
     def evict(self, kept: Iterable[Tensor]) -> None:
-        """They are not to be used any more; their memory is free once nobody has them."""
+        """Forgets tensors, whose memory is freed with their last reference."""
         gone = {*map(id, kept), id(None)}
         for laid in self._laid:
             laid.keep(lambda tensor: id(tensor) not in gone)
@@ -232,7 +223,7 @@ class _InMemory:
 
 
 def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
-    """A copy within one memory; on a GPU its stream puts it in order."""
+    """Copies within one memory; on a GPU in the order of its stream."""
     if (src.shape, src.dtype) != (dst.shape, dst.dtype):
         both = f"{src.dtype} of shape {tuple(src.shape)}"
         raise ValueError(got("tensor", f"{dst.dtype} of shape {tuple(dst.shape)}", f"{both}, as on the other side"))
@@ -243,10 +234,9 @@ def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
 
 
 class DeviceTier(_InMemory):
-    """Where a parameter is: on its device, in a pool for what stays, or in a private mapping of host memory, on huge
-    pages where there are any.
+    """The tier of the parameters' device: a pool on a GPU, or a private mapping of host memory with huge pages.
 
-    Private, because a forked worker must not share it. A tensor keeps the memory mapped.
+    It is private because a forked worker must not share it. A tensor keeps the memory mapped.
 
     >>> (made,) = DeviceTier(torch.device("cpu"), "state").lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
     >>> made
@@ -267,7 +257,7 @@ class DeviceTier(_InMemory):
         self._pool = DevicePool(device)
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
-        """Zeroed tensors, side by side in host memory."""
+        """Allocates zeroed tensors, in host memory side by side."""
         with _explained(wanted, self._advice):
             self._refuse_beyond_budget(wanted)
         offsets, nbytes = offsets_of(one.nbytes for one in wanted)
@@ -298,20 +288,20 @@ class DeviceTier(_InMemory):
         )
 
     def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Ticket:
-        """From the host, where there are `copies`."""
+        """Copies into a part; with `copies`, from the host."""
         return _moved(value, kept, after) if self.copies is None else self.copies.to_device(value, kept, after=after)
 
     def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Ticket:
-        """To the host, where there are `copies`."""
+        """Copies out of a part; with `copies`, to the host."""
         return _moved(kept, out, after) if self.copies is None else self.copies.to_host(kept, out, after=after)
 
 
 class HostTier(_InMemory):
-    """Host memory that a device reaches: resident, locked, known to CUDA where that is in use. For what stays.
+    """The tier in host memory: resident, locked, and pinned if CUDA is in use.
 
-    What is taken together lies in one arena, which goes with the last of its tensors. A forked child has none of it:
-    there `check` raises, where touching a tensor would crash. A tensor may belong to an owner, for whom it is found
-    again by its role: what is loaded is written where its predecessor lay.
+    Tensors that are laid out together share an arena, which is freed with the last of them. A forked child has none of
+    it: `check` raises there, where touching a tensor would crash. A tensor may have an owner, for whom it is found
+    again by its role, so that a load writes into the same memory.
 
     >>> place = HostTier("AdamW")
     >>> (kept,) = place.lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
@@ -324,7 +314,7 @@ class HostTier(_InMemory):
     ) -> None:
         super().__init__(owner, advice, budget=budget, copies=copies)
         self._kept: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-        self._untouched: set[tuple[int, str]] = set()  # of these, what nobody has been handed yet: zeros
+        self._untouched: set[tuple[int, str]] = set()  # those that nobody has used yet, which are zeros
 
     @property
     def nbytes(self) -> int:
@@ -333,7 +323,7 @@ class HostTier(_InMemory):
 
     @property
     def arenas(self) -> list[Arena]:
-        """Those that a tensor lies in."""
+        """The arenas whose tensors are still referenced."""
         self._sweep()
         return [laid.arena for laid in self._laid if laid.arena is not None]
 
@@ -343,7 +333,7 @@ class HostTier(_InMemory):
             arena.check()
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
-        """Zeroed tensors side by side."""
+        """Allocates zeroed tensors side by side."""
         nbytes = nbytes_of([(one.shape, one.dtype) for one in wanted])
         if not nbytes:
             return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in wanted])
@@ -359,45 +349,45 @@ class HostTier(_InMemory):
         return self._add(wanted, tensors, arena)
 
     def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Any:
-        """From the device, where there are `copies`: then the ticket is theirs. Beside the program, if it is pinned."""
+        """Copies into a part; with `copies`, from the device, asynchronously if the part is pinned."""
         if self.copies is None or not self.copies.driver.pinned(kept):
             return self._moved(value, kept, after)
         return self.copies.to_host(value, kept, after=after)
 
     def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Any:
-        """To the device, as `store`."""
+        """Copies out of a part; with `copies`, to the device, as `store`."""
         if self.copies is None or not self.copies.driver.pinned(kept):
             return self._moved(kept, out, after)
         return self.copies.to_device(kept, out, after=after)
 
     def _moved(self, src: Tensor, dst: Tensor, after: Ticket | None) -> Any:
-        """On the current stream; where it is not pinned memory, the host waits with it."""
+        """Copies on the current stream; if the memory is not pinned, the host waits for it."""
         ticket = _moved(src, dst, after)
         return ticket if self.copies is None else self.copies.here()
 
     def keep(self, owner: Tensor, wanted: Sequence[Wanted], tensors: Sequence[Tensor]) -> None:
-        """These were taken for the owner."""
+        """Records that tensors were allocated for an owner."""
         for one, tensor in zip(wanted, tensors, strict=True):
             self._kept[id(owner), one.role] = owner, tensor
             self._untouched.add((id(owner), one.role))
 
     def forget(self, owners: Sequence[Tensor]) -> None:
-        """These have nothing here any more."""
+        """Forgets owners and their tensors."""
         gone = set(map(id, owners))
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in gone}
         self._untouched &= self._kept.keys()
 
     def addresses(self) -> dict[int, tuple[int, str]]:
-        """Whose each address is: the owner's id, and the role."""
+        """Returns the owner's id and the role of each address."""
         return {tensor.data_ptr(): key for key, (_, tensor) in self._kept.items() if tensor.numel()}
 
     def of(self, owner: Tensor, wanted: Wanted) -> Tensor | None:
-        """What the owner has here."""
+        """Returns the owner's tensor of this role, shape and dtype; None if there is none."""
         _, tensor = self._kept.get((id(owner), wanted.role), (None, None))
         return tensor if tensor is not None and (tensor.shape, tensor.dtype) == wanted[1:] else None
 
     def rest(self, wanted: Sequence[tuple[Tensor, Wanted]], *, zeroed: bool = False) -> list[Tensor]:
-        """The tensors of these owners: new ones hold zeros, the others what they did, or zeros if `zeroed`."""
+        """Returns the tensors of these owners. New ones are zeros; the others keep their values unless `zeroed`."""
         missing = [(owner, one) for owner, one in wanted if self.of(owner, one) is None]
         for (owner, one), tensor in zip(missing, self.lay_out([one for _, one in missing]), strict=True):
             self.keep(owner, [one], [tensor])
@@ -411,7 +401,7 @@ class HostTier(_InMemory):
         return found
 
     def settled(self, owner: Tensor, wanted: Wanted, value: Tensor) -> Tensor:
-        """A value in the tensor that it has here: itself, unless it was moved elsewhere."""
+        """Returns the owner's tensor with this value: the value itself, unless it was moved out of the tier."""
         found = self.of(owner, wanted)
         is_there = found is not None and found.data_ptr() == value.data_ptr()
         if is_there and value.dtype == wanted.dtype and value.is_contiguous():
@@ -422,8 +412,9 @@ class HostTier(_InMemory):
 
 
 class DevicePool:
-    """Pools of torch's allocator on a GPU: one for what comes and goes as a whole, one for what stays. What a program
-    allocates besides lies in neither, so that none is cut up by what has another life; elsewhere the system serves.
+    """Two memory pools of torch's allocator on a GPU, for buffers that come and go together and for those that stay.
+
+    They keep allocations of different lifetimes apart, and apart from the program's own. On a CPU there are none.
 
     >>> pool = DevicePool(torch.device("cpu"))
     >>> with pool.allocating(), pool.lasting():
@@ -436,19 +427,19 @@ class DevicePool:
         self._pools: dict[str, Any] = {}
 
     def allocating(self) -> AbstractContextManager[object]:
-        """What this thread allocates within comes from the pool, and goes back to it."""
+        """Context manager: this thread allocates from the pool for what comes and goes."""
         return self._using("comes and goes")
 
     def lasting(self) -> AbstractContextManager[object]:
-        """As `allocating`, of what stays for many steps."""
+        """Context manager: this thread allocates from the pool for what stays for many steps."""
         return self._using("stays")
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What stays for many steps, and is asked for amid what does not."""
+        """Returns zeros from the pool for what stays."""
         return self.empty(numel, dtype).zero_()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As `zeros`, for who writes all of it."""
+        """Returns uninitialized memory from the pool for what stays."""
         with self.lasting():
             made = torch.empty(numel, dtype=dtype, device=self.device)
         return on_huge_pages(made) if made.is_cpu else made
@@ -464,7 +455,7 @@ class DevicePool:
 
 @contextlib.contextmanager
 def _explained(wanted: Sequence[Wanted], advice: str) -> Iterator[None]:
-    """A refusal says who would have held how much, and what would take less."""
+    """Context manager that adds to a BudgetError what each role would have held, and advice."""
     try:
         yield
     except BudgetError as error:

@@ -1,5 +1,12 @@
 """What ranks tell each other of a step, so that it has one outcome: all is from before, all from after, or all torn.
 
+An optimizer's outcome on one rank, and how it changes:
+
+    WHOLE --writing begins--> TORN --writing ends--> WHOLE
+    WHOLE --the step fails here, and other ranks do not know--> UNTOLD, or OWED where they also publish the update
+    OWED --this rank has published with them--> UNTOLD --all ranks have been told--> WHOLE or TORN, as they agreed
+    any --a load--> WHOLE
+
 Ranks meet in a step anyway, to add up the norm; there each says too whether it cannot take part, whether it is about to
 make state, and with which settings. Only where state is made, or read from a disk, can a rank fail later; there they
 meet once more.
@@ -7,6 +14,7 @@ meet once more.
 
 from __future__ import annotations
 
+import enum
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +29,33 @@ from zerokern.comm import Group, MeshGroups, during
 from zerokern.core.errors import StateError, ZerokernError
 from zerokern.optim.survey import added
 
-__all__ = ["TORN", "WHOLE", "Accord", "norm_of_all", "say_outcome"]
+__all__ = ["OWED", "TORN", "UNTOLD", "WHOLE", "Accord", "Outcome", "Phase", "norm_of_all", "say_outcome"]
 
-WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
-TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
+
+class Outcome(enum.Enum):
+    """What steps have left behind on this rank, as errors say it."""
+
+    WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
+    TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
+    UNTOLD = "It failed on this rank alone, and the others have yet to hear of it: load a checkpoint to go on"
+    OWED = "It failed on this rank alone, and the others publish it, and wait for this rank to do so too"
+
+    @property
+    def is_here_alone(self) -> bool:
+        """Whether a step has failed here, and other ranks have yet to hear of it."""
+        return self is Outcome.UNTOLD or self is Outcome.OWED
+
+
+WHOLE, TORN, UNTOLD, OWED = Outcome
+
+
+class Phase(enum.IntEnum):
+    """How far the ranks have come with a step."""
+
+    BEGUN = 0
+    MET = 1  # they have added up the norm
+    REPORTED = 2  # they have said whether their updates failed
+    PUBLISHES = 3
 
 
 class Accord:
@@ -56,8 +87,8 @@ class Accord:
         """Another step."""
         self.makes_state = False  # on this rank
         self._anyone_makes_state = False
-        self.met = self.agreed = False  # whether ranks have added up, and whether they know that the step has failed
-        self.torn = self._reported = self.publishes = False
+        self.phase = Phase.BEGUN
+        self.agreed: Outcome | None = None  # what a step that failed has left behind, once all ranks know
 
     def total(self, sums: Sequence[float], *, skip: bool) -> float:
         """The sum of squares over all ranks; not finite on any of them if this one is to `skip`.
@@ -67,7 +98,7 @@ class Accord:
         own = self.by_team(sums)
         broken = skip or not math.isfinite(own[0])
         if not self.meets:
-            self.met = True
+            self.phase = Phase.MET
             return added([own[0], *(math.inf if broken else term for term in own[1:])])
         known = [_on_host(one) for one in self.settings]
         if known != self._marked:
@@ -75,7 +106,7 @@ class Accord:
             self._marked = known
         terms, said = self._meet(own, broken, {}, torn=False)
         if self.agreed:
-            raise StateError(_told(said, self.torn))
+            raise StateError(_told(said, self.agreed))
         return added(terms)
 
     def share_out(self, homes: Sequence[Any]) -> list[int]:
@@ -106,17 +137,17 @@ class Accord:
         `reports`: whether that is, at the latest, in `reported`.
         """
         said = {_own_name(self._deciding[0] if self._deciding else self._everyone[0]): reason}
-        if self.meets and not self.met:
+        if self.meets and self.phase < Phase.MET:
             self._meet([0.0] * (1 + len(self.teams)), True, said, torn=torn)
-        if reports and not self._reported:
+        if reports and self.phase < Phase.REPORTED:
             others = not self.agreed or _groups_of(self._everyone) != _groups_of(self.teams)
             if others:  # who have not heard of it, and wait there
-                self._ask(self._everyone, said, torn=torn or self.torn)
+                self._ask(self._everyone, said, torn=torn or self.agreed is TORN)
 
     def _meet(
         self, sums: Sequence[float], broken: bool, said: dict[str, str], *, torn: bool
     ) -> tuple[list[float], dict[str, str]]:
-        self.met = True
+        self.phase = Phase.MET
         terms = [sums[0]]
         for number, team in enumerate(self._deciding):  # the party last: it adds up what teams have
             last = team is self.party
@@ -135,8 +166,11 @@ class Accord:
             elif team.size * int(squares) != int(marks) ** 2:  # they are not all the same; marks are whole, and exact
                 own_settings = {_own_name(team): self._settings_of(self.groups_of[number])}
                 said = {**said, **_different(_exchanged(_groups_of([team]), own_settings))}
-        self.agreed, self.torn = bool(said), torn
+        self._agree(said, torn)
         return terms, said
+
+    def _agree(self, said: dict[str, str], torn: bool) -> None:
+        self.agreed = (TORN if torn else WHOLE) if said else None
 
     def _settings_of(self, groups: Sequence[int]) -> dict[str, Any]:
         """By name."""
@@ -162,11 +196,12 @@ class Accord:
         said = self._ask(teams, {} if failure is None else {_own_name(teams[0]): str(failure)}, torn=changed())
         if failure is not None:
             raise failure
-        if said:
-            raise StateError(_told(said, self.torn))
+        if self.agreed:
+            raise StateError(_told(said, self.agreed))
 
     def _ask(self, teams: Sequence[Any], said: dict[str, str], *, torn: bool) -> dict[str, str]:
-        self._reported = teams is self._everyone
+        if teams is self._everyone:
+            self.phase = Phase.REPORTED
         for group in _groups_of(teams):
             word = torch.tensor([bool(said), torn], dtype=torch.int64, device=group.device)
             with during("opt.step", of="the outcome of opt.step"):
@@ -175,7 +210,7 @@ class Accord:
             torn = torn_ones > 0
             if failed:
                 said = _exchanged([group], said)
-        self.agreed, self.torn = bool(said), torn and bool(said)
+        self._agree(said, torn)
         return said
 
 
@@ -186,11 +221,11 @@ def norm_of_all(team: Group | MeshGroups, own: Tensor, op: str, call: str) -> No
         team.all_reduce(own, op).wait()
 
 
-def say_outcome(error: BaseException, *, torn: bool) -> None:
+def say_outcome(error: BaseException, outcome: Outcome) -> None:
     """Add to one of our errors what the step has left behind."""
-    outcome = TORN if torn else WHOLE
-    if isinstance(error, ZerokernError) and outcome not in str(error):
-        error.args = (f"{error}. {outcome}",)
+    said = (outcome if outcome is WHOLE else TORN).value
+    if isinstance(error, ZerokernError) and said not in str(error):
+        error.args = (f"{error}. {said}",)
 
 
 def _on_host(settings: dict[str, Any]) -> dict[str, Any]:
@@ -198,9 +233,9 @@ def _on_host(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not isinstance(value, Tensor)}
 
 
-def _told(said: dict[str, str], torn: bool) -> str:
+def _told(said: dict[str, str], outcome: Outcome) -> str:
     reasons = "; ".join(f"on {rank}: {reason}" for rank, reason in sorted(said.items()))
-    return f"the step failed {reasons}. {TORN if torn else WHOLE}"
+    return f"the step failed {reasons}. {outcome.value}"
 
 
 def _different(told: dict[str, dict[str, Any]]) -> dict[str, str]:

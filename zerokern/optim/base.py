@@ -21,9 +21,10 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.interrupts import whole
 from zerokern.memory.tier import check_tier
 from zerokern.optim import checks, device
+from zerokern.optim.accord import TORN
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
-from zerokern.optim.exchange import keep, take_over
+from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.outside import WatchedState, plain
@@ -169,7 +170,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         if not self._stepping.acquire(blocking=False):
             raise StateError(_TWICE)
         here = self.holdings
-        known = here.torn and not here.untold
+        known = here.outcome is TORN
         try:
             here.shards.accord.begin()
             began = time.perf_counter()
@@ -201,7 +202,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
         if any(shards_parameters(one.stage) for one in shards.shardings):
-            zero_checks.refuse_materialized(shards.homes)
+            zero_checks.refuse_materialized(shards.shards)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
@@ -302,7 +303,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             return
         if not self._stepping.acquire(blocking=False):
             raise StateError("close() was called while step() runs, in another thread or in a hook; call it afterwards")
-        known = here.torn and not here.untold
+        known = here.outcome is TORN
         try:
             if publish:
                 self.runner.flush(self.param_groups)
@@ -365,7 +366,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        take_over(self.holdings, self.runner, self.param_groups, state_dict, keep)
+        take_over(self.holdings, self.runner, self.param_groups, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

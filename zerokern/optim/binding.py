@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.kernels.cpu import StepTable, UpdateTable
-from zerokern.memory import Rest, Ring, flow, flowing
+from zerokern.kernels.cpu import StepTable
+from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
-from zerokern.memory.interrupts import whole
+from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
-from zerokern.optim.outside import WatchedState, Witness
+from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -31,6 +31,8 @@ from zerokern.zero.kinds import rest_of
 
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
+Member = tuple[int, Any]
+"""A row: the parameter's place in the survey, and the `RecordSpan` that it is; None: all of a parameter in memory."""
 Turns = Sequence[Sequence[int]]
 """Places among an optimizer's parameters that are updated one after the other."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
@@ -46,34 +48,19 @@ class TableGroup:
     first: bool
 
 
-@dataclass
-class Columns:
-    """The rows of a table in its order. `index`: the place of each in the survey; `starts`: the element of the
-    survey's parameter that it begins with."""
-
-    survey: Survey
-    index: Sequence[int]
-    starts: Sequence[int]
-    numels: Sequence[int]
-
-    def of(self, column: Sequence[Any]) -> list[Any]:
-        """Returns what a column of the survey has for each row."""
-        return [column[i] for i in self.index]
-
-
 def table_of(
-    columns: Columns,
+    survey: Survey,
     groups: Groups,
+    members: Sequence[Member],
     rows: Sequence[SpanRow],
     steps: Sequence[int],
     open_table: Callable[[int, int], Any] = StepTable,
 ) -> tuple[Any, list[TableGroup]]:
     """Makes the table of all rows; those that differ in format, owner or step count are in different groups of it."""
-    survey = columns.survey
     made: list[TableGroup] = []
     numbers: dict[tuple[Any, ...], int] = {}
-    members = array("Q")
-    for row, i in zip(rows, columns.index, strict=True):
+    group_of = array("Q")
+    for row, (i, _) in zip(rows, members, strict=True):
         owner, grad_dtype, step = survey.owners[i], survey.grad_dtypes[i], steps[i]
         key = (owner, id(row.layout), grad_dtype, step, row.first)
         number = numbers.get(key)
@@ -81,30 +68,26 @@ def table_of(
             number = numbers[key] = len(made)
             formats = row.layout.table_formats(groups[owner]["stochastic_seed"])
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
-        members.append(number)
+        group_of.append(number)
     table = open_table(len(rows), len(made))
-    table.columns["group"][:] = members
-    table.columns["numel"][:] = array("Q", columns.numels)
-    table.columns["key"][:] = array("Q", columns.of(survey.numbers))
-    table.columns["first"][:] = array("Q", map(operator.add, columns.of(survey.firsts), columns.starts))
+    table.columns["group"][:] = group_of
+    numels = (survey.numels[i] if place is None else place.numel for i, place in members)
+    table.columns["numel"][:] = array("Q", numels)
+    table.columns["key"][:] = array("Q", [survey.numbers[i] for i, _ in members])
+    firsts = [survey.firsts[i] for i, _ in members]
+    table.columns["first"][:] = array("Q", map(operator.add, firsts, map(_start_of, members)))
     for name, words in zip(POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
         table.columns[name][:] = array("Q", words)
     return table, made
 
 
-def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
-    """Gives the table's groups the hyperparameters and step counts of the update to come."""
-    for number, group in enumerate(groups):
-        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-        if isinstance(values["lr"], Tensor):
-            values["lr"] = checks.number("lr", float(values["lr"]))
-        table.set_group(number, **values)
+def _start_of(member: Member) -> int:
+    """Returns the element of the survey's parameter that a row begins with."""
+    return 0 if member[1] is None else int(member[1].start)
 
 
 class HostCompute:
     """Runs the native table in host memory, and counts the steps of its parameters."""
-
-    torn = False  # one native call writes all rows or raises before it writes any
 
     def __init__(self) -> None:
         self.table: Any = None
@@ -127,12 +110,12 @@ class HostCompute:
 
     def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
         """Counts steps of all parameters; `previous`: whose book fits, for nothing has changed since."""
-        entries = [tier.state.get(param, {}) for param in survey.everyone]
+        entries = [tier.state.get(param, {}) for param in survey.all_params]
         self.book = StepBook(entries) if previous is None else previous.compute.book
 
-    def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
+    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
         """Puts the rows into a table."""
-        self.table, self.groups = table_of(columns, groups, rows, self.book.choose(columns.survey.numbers))
+        self.table, self.groups = table_of(survey, groups, members, rows, self.book.choose(survey.numbers))
 
     def is_outdated(self) -> bool:
         """Whether the table must be laid out anew."""
@@ -140,7 +123,11 @@ class HostCompute:
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
-        set_groups(self.table, self.groups, settings)
+        for number, group in enumerate(self.groups):
+            values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+            if isinstance(values["lr"], Tensor):
+                values["lr"] = checks.number("lr", float(values["lr"]))
+            self.table.set_group(number, **values)
         self.table.columns["grad"][:] = pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
@@ -151,6 +138,13 @@ class HostCompute:
     def carried_out(self) -> bool:
         """Whether the last call was made, even if an interrupt hid that it was."""
         return bool(self.table.carried_out)
+
+    def may_have_written(self, error: BaseException) -> bool:
+        """Whether rows may have been written by a call that raised and was not carried out.
+
+        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it.
+        """
+        return isinstance(error, Exception) and not isinstance(error, KernelError)
 
     def count(self, tier: StateTier) -> None:
         """Counts the update that was prepared."""
@@ -169,12 +163,11 @@ class HostCompute:
 @dataclass
 class RowBatch:
     """Rows [begin, end) of the table, which are updated together: those of one record, or of parameters that rest in
-    one place. `members`: (place in the survey, place in the record)."""
+    one place. `members`: for each of them."""
 
     record: Any
     turns: list[int] = field(default_factory=list)
-    members: list[tuple[int, Any]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # first element and elements, of each row
+    members: list[Member] = field(default_factory=list)
     begin: int = 0
     end: int = 0
     params: list[Rest] = field(default_factory=list)
@@ -210,9 +203,10 @@ class Binding:
         """
         self.survey, self.tier, self.compute, self._groups = survey, tier, compute, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
-        self.turns: Turns = ()
+        self.turns: Turns = [survey.numbers]
         self.recorder: Recorder | None = None  # notes what is fetched and stored
         self._names: Sequence[str] = ("all",)
+        self._updated = 0  # batches, in the update at hand
         self._notes: UpdateRecorder | None = None
         self._done = self._is_laid_out = False
         self._flow: Generator[int, None, None] | None = None
@@ -223,9 +217,11 @@ class Binding:
                 compute.check_new(survey, groups, tier, new)
                 tier.add(groups, new)
                 compute.mark_first(survey, tier, new)
-            same = previous is not None and same_objects(survey.everyone, previous.survey.everyone)
+            same = previous is not None and same_objects(survey.all_params, previous.survey.all_params)
             compute.open_book(survey, tier, previous if same and not new else None)
-            self.witness = Witness.renewed(witness, tier.state)
+            if witness is not None:
+                witness.catch_up(tier.state)
+            self.witness = Witness(tracked(tier.state))
             tier.locate()
             if tier.state.mark.changed:
                 tier.state.watch_all()
@@ -261,21 +257,18 @@ class Binding:
         self._ring = tier.ring or Ring.without_memory(_AHEAD)
         cells = self._ring.slots
         rows: list[SpanRow] = []
-        index: list[int] = []
+        members = [member for batch in batches for member in batch.members]
         for number, batch in enumerate(batches):
             batch.begin = len(rows)
             cell = cells[number % len(cells)]
             rows += [tier.row(i, place, cell) for i, place in batch.members]
-            index += [i for i, _ in batch.members]
             batch.end = len(rows)
-        spans = [span for batch in batches for span in batch.spans]
-        columns = Columns(survey, index, [start for start, _ in spans], [numel for _, numel in spans])
-        in_order = index == list(range(len(survey.params))) and not any(columns.starts)
-        self._index = None if in_order else index
-        self._shifts = [start * survey.grad_dtypes[i].itemsize for i, start in zip(index, columns.starts, strict=True)]
+        index = [i for i, _ in members]
+        self._shifts = [_start_of(member) * survey.grad_dtypes[member[0]].itemsize for member in members]
+        self._index = None if index == list(range(len(survey.params))) and not any(self._shifts) else index
         self._firsts = [min(batch.turns) for batch in batches]
         self._ends = list(accumulate(self._firsts.count(turn) for turn in range(len(self.turns))))
-        self.compute.lay_out(columns, self._groups, rows)
+        self.compute.lay_out(survey, self._groups, members, rows)
         self._is_laid_out = True
 
     def _batches_of(self) -> list[RowBatch]:
@@ -284,14 +277,14 @@ class Binding:
         found: dict[Any, RowBatch] = {}
         for i, number in enumerate(survey.numbers):
             turn, rest = turn_of.get(number, 0), rest_of(survey.params[i]) if survey.rests else None
-            for record, place, start, numel in tier.spans(i):
+            for place in tier.places(i):
+                record = None if place is None else place.record
                 key = (turn, id(rest)) if record is None else record
                 batch = found.get(key)
                 if batch is None:
                     batch = found[key] = RowBatch(record)
                 batch.turns.append(turn)
                 batch.members.append((i, place))
-                batch.spans.append((start, numel))
                 if rest is not None and rest not in batch.params:
                     batch.params.append(rest)
         return sorted(found.values(), key=operator.attrgetter("order"))
@@ -316,7 +309,7 @@ class Binding:
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
-        self.begun = self._done = False
+        self.begun, self._done, self._updated = False, False, 0
         if self.compute.is_outdated() or not self._is_laid_out:
             with self.compute.launching():
                 self._lay_out()
@@ -334,46 +327,37 @@ class Binding:
             pointers = array("Q", map(operator.add, map(pointers.__getitem__, self._index), self._shifts))
         self.compute.prepare(settings, pointers)
 
-    def run(self, scale: float) -> None:
-        """Makes the update. An error before the first batch is updated leaves everything as it was."""
-        if not self.moves:
-            self.compute.run(scale)
-            return
-        self._scale = scale
-        try:
-            with whole("the step"):
-                flow(self._ring, len(self._batches), self._fetch, self._compute, self._store)
-                self.put_away()
-        except BaseException:
-            self._give_back()
-            if self.torn:
-                self.survey.cells.bump_versions()
-            raise
-
     def take_turn(self, turn: int, scale: float) -> None:
         """Makes one turn of an update that has been arranged and prepared; any thread may, one after the other.
 
-        Batches of the next turns are on their way in meanwhile, those of the last ones on their way out.
+        Batches of the next turns are on their way in meanwhile, those of the last ones on their way out. An error
+        before the first batch is updated leaves everything as it was.
         """
         begin, end = self._ends[turn - 1] if turn else 0, self._ends[turn]
         self._scale = scale
         if not self.moves:
-            for batch in self._batches[begin:end]:
-                self._update(batch)
+            for i in range(begin, end):
+                self._update(i)
             return
         if self._flow is None:
             self._flow = flowing(self._ring, len(self._batches), self._fetch, self._compute, self._store)
-        for _ in range(begin, end):
-            next(self._flow)
+        with DeferredSignals() as signals:  # between two batches nothing is launched that nobody would wait for
+            for _ in range(begin, end):
+                next(self._flow)
+                signals.deliver()
         if not self.tier.streams and end == len(self._batches):
             self.put_away()
 
-    def _update(self, batch: RowBatch) -> None:
-        before, self.begun = self.begun, True
+    def _update(self, i: int) -> None:
+        batch, before, self.begun = self._batches[i], self.begun, True
         try:
             self.compute.run(self._scale, batch.begin, batch.end)
-        except KernelError:  # refused before it wrote anything
-            self.begun = before
+            self._updated = i + 1
+        except BaseException as error:
+            if self.compute.carried_out:  # a Ctrl-C hid that it returned
+                self._updated = i + 1
+            else:
+                self.begun = before or self.compute.may_have_written(error)
             raise
 
     def _fetch(self, i: int, cell: Cell, after: Any) -> Any:
@@ -395,7 +379,7 @@ class Binding:
         for rest in batch.gradients:
             rest.wait()
         self.tier.begin(batch.record, cell, batch.members)
-        self._update(batch)
+        self._update(i)
 
     def _note_ends(self, i: int) -> None:
         """Notes what has ended before a batch is updated: it was fetched, and what its cell held before was stored."""
@@ -441,16 +425,18 @@ class Binding:
         if flow is not None and getgeneratorstate(flow) != GEN_RUNNING:  # as it seems to in a forked child
             flow.close()
         self._give_back()
+        if self.torn:
+            self.survey.cells.bump_versions()
 
     @property
     def carried_out(self) -> bool:
         """Whether the update was made, even if an interrupt hid that it was."""
-        return self._done if self.moves else self.compute.carried_out
+        return self._done if self.moves else self._updated == len(self._batches)
 
     @property
     def torn(self) -> bool:
         """Whether an update that raised was broken off when some of the parameters had been updated."""
-        return self.begun and not self._done if self.moves else self.compute.torn
+        return self.begun and not self.carried_out
 
     def stepped(self) -> None:
         """Counts an update that was made."""

@@ -1,4 +1,4 @@
-"""What hyperparameters, parameters and gradients must be. A refusal names the argument, its value, what is allowed."""
+"""Checks hyperparameters, parameters and gradients. Errors name the argument, its value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REFUSED = {
 
 
 def number(name: str, value: Any, *, below: float = math.inf, positive: bool = False) -> float:
-    """`value` as a float in [0, below), or (0, below). A one-element tensor counts as its number, read now.
+    """Returns `value` as a float in [0, below), or (0, below). A tensor of one element is read now.
 
     >>> number("lr", torch.tensor(0.5))
     0.5
@@ -49,7 +49,7 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
 
 
 def rate(name: str, value: Any) -> float | Tensor:
-    """As `number`, but a tensor on a device stays there: the update reads it, and nothing waits for it.
+    """Returns what `number` does, but leaves a tensor on a device there: the update reads it without waiting.
 
     >>> rate("lr", 0.5)
     0.5
@@ -63,7 +63,7 @@ def rate(name: str, value: Any) -> float | Tensor:
 
 
 def pair(name: str, value: Any) -> tuple[float, float]:
-    """Two decay rates in [0, 1).
+    """Returns two decay rates in [0, 1).
 
     >>> pair("betas", (0.9, 0.999))
     (0.9, 0.999)
@@ -74,21 +74,21 @@ def pair(name: str, value: Any) -> tuple[float, float]:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` if it is True or False."""
+    """Returns `value` if it is True or False."""
     if not isinstance(value, bool):
         raise ValueError(got(name, value, "False or True"))
     return value
 
 
 def hints(group: dict[str, Any]) -> None:
-    """Refuse torch's keywords that would mean something else here; `fused` is what these optimizers are."""
+    """Raises for torch's keywords that would mean something else here; `fused` is what these optimizers are."""
     for name, reason in _REFUSED.items():
         if group.get(name) and not (name == "capturable" and device.holds(group.get("params", ()))):
             raise ValueError(got(name, group[name], "None or False", reason))
 
 
 def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups: Collection[str]) -> None:
-    """Refuse a group with options that only the optimizer has, or misspelt, and parameters that are listed twice."""
+    """Raises for options that only the optimizer has, misspelt ones, and parameters that are listed twice."""
     for name in of_the_optimizer:
         if name != "params" and name in given:
             do = f"It is one for all groups: AdamW(groups, {name}=...)"
@@ -112,7 +112,7 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups
 
 
 def real(params: Sequence[Any], group: int) -> None:
-    """Refuse trained parameters that are complex: no later cast makes them into what is updated here.
+    """Raises for trained parameters that are complex, which no later cast makes real.
 
     >>> real([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], 0)
     Traceback (most recent call last):
@@ -129,7 +129,7 @@ torch.float16. Train torch.view_as_real(...) of it, a real parameter with a last
 
 
 def misspelt(name: str, options: Collection[str]) -> str | None:
-    """The option that a name is nearly; None for keys that frameworks add, such as "initial_lr" and "max_momentum".
+    """Returns the option that a name misspells; None for keys of frameworks, such as "initial_lr" and "max_momentum".
 
     >>> misspelt("state_fmt", ["lr", "state_format"]), misspelt("max_momentum", ["momentum"])
     ('state_format', None)
@@ -140,8 +140,8 @@ def misspelt(name: str, options: Collection[str]) -> str | None:
     return None
 
 
-def parameter(name: str, param: Tensor, other: str, home: torch.device) -> None:
-    """Refuse a parameter that the kernels cannot update in place. `home` is where another one is."""
+def parameter(name: str, param: Tensor, other: str, device_of_other: torch.device) -> None:
+    """Raises if kernels cannot update the parameter in place. `other`: the name of another parameter."""
     plain_dispatch = torch.Tensor.__torch_dispatch__
     if type(param).__torch_dispatch__ is not plain_dispatch:
         do = "pass the plain tensor it wraps"
@@ -152,9 +152,9 @@ def parameter(name: str, param: Tensor, other: str, home: torch.device) -> None:
         raise TypeError(got(f"{name}.dtype", param.dtype, DTYPES_TEXT))
     if param.device.type != "cpu" and not device.serves(param.device):
         raise ValueError(got(f"{name}.device", param.device, "cpu or cuda", "move the model there"))
-    if param.device != home:
+    if param.device != device_of_other:
         do = "one optimizer for the parameters of each device"
-        raise ValueError(got(f"{name}.device", param.device, f"{home}, where {other} is", do))
+        raise ValueError(got(f"{name}.device", param.device, f"{device_of_other}, where {other} is", do))
     if param.layout is not torch.strided:
         raise TypeError(got(f"{name}.layout", param.layout, "torch.strided"))
     if not param.is_contiguous():
@@ -168,7 +168,7 @@ def parameter(name: str, param: Tensor, other: str, home: torch.device) -> None:
 
 
 def gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    """Refuse a gradient that is not the parameter's, dense, contiguous and real."""
+    """Raises unless a gradient is dense, contiguous and real, and has its parameter's shape and device."""
     name = f"{name}.grad"
     if grad.layout is not torch.strided:
         raise TypeError(got(f"{name}.layout", grad.layout, "torch.strided", "sparse gradients: use grad.to_dense()"))
@@ -185,14 +185,14 @@ def gradient(name: str, param: Tensor, grad: Tensor) -> None:
 
 
 def memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that has elements, and no memory for them: its storage was resized to nothing."""
+    """Raises for a tensor that has elements and no memory: its storage was resized to nothing."""
     if tensor.numel() and not tensor.data_ptr():
         do = "its storage is empty; give it back before step(), or leave it to zk.shard(stage=3) or FSDP2"
         raise TypeError(got(name, type(tensor).__name__, "a tensor with memory of its own", do))
 
 
 def overlap(name: Callable[[int], str], tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
-    """Refuse parameters that share memory: their updates would race. `name`: of the tensor at a place."""
+    """Raises for parameters that share memory: their updates would race. `name`: of the tensor at a place."""
     last, end = -1, 0
     for pointer, nbytes, index in sorted((pointers[i], one.nbytes, i) for i, one in enumerate(tensors)):
         if pointer < end:
@@ -203,7 +203,7 @@ def overlap(name: Callable[[int], str], tensors: Sequence[Tensor], pointers: Seq
 
 
 class Spelling:
-    """What an optimizer is called with is looked at before Python does.
+    """Checks the names of an optimizer's arguments before Python does, and suggests the right one.
 
     >>> import torch, zerokern as zk
     >>> zk.AdamW([torch.nn.Parameter(torch.ones(2))], state="int8")

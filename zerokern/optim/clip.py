@@ -1,9 +1,10 @@
-"""Clipping apart from the update: torch's function, for parameters at any stage."""
+"""Clips gradients apart from the update: torch's function, for parameters at any stage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,11 +50,13 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    params = [_gradient_holder(param) for param in _listed(parameters)]
-    homes = [(param, home) for param in params if (home := shard_of(param)) is not None]
-    divided = [(param, home) for param, home in homes if home.team is not None]
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    params = [_gradient_holder(one) for one in ([parameters] if isinstance(parameters, Tensor) else parameters)]
+    shards = [(param, shard) for param in params if (shard := shard_of(param)) is not None]
+    divided = [(param, shard) for param, shard in shards if shard.team is not None]
     tensors = [param for param in params if shard_of(param) is None and is_divided(param)]
-    place = next((home.sharding.group.device for _, home in homes), params[0].device if params else "cpu")
+    place = next((shard.sharding.group.device for _, shard in shards), params[0].device if params else "cpu")
     party = user_group(group, place)
     if not divided and not tensors and party is None:
         return clip_plain(params, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -82,8 +85,8 @@ def clip_grad_norm_(
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     # the update is skipped, where gradients show it, or else by this; a batch after it is not
     factor = torch.where(torch.isfinite(total), factor, 1.0 if party is None else torch.nan)
-    for sharding, mine in _by_sharding(divided).items():
-        if with_gradients(sharding) <= {id(home) for _, home in mine} and sharding.has_own_gradients:
+    for sharding, mine in _grouped(divided, attrgetter("sharding")).items():
+        if with_gradients(sharding) <= {id(shard) for _, shard in mine} and sharding.has_own_gradients:
             sharding.fold(factor.item() if factor.is_cpu or mine[0][1].piece.is_cpu else factor)
         else:
             if sharding.publisher is not None:
@@ -92,24 +95,18 @@ def clip_grad_norm_(
     return shown
 
 
-def _listed(parameters: Tensor | torch.nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(parameters, torch.nn.Module):
-        return list(parameters.parameters())
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
 def _gradient_holder(param: Tensor) -> Tensor:
     """Returns the tensor whose `.grad` it is: at stage 0, the span if `zk.shards` has returned that."""
-    home = shard_of(param)
-    exposed = home is not None and home.team is None and param.grad is None and home.piece.grad is not None
-    return home.piece if exposed else param  # type: ignore[union-attr]
+    shard = shard_of(param)
+    exposed = shard is not None and shard.team is None and param.grad is None and shard.piece.grad is not None
+    return shard.piece if exposed else param  # type: ignore[union-attr]
 
 
-def _by_sharding(divided: Iterable[tuple[Tensor, Shard]]) -> dict[Any, list[tuple[Tensor, Shard]]]:
-    """The parameters of each model."""
-    made: dict[Any, list[tuple[Tensor, Shard]]] = {}
-    for param, home in divided:
-        made.setdefault(home.sharding, []).append((param, home))
+def _grouped(pairs: Iterable[tuple[Tensor, Shard]], key: Callable[[Shard], Any]) -> dict[Any, list[Any]]:
+    """Returns these parameters and their shards by what the shards have in common."""
+    made: dict[Any, list[Any]] = {}
+    for param, shard in pairs:
+        made.setdefault(key(shard), []).append((param, shard))
     return made
 
 
@@ -121,48 +118,45 @@ def _total(
     foreach: bool | None,
     party: Group | MeshGroups | None,
 ) -> Tensor:
-    """The norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
+    """Returns the norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
+    add, op = (torch.sum, "sum") if kind == 2.0 else (torch.amax, "max")
     sums: dict[Any, list[Tensor]] = {}
-    for sharding, homes in _by_sharding(divided).items():
+    for (sharding, team, copies), mine in _grouped(divided, attrgetter("sharding", "team", "copies")).items():
         factor = sharding.take_fold()
         sharding.fold(factor)
-        for team in dict.fromkeys(home.team for _, home in homes):
-            mine = [pair for pair in homes if pair[1].team is team]
-            for copies in sorted({home.copies for _, home in mine}):
-                pairs = [(gradient_of(param, home), home) for param, home in mine if home.copies == copies]
-                there = [(grad, home) for grad, home in pairs if grad is not None and grad.numel()]
-                own = _measure([grad for grad, _ in there], kind, sharding.group.device, [home for _, home in there])
-                sums.setdefault(team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)
+        pairs = [(grad, shard) for param, shard in mine if (grad := gradient_of(param, shard)) is not None]
+        there = [(grad, shard) for grad, shard in pairs if grad.numel()]
+        own = _measure([grad for grad, _ in there], kind, sharding.group.device, [shard for _, shard in there])
+        sums.setdefault(team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)
     for team, spread in spans:
-        place = team.device
-        sums.setdefault(team, []).append(_measure([g for g in spread if g.numel()], kind, place).to(place))
+        found = _measure([grad for grad in spread if grad.numel()], kind, team.device)
+        sums.setdefault(team, []).append(found.to(team.device))
     totals = []
-    for group, terms in sums.items():
-        own = torch.stack(terms).sum() if kind == 2.0 else torch.stack(terms).amax()
-        totals.append(own.reshape(1))
-        norm_of_all(group, totals[-1], "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
-    copied = [1 if (home := shard_of(param)) is None else home.copies for param in plain]
+    for team, terms in sums.items():
+        totals.append(add(torch.stack(terms)).reshape(1))
+        norm_of_all(team, totals[-1], op, "zk.clip_grad_norm_")
+    copied = [1 if (shard := shard_of(param)) is None else shard.copies for param in plain]
     for copies in sorted(set(copied)):
         whole = [p.grad for p, its in zip(plain, copied, strict=True) if its == copies and p.grad is not None]
         alone = get_total_norm(whole, kind, foreach=foreach)
         totals.append((alone.double() ** 2 / copies if kind == 2.0 else alone.double()).reshape(1))
-    place = totals[0].device if totals else "cpu"
-    found = torch.cat([one.to(place) for one in totals]) if totals else torch.zeros(1, dtype=torch.float64)
-    found = (found.sum() if kind == 2.0 else found.amax()).reshape(1)
+    total = torch.zeros(1, dtype=torch.float64)
+    if totals:
+        total = add(torch.cat([one.to(totals[0].device) for one in totals])).reshape(1)
     if party is not None:
-        found = found.to(party.device)
-        norm_of_all(party, found, "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
-    return found[0].sqrt() if kind == 2.0 else found[0]
+        total = total.to(party.device)
+        norm_of_all(party, total, op, "zk.clip_grad_norm_")
+    return total[0].sqrt() if kind == 2.0 else total[0]
 
 
-def _measure(grads: list[Tensor], kind: float, place: torch.device, homes: Sequence[Shard] = ()) -> Tensor:
-    """The sum of squares, or the largest magnitude, NaN if there is any; `homes`: of these gradients' parameters."""
+def _measure(grads: list[Tensor], kind: float, place: torch.device, shards: Sequence[Shard] = ()) -> Tensor:
+    """Returns the sum of squares, or the largest magnitude, NaN if there is any; `shards`: of these gradients."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=place)
     if grads[0].is_cuda and kind == 2.0:
         return sumsq_there(grads).to(place)
     if kind == 2.0:
-        known = KnownSquares(homes).of(grads)
+        known = KnownSquares(shards).of(grads)
         seen = [Seen(getattr(grad, "zk_rest", None), one) for grad, one in zip(grads, known, strict=True)]
         sums = sumsq_of_each(seen, lambda places: [sumsq(grads[place]) for place in places])
         return torch.tensor(added(sums), dtype=torch.float64).to(place)

@@ -1,13 +1,11 @@
-"""Parameters that do not lie in host memory: which devices are served, how copies reach them, and the step counters
-that are kept there.
-"""
+"""Says which devices are supported and how copies reach them, and keeps step counters there."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,30 +13,17 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
-from zerokern.kernels.triton.backend import capturing
+from zerokern.kernels.triton.backend import capturing as capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.copies import Driver
 from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
 
-__all__ = [
-    "EMULATED_DRIVERS",
-    "DeviceSteps",
-    "Kernels",
-    "capturing",
-    "driver_of",
-    "holds",
-    "is_apart",
-    "kernels",
-    "put_in_place",
-    "refuse_capture",
-    "require",
-    "serves",
-]
+__all__ = ["DeviceSteps", "Kernels"]
 
 
 def serves(device: torch.device) -> bool:
-    """Whether parameters on this device are updated where they lie, by kernels of its own.
+    """Whether kernels update parameters on this device in place.
 
     >>> serves(torch.device("cuda", 1)), serves(torch.device("cpu"))
     (True, False)
@@ -55,7 +40,7 @@ def holds(params: Any) -> bool:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """A CUDA graph repeats what it has seen: making state in one would make it anew at every replay."""
+    """Raises while a CUDA graph is captured: state that is made in one would be made again at every replay."""
     if capturing(device):
         raise StateError(
             "a step that makes or takes over optimizer state cannot go into a CUDA graph, which would repeat that at "
@@ -64,14 +49,14 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def require(device: torch.device, tier: Any) -> None:
-    """Refuse a place for state that the device cannot reach, and a device that the kernels do not run on."""
+    """Raises if the device cannot reach the tier, or the kernels do not run on it."""
     if tier != "device":
         raise ValueError(got("tier", tier, f"'device' for parameters on {device}", "Or move the model to the CPU"))
     backend.check_device(device)
 
 
 class Kernels(NamedTuple):
-    """What launches an update, and what it is told to decide on the device."""
+    """The classes that launch an update, from `kernels/triton`."""
 
     table: Any
     control: Any
@@ -79,7 +64,7 @@ class Kernels(NamedTuple):
 
 
 def kernels() -> Kernels:
-    """Triton is imported here, so not before there is a parameter that needs it."""
+    """Imports Triton, when there is a parameter that needs it."""
     from zerokern.kernels.triton.sumsq import SumsqTable
     from zerokern.kernels.triton.table import Control, DeviceTable
 
@@ -87,7 +72,7 @@ def kernels() -> Kernels:
 
 
 def driver_of(param: Tensor) -> Any:
-    """What copies to and from a parameter's device go through; None in host memory.
+    """Returns the driver that copies to and from a parameter's device; None for host memory.
 
     >>> driver_of(torch.ones(1)) is None
     True
@@ -98,12 +83,12 @@ def driver_of(param: Tensor) -> Any:
 
 
 def is_apart(param: Tensor) -> bool:
-    """Whether a parameter lies on a device, so that host memory is elsewhere."""
+    """Whether a parameter lies on a device, and not in host memory."""
     return serves(param.device) or (len(EMULATED_DRIVERS) > 0 and param in EMULATED_DRIVERS)
 
 
 def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies (dst, src) on the device, behind all that its compute stream has been given; nobody waits.
+    """Copies (dst, src) on the device, after all work that its compute stream has; the host does not wait.
 
     The tensors' versions are the caller's to count, now.
     """
@@ -112,11 +97,8 @@ def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None
         with torch.no_grad():
             torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
 
-    getattr(driver, "launch", _at_once)(copy)
-
-
-def _at_once(work: Callable[[], object]) -> None:
-    work()
+    launch = getattr(driver, "launch", None)
+    copy() if launch is None else launch(copy)
 
 
 _STALE = (
@@ -130,9 +112,8 @@ class DeviceSteps:
     """Keeps the step counters of all parameters side by side on their device; 0-dim views of them are state.
 
     The host does not read them, for a step that the device skips counts nowhere, and the host hears of it only when it
-    asks. But it knows which of them are equal: parameters that took part in the same updates have the same count,
-    whatever it is. A counter has an origin, a number that stands for an unknown count, and a number of updates known to
-    have been made since; counters with the same of both are equal.
+    asks. But it knows which of them are equal: counters of one class have the same value, whatever it is. Those of a
+    class that take part in an update without the others become a class of their own. Class 0 is what never moved.
 
     >>> params, entries = [torch.ones(2), torch.ones(2)], [{"step": torch.tensor(3.0)}, {"step": 4}]
     >>> book = DeviceSteps(torch.device("cpu"), params, None)
@@ -146,136 +127,104 @@ class DeviceSteps:
         self.place, self.params = place, list(params)  # held, so that no other parameter has one of their ids
         self._numbers = {id(param): number for number, param in enumerate(params)}
         self._ids: Iterator[int] = itertools.count(1) if last is None else last._ids
-        self._bound = _CLASSES
+        self._bound, self._captured = _CLASSES, False
         self._active: list[int] = []
         self._captures: list[set[int]] = []  # counters that a graph takes for equal
         self._replaced: dict[int, Tensor] = {}  # views of the last book whose values are here
-        self._origins, self._made, self._graphs = ([0] * len(self.params) for _ in range(3))
-        self._forget()
+        self._classes, self._graphs = [0] * len(self.params), [0] * len(self.params)  # graphs: by which move them
         with torch.no_grad(), torch.inference_mode(False):
             self.steps = upload(array("f", bytes(4 * len(self.params))), place)
             self._views: list[Tensor] = list(self.steps.unbind())
             if last is not None:
                 self._carry_over(last)
-        self._adopted: list[int] = []
-        self._look()
+        self._note_views([])
 
     def _carry_over(self, last: DeviceSteps) -> None:
-        last._settle()
+        last._read_if_written()
         if last._captures:
             warnings.warn(_STALE % "parameters were added or taken away", stacklevel=2)
         pairs = [(now, last._numbers[key]) for key, now in self._numbers.items() if key in last._numbers]
         for now, then in pairs:
-            self._origins[now], self._made[now] = last._origins[then], last._made[then]
-            self._replaced[now] = last._views[then]
+            self._classes[now], self._replaced[now] = last._classes[then], last._views[then]
         self._put([now for now, _ in pairs], last.steps[upload(array("q", [then for _, then in pairs]), self.place)])
 
     def adopt(self, entries: Sequence[dict[str, Any]]) -> None:
         """Replaces each `entries[i]["step"]` that is not a view of the book by one with the same value."""
-        self._settle()
+        self._read_if_written()
         found = [(number, entry["step"]) for number, entry in enumerate(entries) if "step" in entry]
         others = [(number, value) for number, value in found if value is not self._views[number]]
         unread = [(number, value) for number, value in others if value is not self._replaced.get(number)]
         values = zip((number for number, _ in unread), _numbers([value for _, value in unread]), strict=True)
-        moved = {number: value for number, value in values if not self._is_at(number, int(value))}
-        for number, value in moved.items():
-            self._set(number, int(value))
+        moved = {number: int(value) for number, value in values if int(value) or self._classes[number]}
+        self._classify(moved)
         self._drop_captures(set(moved), "counters were written")
         with torch.no_grad(), torch.inference_mode(False):
             self._put(list(moved), upload(array("f", moved.values()), self.place))
         self._replaced = {}
         for number, _ in others:
             entries[number]["step"] = self._views[number]
-        self._adopted = [number for number, _ in found]
-        self._look()
+        self._note_views([number for number, _ in found])
+
+    def restart(self, number: int) -> None:
+        """Resets the counter of a parameter that has none in its state, right after `adopt`."""
+        if self._classes[number]:
+            self._views[number].zero_()
+            self._classify({number: 0})
+            self._version = self.steps._version
 
     def _put(self, numbers: Sequence[int], values: Tensor) -> None:
         if numbers:
             self.steps.index_copy_(0, upload(array("q", numbers), self.place), values)
 
-    def _look(self) -> None:
-        self._whereabouts = AddressRecord([self._views[number] for number in self._adopted])
+    def _note_views(self, numbers: list[int]) -> None:
+        """Records the views that are in the state, where users may write or exchange them."""
+        self._adopted = numbers
+        self._whereabouts = AddressRecord([self._views[number] for number in numbers])
         self._version = self.steps._version
 
-    def _settle(self) -> None:
-        """Know the counters again after somebody has written them."""
-        self._fold()
+    def _read_if_written(self) -> None:
+        self._note_capture()
         if self.steps._version != self._version:
             self._drop_captures(set(self._adopted), "counters were written")
             self._read()
             self._version = self.steps._version
 
-    def _forget(self) -> None:
-        self._certain, self._uncertain, self._captured = 0, False, False
+    def _read(self) -> None:
+        """Waits for the device, and learns which counters are equal by chance."""
+        self._classify({number: int(value) for number, value in enumerate(self.steps.tolist())})
+
+    def _classify(self, values: Mapping[int, int]) -> None:
+        """Classifies counters by their values. Those that a CUDA graph moves stay apart: replays move them."""
+        known = {(0, 0): 0}
+        for number, value in values.items():
+            key = self._graphs[number], value
+            if key not in known:
+                known[key] = next(self._ids)
+            self._classes[number] = known[key]
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
-        """Which counters the updates to come move. Returns a label for each: those with the same label are equal."""
-        self._fold()
+        """Sets which counters the next updates increment. Returns a label for each: those of one label are equal."""
+        self._note_capture()
         self._active = list(numbers)
-        self._look_at_captures()
+        chosen = set(numbers)  # a graph keeps the labels of its capture: it must not see those of one label move apart
+        self._drop_captures(chosen, "some of its parameters take a step without the others", but=chosen.issuperset)
         labels = self._labels()
         if max(labels, default=0) >= self._bound and not capturing(self.place):
             self._read()
             labels = self._labels()
             self._bound = max(_CLASSES, 4 * max(labels))
         self._chosen = labels
-        moved = array("f", bytes(4 * len(self._made)))
+        moved = array("f", bytes(4 * len(self._classes)))
         for number in numbers:
             moved[number] = 1.0
         self.increments = upload(moved, self.place)
         return labels
 
-    def _look_at_captures(self) -> None:
-        """A graph keeps the labels of its capture: it must not see counters of one label move apart."""
-        chosen = set(self._active)
-        self._drop_captures(chosen, "some of its parameters take a step without the others", but=chosen.issuperset)
-
-    def _drop_captures(
-        self, moved: set[int], why: str, but: Callable[[set[int]], bool] = lambda members: False
-    ) -> None:
-        """Say of graphs that some of their counters moved, unless it was in a way that leaves them equal."""
-        broken = [members for members in self._captures if members & moved and not but(members)]
-        if broken:
-            self._captures = [members for members in self._captures if members not in broken]
-            warnings.warn(_STALE % why, stacklevel=2)
-
     def _labels(self) -> list[int]:
-        labels: dict[tuple[int, int], int] = {}
-        return [labels.setdefault((self._origins[n], self._made[n]), len(labels)) for n in self._active]
-
-    def _read(self) -> None:
-        """Wait for the device, so that counters that are equal by chance are known to be.
-
-        Those that a CUDA graph moves stay apart: it moves them again whenever it is replayed.
-        """
-        for number, found in enumerate(self.steps.tolist()):
-            self._origins[number], self._made[number] = self._graphs[number], int(found)
-
-    def advance(self, *, certain: bool) -> None:
-        """The chosen took part in an update, which the device may have skipped unless it is `certain` that it did not.
-
-        An update that goes into a CUDA graph is made as often as that is replayed.
-        """
-        if capturing(self.place):
-            self._captured = True
-        elif certain:
-            self._certain += 1
-        else:
-            self._uncertain = True
-
-    def _fold(self) -> None:
-        """What is known of the counters after the updates since `choose`."""
-        if self._captured:
-            self._split(self._graphs)
-            alike: dict[int, set[int]] = {}
-            for number, label in zip(self._active, self._chosen, strict=True):
-                alike.setdefault(label, set()).add(number)
-            self._captures += alike.values()
-        if self._captured or self._uncertain:
-            self._split(self._origins)
-        for number in self._active if self._certain else ():
-            self._made[number] += self._certain
-        self._forget()
+        """Separates the chosen from the others of their classes; returns the label of each."""
+        self._split(self._classes)
+        labels: dict[int, int] = {}
+        return [labels.setdefault(self._classes[number], len(labels)) for number in self._active]
 
     def _split(self, ids: list[int]) -> None:
         fresh: dict[int, int] = {}
@@ -284,20 +233,32 @@ class DeviceSteps:
                 fresh[ids[number]] = next(self._ids)
             ids[number] = fresh[ids[number]]
 
-    def restart(self, number: int) -> None:
-        """Count a parameter that has no counter in its state from 0 again, right after `adopt`."""
-        if not self._is_at(number, 0):
-            self._views[number].zero_()
-            self._set(number, 0)
-            self._version = self.steps._version
+    def _drop_captures(
+        self, moved: set[int], why: str, but: Callable[[set[int]], bool] = lambda members: False
+    ) -> None:
+        """Warns of graphs some of whose counters moved, unless these are equal still."""
+        broken = [members for members in self._captures if members & moved and not but(members)]
+        if broken:
+            self._captures = [members for members in self._captures if members not in broken]
+            warnings.warn(_STALE % why, stacklevel=2)
 
-    def _set(self, number: int, count: int) -> None:
-        """A counter is there now, and stays so but for the updates to come and the graphs that move it."""
-        self._origins[number], self._made[number] = next(self._ids) if self._graphs[number] else 0, count
+    def advance(self) -> None:
+        """Notes an update of the chosen, which the device may have skipped.
 
-    def _is_at(self, number: int, count: int) -> bool:
-        """Whether a counter is known to be there."""
-        return (self._origins[number], self._made[number]) == (0, count)
+        An update that goes into a CUDA graph is made as often as that is replayed.
+        """
+        self._captured = self._captured or capturing(self.place)
+
+    def _note_capture(self) -> None:
+        """Notes a graph that captured updates since `choose`: it takes counters of one label for equal."""
+        if not self._captured:
+            return
+        self._captured = False
+        self._split(self._graphs)
+        alike: dict[int, set[int]] = {}
+        for number, label in zip(self._active, self._chosen, strict=True):
+            alike.setdefault(label, set()).add(number)
+        self._captures += alike.values()
 
     def in_place(self) -> bool:
         """Whether nobody has exchanged the memory of a counter."""
@@ -309,7 +270,7 @@ class DeviceSteps:
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """The values, those of all tensors on a device in one go."""
+    """Returns the values; those of tensors on a device are read at once."""
     far = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
     read = iter(torch.stack([v.detach().float().reshape(()).to(far[0].device) for v in far]).tolist() if far else ())
     return [next(read) if isinstance(v, Tensor) and not v.is_cpu else float(v) for v in values]

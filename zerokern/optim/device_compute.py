@@ -16,7 +16,7 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.binding import Binding, Columns, HostCompute, table_of
+from zerokern.optim.binding import Binding, HostCompute, Member, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
 from zerokern.optim.outside import plain
@@ -52,7 +52,7 @@ class DeviceCompute(HostCompute):
         return launching(self.place)
 
     def check_new(self, survey: Survey, groups: Groups, tier: StateTier, new: Sequence[int]) -> None:
-        """The counter tells the device whether a moment has started: it must be at 0 when one begins."""
+        """Raises unless counters are 0 where a moment begins: they tell the device whether it has started."""
         device.refuse_capture(self.place)
         optional = tier.algorithm.optional
         for i in new:
@@ -79,12 +79,12 @@ class DeviceCompute(HostCompute):
         return row if row is not None and row.param is param else None
 
     def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
-        """Goes on with the book there is, as long as it is about the same parameters: graphs count in it."""
+        """Keeps the book of the last binding if it has the same parameters: captured graphs count in it."""
         if previous is not None:
             self.book = previous.compute.book
             return
         device.refuse_capture(self.place)
-        everyone, book = survey.everyone, None if self._last is None else self._last.compute.book
+        everyone, book = survey.all_params, None if self._last is None else self._last.compute.book
         entries = [tier.state.get(param, {}) for param in everyone]
         if book is not None and not book.in_place():
             book = None
@@ -99,13 +99,13 @@ class DeviceCompute(HostCompute):
                     book.restart(number)
         self.book = book
 
-    def lay_out(self, columns: Columns, groups: Groups, rows: Sequence[SpanRow]) -> None:
+    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
         self._last = None  # nothing asks for the rows before any more
-        self._survey, self._rows = columns.survey, rows
-        labels = self.book.choose(columns.survey.numbers)
-        self.table, self.groups = table_of(columns, groups, rows, labels, self._open_table)
+        self._survey, self._rows = survey, rows
+        labels = self.book.choose(survey.numbers)
+        self.table, self.groups = table_of(survey, groups, members, rows, labels, self._open_table)
         witnesses: dict[int, int] = {}
-        for group, number in zip(self.table.columns["group"], columns.survey.numbers, strict=True):
+        for group, number in zip(self.table.columns["group"], survey.numbers, strict=True):
             witnesses.setdefault(group, number)
         self._witnesses = [witnesses[group] for group in range(len(self.groups))]
 
@@ -113,7 +113,7 @@ class DeviceCompute(HostCompute):
         return self._kernels.table(self.place, nrows, ngroups)
 
     def is_outdated(self) -> bool:
-        """Each capture has a table of its own, for a replay fills it again; so have steps outside of any capture."""
+        """Whether another table is needed: each capture has its own, because a replay fills it again."""
         capturing = device.capturing(self.place)
         if not capturing and not self._in_graph:
             return False
@@ -159,13 +159,13 @@ class DeviceCompute(HostCompute):
     def carried_out(self) -> bool:
         return self._done
 
-    @property
-    def torn(self) -> bool:  # type: ignore[override]
+    def may_have_written(self, error: BaseException) -> bool:
         """Whether launches were broken off: the host does not know what those before the refused one have changed."""
         return self.table.begun and not self._done
 
     def count(self, tier: StateTier) -> None:
-        self.book.advance(certain=self._decision.launched())
+        self._decision.launched()
+        self.book.advance()
 
     def shown(self, state: Mapping[Any, Any], binding: Binding) -> dict[Any, Any]:
         """Returns counters with memory of their own, and no moment that nothing has started. Waits for the device."""
@@ -177,7 +177,7 @@ class DeviceCompute(HostCompute):
             for entry, step in zip(counted, steps, strict=True):
                 entry["step"] = step
         marked = [row for row in tier.rows.values() if row.first]
-        counts = dict(zip(map(id, binding.survey.everyone), self.book.steps.tolist(), strict=True)) if marked else {}
+        counts = dict(zip(map(id, binding.survey.all_params), self.book.steps.tolist(), strict=True)) if marked else {}
         for row in marked:
             entry = made.get(row.param, {})
             for key in tier.algorithm.optional if counts[id(row.param)] == 0 else ():
@@ -187,7 +187,7 @@ class DeviceCompute(HostCompute):
 
 
 class _Sums:
-    """The sums of squares of the gradients on the device: one for each dtype, or for each share over all ranks."""
+    """Computes sums of squares of gradients on the device: for each dtype, or for each share over all ranks."""
 
     def __init__(self, survey: Survey, place: torch.device, make: Any) -> None:
         self._place = place

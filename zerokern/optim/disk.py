@@ -3,8 +3,8 @@ or written at once."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.memory.stream import Record, Stream
-from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
+from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
 from zerokern.optim.state import (
     Checked,
     Entry,
@@ -33,26 +33,11 @@ from zerokern.optim.state import (
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import present
 
-__all__ = [
-    "Disk",
-    "OnDisk",
-    "RecordSpan",
-    "StateOnDisk",
-    "all_on_disk",
-    "begin_span",
-    "begin_with",
-    "cells_of",
-    "described",
-    "in_memory",
-    "move_to_disk",
-    "on_disk_of",
-    "refuse_copy",
-    "rooms_for",
-    "write_entries",
-]  # fmt: skip
+__all__ = ["Disk", "OnDisk", "RecordReader", "RecordSpan", "RecordWriter", "StateOnDisk"]
 
 _PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
+_CHANGED = "the optimizer has stepped, or was loaded, since its state was described for saving; save it again"
 
 
 class RecordSpan:
@@ -67,20 +52,20 @@ class RecordSpan:
 
 
 class OnDisk:
-    """Takes the place in `optimizer.state` of one parameter's tensors that lie on disk; `state_dict` reads them back.
+    """Stands in `optimizer.state` for one parameter's tensors on disk; `state_dict` reads them.
 
     `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
     loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began with, for places yet
     to begin.
     """
 
-    __slots__ = ("exact", "first", "home", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
+    __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
 
-    def __init__(self, home: object, param: Tensor, layout: Layout, initial: float, first: bool) -> None:
-        self.home, self.param, self.layout, self.shape = home, param, layout, param.shape
+    def __init__(self, disk: object, param: Tensor, layout: Layout) -> None:
+        self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
         self.slots = layout.columns
         self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
-        self.initial, self.first, self.kept = initial, first, False
+        self.initial, self.first, self.kept = 0.0, False, False
         self.exact: Tensor | None = None
         self.places: list[RecordSpan] = []
 
@@ -92,9 +77,13 @@ class OnDisk:
     def dropped(self) -> bool:
         return any(place.record.dropped for place in self.places)
 
-    def fits(self, home: object, param: Tensor, layout: Layout) -> bool:
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.described().values())
+
+    def fits(self, disk: object, param: Tensor, layout: Layout) -> bool:
         """Whether this is the state of that parameter as it is now, so that nothing is left to check."""
-        same = self.home is home and self.param is param and self.layout is layout and self.shape == param.shape
+        same = self.disk is disk and self.param is param and self.layout is layout and self.shape == param.shape
         return same and not self.dropped
 
     def described(self) -> dict[str, Tensor]:
@@ -117,16 +106,60 @@ class OnDisk:
         if self.exact is not None and all(place.begun for place in self.places):
             self.exact = None
 
-    def spans(self, place: RecordSpan) -> Iterable[tuple[Slot, int, int, int]]:
-        """Yields each tensor's part in a place: (slot, offset in the record, offset in the whole tensor, bytes)."""
-        offsets, _ = columns(self.widths, place.numel)
-        for slot, width, offset in zip(self.slots, self.widths, offsets, strict=True):
-            nbytes = -(-place.numel // width.per) * width.nbytes
-            yield slot, place.offset + offset, place.start // width.per * width.nbytes, nbytes
+    @torch.no_grad()
+    def begin_with(self, kept: Tensor | None) -> None:
+        """Keeps what is left of the fp32 values that the parameter was rounded from, until its places begin with them.
+
+        Rounded to 24 bits some of them are nearer to the next bf16: the parameter becomes that at once, as it does
+        where state lies in memory.
+        """
+        short = next((slot for slot in self.slots if slot.key == "remainder" and slot.dtype is torch.int8), None)
+        self.exact = kept
+        if kept is None or short is None:
+            return
+        self.exact = torch.empty(kept.numel(), dtype=short.dtype, device=kept.device)
+        with present(self.param, written=True):
+            columns = (self.param.detach().view(-1), kept.view(-1), self.exact)
+            for param, old, new in zip(*(one.split(_PIECE) for one in columns), strict=True):
+                begin(param, short, new, exact_of(param, old))
+
+    def begin_span(self, place: RecordSpan, cell: Cell) -> None:
+        """Writes first values to a place that is in a cell of the ring; or new masters, once it has begun."""
+        with present(self.param, written=self.exact is not None):
+            mine = slice(place.start, place.start + place.numel)
+            param = self.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
+            kept = None if self.exact is None or place.begun else self.exact.view(-1)[mine]
+            for slot, tensor in zip(self.slots, self.cells(place, cell).values(), strict=True):
+                if slot.key == "master" and place.begun:
+                    torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
+                elif slot.key == "remainder" and kept is not None and kept.dtype is slot.dtype:
+                    tensor.copy_(kept)
+                elif slot.key in ("master", "remainder"):
+                    begin(param, slot, tensor.zero_(), None if kept is None else exact_of(param, kept))
+                elif not place.begun:
+                    tensor.fill_(self.initial if slot.extent == "param" else 0.0)
+
+    def offsets(self, place: RecordSpan) -> list[int]:
+        """Returns where in its record each tensor's part of a place begins, in bytes."""
+        return [place.offset + offset for offset in columns(self.widths, place.numel)[0]]
+
+    def cells(self, place: RecordSpan, cell: Cell) -> dict[str, Tensor]:
+        """Returns the tensors of a place by key, 1-D, where they lie in a cell of the ring."""
+        found = {}
+        for slot, width, offset in zip(self.slots, self.widths, self.offsets(place), strict=True):
+            found[slot.key] = cell.lease.tensor(slot.dtype, (-(-place.numel // width.per),), offset=offset)
+        return found
+
+    def parts(self, place: RecordSpan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the place's part, 1-D, of those whole tensors that there are."""
+        ends, found = place.start + place.numel, {}
+        for slot, (_, per) in zip(self.slots, self.widths, strict=True):
+            if slot.key in tensors:
+                found[slot.key] = tensors[slot.key].view(-1)[place.start // per : -(-ends // per)]
+        return found
 
     def __repr__(self) -> str:
-        nbytes = sum(part[3] for place in self.places for part in self.spans(place))
-        return f"OnDisk({', '.join(slot.key for slot in self.slots)}: {nbytes:,} bytes; read by state_dict())"
+        return f"OnDisk({', '.join(slot.key for slot in self.slots)}: {self.nbytes:,} bytes; read by state_dict())"
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -136,69 +169,9 @@ class OnDisk:
 
 
 def on_disk_of(entry: Any) -> OnDisk | None:
-    """Returns the part of a state entry that lies on disk, if there is one."""
+    """Returns what stands for tensors on disk in a state entry, if there is something."""
     found = entry.get(ON_DISK) if isinstance(entry, dict) else None
     return found if isinstance(found, OnDisk) else None
-
-
-def read_span(owner: OnDisk, place: RecordSpan, base: int, tensors: dict[str, Tensor]) -> None:
-    """Copies a place from a record at address `base` to whole, contiguous tensors by key."""
-    for slot, inside, at, nbytes in owner.spans(place):
-        ctypes.memmove(tensors[slot.key].data_ptr() + at, base + inside, nbytes)
-
-
-def write_span(owner: OnDisk, place: RecordSpan, base: int, tensors: dict[str, Tensor]) -> None:
-    """Copies a place to a record at address `base`; what has no tensor stays as it is."""
-    for slot, inside, at, nbytes in owner.spans(place):
-        if slot.key in tensors:
-            ctypes.memmove(base + inside, tensors[slot.key].data_ptr() + at, nbytes)
-
-
-def begin_span(owner: OnDisk, place: RecordSpan, tensors: Sequence[Tensor]) -> None:
-    """Writes first values to the span's tensors, flat and in the order of `owner.slots`; or new masters, once it has
-    begun."""
-    with present(owner.param, written=owner.exact is not None):
-        _begin_span(owner, place, tensors)
-
-
-def _begin_span(owner: OnDisk, place: RecordSpan, tensors: Sequence[Tensor]) -> None:
-    mine = slice(place.start, place.start + place.numel)
-    param = owner.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
-    kept = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
-    for slot, tensor in zip(owner.slots, tensors, strict=True):
-        if slot.key == "master":
-            if place.begun:
-                torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
-            else:
-                begin(param, slot, tensor, None if kept is None else exact_of(param, kept))
-        elif slot.key == "remainder":
-            if kept is not None and kept.dtype is slot.dtype:
-                tensor.copy_(kept)
-            else:
-                begin(param, slot, tensor.zero_(), None if kept is None else exact_of(param, kept))
-        elif not place.begun:
-            tensor.fill_(owner.initial if slot.extent == "param" else 0.0)
-
-
-@torch.no_grad()
-def begin_with(owner: OnDisk, kept: Tensor | None) -> None:
-    """Keeps what is left of the fp32 values that the parameter was rounded from, until its places begin with them.
-
-    Rounded to 24 bits some of them are nearer to the next bf16: the parameter becomes that at once, as it does where
-    state lies in memory.
-    """
-    short = next((slot for slot in owner.slots if slot.key == "remainder" and slot.dtype is torch.int8), None)
-    owner.exact = kept
-    if kept is None or short is None:
-        return
-    owner.exact = torch.empty(kept.numel(), dtype=short.dtype, device=kept.device)
-    with present(owner.param, written=True):
-        columns = (owner.param.detach().view(-1), kept.view(-1), owner.exact)
-        for param, old, new in zip(*(one.split(_PIECE) for one in columns), strict=True):
-            begin(param, short, new, exact_of(param, old))
-
-
-Visit = tuple[OnDisk, RecordSpan, dict[str, Tensor]]
 
 
 class Disk(Stream):
@@ -214,8 +187,8 @@ class Disk(Stream):
     def _cut(self, spans: Sequence[tuple[int, tuple[Width, ...]]]) -> list[Piece]:
         return plan([numel for numel, _ in spans], [widths for _, widths in spans], self.slot_nbytes)
 
-    def make(self, wanted: Iterable[tuple[Tensor, Layout, float, bool]]) -> list[OnDisk]:
-        """Takes room on disk for the state of these (parameter, layout, initial moment, first), or raises."""
+    def make(self, wanted: Iterable[tuple[Tensor, Layout]]) -> list[OnDisk]:
+        """Takes room on disk for the state of these (parameter, layout), or raises."""
         made = [OnDisk(self, *one) for one in wanted]
         pieces = self._cut([(one.shape.numel(), one.widths) for one in made])
         for record, piece in zip(self.lay_out([_wanted(piece) for piece in pieces]), pieces, strict=True):
@@ -234,69 +207,128 @@ class Disk(Stream):
         wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
         cut = iter(DeviceTier(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
-        visits = _by_record(owners, made)
-
-        def take(record: Record, slot: Cell) -> None:
-            for owner, place, tensors in visits[record]:
-                read_span(owner, place, slot.lease.ptr, tensors)
-
-        self.read_through([record for record in visits if record.stored], take)
-        for record, some in visits.items():
-            for owner, place, tensors in some:
-                if place in record.unsettled:
-                    begin_span(owner, place, spans(owner, place, tensors))
+        into = dict(zip(map(id, owners), made, strict=True))
+        self.stop_reading()
+        reader = RecordReader(self, owners)
+        for record, spans in reader.spans.items():
+            cell = reader.cell(record)
+            for owner, place in spans:
+                cells = owner.cells(place, cell)
+                for key, part in owner.parts(place, into[id(owner)]).items():
+                    part.copy_(cells[key])
         return made
-
-    def write(self, owners: Sequence[OnDisk], entries: Sequence[dict[str, Any]]) -> None:
-        """Writes the tensors of the entries, which have been checked. Nothing else survives in the records written."""
-        visits = _by_record(owners, entries)
-        last: dict[int, dict[str, Tensor]] = {}
-
-        def put_together(record: Record, slot: Cell) -> None:
-            self.view(slot, record).zero_()
-            for owner, place, entry in visits[record]:
-                if id(owner) not in last:
-                    last.clear()  # one parameter at a time: a copy may be needed to have it contiguous in host memory
-                    last[id(owner)] = _contiguous(owner, entry)
-                write_span(owner, place, slot.lease.ptr, last[id(owner)])
-
-        self.write_through(list(visits), put_together)
-        for record, some in visits.items():
-            record.unsettled.clear()
-            for _, place, _ in some:
-                place.begun = True
 
 
 def _wanted(piece: Piece) -> Wanted:
     return Wanted("state", torch.Size([piece.nbytes]), torch.uint8)
 
 
-def spans(owner: OnDisk, place: RecordSpan, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Returns the place's part of whole tensors, flat and in the order of `owner.slots`."""
-    parts = zip(owner.slots, owner.widths, strict=True)
-    flat = [(tensors[slot.key].view(-1), width.per) for slot, width in parts]
-    return [whole[place.start // per : -(-(place.start + place.numel) // per)] for whole, per in flat]
-
-
-def cells_of(owner: OnDisk, place: RecordSpan, cell: Cell) -> list[Tensor]:
-    """Returns the tensors of a place, 1-D, where they lie in a cell of the ring."""
-    return [
-        cell.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)
-        for column, inside, _, nbytes in owner.spans(place)
-    ]
-
-
-def _by_record(owners: Sequence[OnDisk], entries: Sequence[dict[str, Any]]) -> dict[Record, list[Visit]]:
-    visits: dict[Record, list[Visit]] = {}
-    for owner, entry in zip(owners, entries, strict=True):
+def _spans_by_record(owners: Iterable[OnDisk]) -> dict[Record, list[tuple[OnDisk, RecordSpan]]]:
+    found: dict[Record, list[tuple[OnDisk, RecordSpan]]] = {}
+    for owner in owners:
         for place in owner.places:
-            visits.setdefault(place.record, []).append((owner, place, entry))
-    return visits
+            found.setdefault(place.record, []).append((owner, place))
+    return found
 
 
-def _contiguous(owner: OnDisk, entry: dict[str, Any]) -> dict[str, Tensor]:
-    found = {slot.key: entry.get(slot.key) for slot in owner.slots}
-    return {key: value.detach().to("cpu").contiguous() for key, value in found.items() if value is not None}
+class RecordReader:
+    """Reads records into the ring, ahead of callers who ask for them in order."""
+
+    def __init__(self, disk: Disk, owners: Iterable[OnDisk]) -> None:
+        self.disk, self._version = disk, disk.version
+        self.spans = _spans_by_record(owners)
+        self._numbers = {record: number for number, record in enumerate(self.spans)}
+        self.expect(self.spans)
+
+    def number(self, record: Record) -> int:
+        """Returns the record's place in the order."""
+        return self._numbers[record]
+
+    def expect(self, records: Any) -> None:
+        """Reads only these ahead: no others will be asked for."""
+        wanted = set(records)
+        self._order = [record for record in self.spans if record in wanted]
+        self._turn = {record: turn for turn, record in enumerate(self._order)}
+        self._next = 0
+
+    def cell(self, record: Record) -> Cell:
+        """Waits for a record and returns its cell, where it stays until the record after the next is asked for."""
+        disk = self.disk
+        if disk.version != self._version:
+            raise StateError(_CHANGED)
+        turn, ahead = self._turn[record], disk.ahead
+        if record not in ahead:
+            disk.stop_reading()
+            self._next = turn
+        for one in [one for one in ahead if self._turn.get(one, -1) < turn - 1]:
+            cell, ticket = ahead.pop(one)
+            if ticket is not None:
+                ticket.wait()
+        self._read_on()
+        cell, ticket = ahead[record]
+        if ticket is not None:
+            ticket.wait()
+            ahead[record] = cell, None
+        return cell
+
+    def _read_on(self) -> None:
+        disk = self.disk
+        taken = {cell.index for cell, _ in disk.ahead.values()}
+        free = [cell for cell in disk.ring.slots if cell.index not in taken]
+        for cell, record in zip(free, self._order[self._next :], strict=False):
+            ticket = disk.fetch(record, disk.view(cell, record)) if record.stored else None
+            if ticket is None:
+                disk.view(cell, record).zero_()
+            if record.unsettled:
+                if ticket is not None:
+                    ticket.wait()
+                    ticket = None
+                for owner, place in self.spans[record]:
+                    if place in record.unsettled:
+                        owner.begin_span(place, cell)
+            disk.ahead[record] = cell, ticket
+            self._next += 1
+
+
+class RecordWriter:
+    """Writes whole records: half of the ring's cells are filled while the other half is stored."""
+
+    def __init__(self, disk: Disk, owners: Iterable[OnDisk]) -> None:
+        self._disk, self._spans = disk, _spans_by_record(owners)
+        self._leaving: dict[int, Any] = {}
+
+    def rounds(self) -> Iterator[list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]]]:
+        """Yields lists of places and their tensors, all zeros, for the caller to fill before the next list.
+
+        After the last one everything is on disk.
+        """
+        disk = self._disk
+        disk.begin_change()
+        slots, records = disk.ring.slots, list(self._spans)
+        half = max(1, len(slots) // 2)
+        for turn, start in enumerate(range(0, len(records), half)):
+            some = records[start : start + half]
+            mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
+            parts: list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]] = []
+            for record, slot in mine:
+                self._wait(slot)
+                disk.view(slot, record).zero_()
+                parts += [(owner, place, owner.cells(place, slot)) for owner, place in self._spans[record]]
+            yield parts
+            for owner, place, cells in parts:
+                if "remainder" in cells and not owner.kept:
+                    owner.kept = bool(cells["remainder"].any())
+                place.begun = True
+            for record, slot in mine:
+                self._leaving[slot.index] = disk.store(record, disk.view(slot, record))
+                record.unsettled.clear()
+        for slot in slots:
+            self._wait(slot)
+
+    def _wait(self, slot: Cell) -> None:
+        ticket = self._leaving.pop(slot.index, None)
+        if ticket is not None:
+            ticket.wait()
 
 
 def all_on_disk(state: Mapping[Any, Any]) -> list[OnDisk]:
@@ -322,8 +354,8 @@ def described(disk: Disk, name: Callable[[], str], entry: Entry | None) -> Entry
     owner = on_disk_of(entry)
     if entry is None or owner is None:
         return entry
-    if owner.home is not disk or owner.dropped:
-        where = "no longer on disk" if owner.home is disk else "on the disk of another optimizer"
+    if owner.disk is not disk or owner.dropped:
+        where = "no longer on disk" if owner.disk is disk else "on the disk of another optimizer"
         raise StateError(
             f"{name()}: its state is {where}; between optimizers, it moves with state_dict() and load_state_dict()"
         )
@@ -337,53 +369,61 @@ def described(disk: Disk, name: Callable[[], str], entry: Entry | None) -> Entry
     return _rest(entry) | owner.described()
 
 
-def rooms_for(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> list[OnDisk | None]:
-    """Returns room for the tensors of checked entries: what their parameters have where it fits, else new room."""
-    owners: list[OnDisk | None] = []
-    new: list[int] = []
-    for i, (param, _, layout) in enumerate(entries):
-        owner = on_disk_of(state.get(param))
-        if not layout.columns or owner is None or not owner.fits(disk, param, layout):
-            owner = None
-            new += [i] if layout.columns else []
-        owners.append(owner)
-    made = disk.make([(entries[i][0], entries[i][2], 0.0, False) for i in new]) if new else []
-    for i, one in zip(new, made, strict=True):
-        owners[i] = one
-    return owners
-
-
-def write_entries(
-    disk: Disk, owners: Sequence[OnDisk | None], entries: Sequence[Checked], algorithm: Algorithm
-) -> list[Entry]:
-    """Writes the tensors of checked entries; returns what `optimizer.state` holds in their place."""
-    there = [(owner, entry) for owner, (_, entry, _) in zip(owners, entries, strict=True) if owner is not None]
-    if there:
-        with whole("writing optimizer state to disk"):
-            disk.write([owner for owner, _ in there], [entry for _, entry in there])
-    for owner, entry in there:
-        owner.first = any(slot.key in algorithm.optional and entry.get(slot.key) is None for slot in owner.slots)
-        remainder = entry.get("remainder")
-        owner.kept = remainder is not None and bool(remainder.any())
+def make_room(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> list[Entry]:
+    """Makes entries with counters, and with room on disk: what a parameter has there if it fits, else new room."""
+    known = [on_disk_of(state.get(param)) for param, _, _ in entries]
+    fitting = [
+        owner if owner is not None and layout.columns and owner.fits(disk, param, layout) else None
+        for owner, (param, _, layout) in zip(known, entries, strict=True)
+    ]
+    new = [i for i, (_, _, layout) in enumerate(entries) if layout.columns and fitting[i] is None]
+    made = disk.make([(entries[i][0], entries[i][2]) for i in new]) if new else []
+    owners = {i: owner for i, owner in enumerate(fitting) if owner is not None} | dict(zip(new, made, strict=True))
     mine: list[Entry] = [{} for _ in entries]
     make([(param, one, slot) for (param, _, layout), one in zip(entries, mine, strict=True) for slot in layout.counter])
-    for (_, entry, _), one, stand_in in zip(entries, mine, owners, strict=True):
-        if "step" in one:
-            one["step"].fill_(float(entry["step"]))
-        if stand_in is not None:
-            one[ON_DISK] = stand_in
+    for i, owner in owners.items():
+        mine[i][ON_DISK] = owner
     return mine
 
 
-def move_to_disk(disk: Disk, entries: Sequence[Checked], algorithm: Algorithm) -> list[Entry]:
+def mark_loaded(mine: Sequence[Entry], entries: Sequence[Checked]) -> None:
+    """Notes that the tensors of checked entries are about to be written to what `mine` have on disk."""
+    for one, (_, entry, _) in zip(mine, entries, strict=True):
+        owner = on_disk_of(one)
+        if owner is not None:
+            owner.first = any(entry.get(slot.key) is None for slot in owner.slots)
+            owner.kept, owner.exact = False, None
+
+
+def write_entries(disk: Disk, mine: Sequence[Entry], entries: Sequence[Checked]) -> None:
+    """Writes the values of checked entries to where `mine` have room. Nothing else survives in those records."""
+    sources = {id(owner): entry for one, (_, entry, _) in zip(mine, entries, strict=True) if (owner := on_disk_of(one))}
+    last, full = None, {}
+    with whole("writing optimizer state to disk"):
+        for parts in RecordWriter(disk, filter(None, map(on_disk_of, mine))).rounds() if sources else ():
+            for owner, place, cells in parts:
+                if owner is not last:  # one parameter at a time: a copy may be needed to have it so in host memory
+                    given = [(key, sources[id(owner)].get(key)) for key in cells]
+                    last, full = owner, {k: v.detach().to("cpu").contiguous() for k, v in given if v is not None}
+                for key, part in owner.parts(place, full).items():
+                    cells[key].copy_(part)
+    for one, (_, entry, _) in zip(mine, entries, strict=True):
+        if "step" in one:
+            one["step"].fill_(float(entry["step"]))
+
+
+def move_to_disk(disk: Disk, entries: Sequence[Checked]) -> list[Entry]:
     """Moves checked entries of any kind to new records; what lies on disk is read and written again."""
-    mine: list[Entry] = []
+    made: list[Entry] = []
     for batch in _batches(entries):
         owners = [owner for _, entry, _ in batch if (owner := on_disk_of(entry)) is not None]
         tensors = iter(disk.read(owners) if owners else ())
         full = [(p, e if on_disk_of(e) is None else _rest(e) | next(tensors), layout) for p, e, layout in batch]
-        mine += write_entries(disk, rooms_for(disk, full, {}), full, algorithm)
-    return mine
+        mine = make_room(disk, full, {})
+        mark_loaded(mine, full)
+        write_entries(disk, mine, full)
+        made += mine
+    return made
 
 
 def _rest(entry: Entry) -> Entry:
@@ -391,16 +431,9 @@ def _rest(entry: Entry) -> Entry:
 
 
 def _batches(entries: Sequence[Checked]) -> Iterator[list[Checked]]:
-    batch: list[Checked] = []
-    nbytes = 0
-    for one in entries:
-        batch.append(one)
-        nbytes += sum(slot.shape(one[0]).numel() * slot.dtype.itemsize for slot in one[2].columns)
-        if nbytes >= _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+    sizes = (sum(slot.wanted(param).nbytes for slot in layout.columns) for param, _, layout in entries)
+    for _, batch in groupby(zip(entries, accumulate(sizes), strict=True), key=lambda pair: pair[1] // _BATCH):
+        yield [entry for entry, _ in batch]
 
 
 class StateOnDisk(StateTier):
@@ -409,12 +442,7 @@ class StateOnDisk(StateTier):
     streams = True
 
     def __init__(
-        self,
-        algorithm: Algorithm,
-        state: Any,
-        initial: Sequence[float],
-        exact: Exact | None,
-        disk: Disk,
+        self, algorithm: Algorithm, state: Any, initial: Sequence[float], exact: Exact | None, disk: Disk
     ) -> None:
         """As `StateTier`. Nothing is written to the state before there is room on disk for all of it."""
         super().__init__(algorithm, state, initial, exact)
@@ -457,31 +485,26 @@ class StateOnDisk(StateTier):
                 fresh.append(i)
         if moving:
             wanted = [(survey.params[i], entry, survey.layouts[i]) for i, entry in moving]
-            self._put(moving, move_to_disk(disk, wanted, self.algorithm))
+            self._put(moving, move_to_disk(disk, wanted))
         if fresh:
             self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._made(fresh))
 
     def _made(self, fresh: Sequence[int]) -> list[Entry]:
         """Makes entries for parameters without state, with room on disk for all of it."""
         survey, optional = self.survey, self.algorithm.optional
-        stored = [i for i in fresh if survey.layouts[i].columns]
-        wanted = []
-        for i in stored:
-            layout = survey.layouts[i]
-            first = any(slot.key in optional for slot in layout.columns)
-            wanted.append((survey.params[i], layout, self._initial[survey.owners[i]], first))
-        owners = dict(zip(stored, self._disk.make(wanted) if wanted else (), strict=True))
-        for i, owner in owners.items():
+        entries = make_room(self._disk, [(survey.params[i], {}, survey.layouts[i]) for i in fresh], {})
+        for i, owner in zip(fresh, map(on_disk_of, entries), strict=True):
+            if owner is None:
+                continue
+            owner.initial = self._initial[survey.owners[i]]
+            owner.first = any(slot.key in optional for slot in owner.slots)
             if self._exact is not None and owner.has_master:
-                begin_with(owner, self._exact(survey.params[i]))
+                owner.begin_with(self._exact(survey.params[i]))
                 self._exact(survey.params[i], kept=True)
-        entries: list[Entry] = [{ON_DISK: owners[i]} if i in owners else {} for i in fresh]
-        pairs = zip(fresh, entries, strict=True)
-        make([(survey.params[i], entry, slot) for i, entry in pairs for slot in survey.layouts[i].counter])
         return entries
 
     def _put(self, old: Sequence[tuple[int, Entry]], new: Sequence[Entry]) -> None:
-        """Puts entries in the place of others; what an entry holds beside our own keys stays in it."""
+        """Replaces entries by others, and keeps values under keys that are not ours."""
         for (i, was), entry in zip(old, new, strict=True):
             ours = {ON_DISK, *(slot.key for slot in self.survey.layouts[i].slots)}
             others = {key: value for key, value in was.items() if key not in ours}
@@ -499,11 +522,9 @@ class StateOnDisk(StateTier):
         self._disk.check()
         self._disk.begin_change()
 
-    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
+    def places(self, i: int) -> Sequence[Any]:
         owner = self._owners[i]
-        if owner is None:
-            return [(None, None, 0, self.survey.numels[i])]
-        return [(place.record, place, place.start, place.numel) for place in owner.places]
+        return (None,) if owner is None else owner.places
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
@@ -511,8 +532,8 @@ class StateOnDisk(StateTier):
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
         if owner is not None and place is not None:
-            for column, inside, _, _ in owner.spans(place):
-                pointers.setdefault(column.column, cell.lease.ptr + inside)
+            for slot, offset in zip(owner.slots, owner.offsets(place), strict=True):
+                pointers.setdefault(slot.column, cell.lease.ptr + offset)
         return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
 
     def fetch(self, record: Record | None, cell: Cell, after: Any) -> Any:
@@ -528,7 +549,7 @@ class StateOnDisk(StateTier):
         for i, place in members:
             owner = self._owners[i]
             if owner is not None and place in record.unsettled:
-                begin_span(owner, place, cells_of(owner, place, cell))
+                owner.begin_span(place, cell)
 
     def store(self, record: Record | None, cell: Cell, members: Sequence[tuple[int, Any]]) -> Any:
         if record is None:
@@ -547,4 +568,4 @@ class StateOnDisk(StateTier):
 
     def nbytes_of(self, param: Tensor) -> int:
         owner = on_disk_of(self.state.get(param))
-        return 0 if owner is None else sum(one.nbytes for one in owner.described().values())
+        return 0 if owner is None else owner.nbytes

@@ -1,45 +1,40 @@
-"""State out of an optimizer and into one: a state_dict that is loaded, and what a checkpoint saves and fills.
+"""Loads a state_dict into an optimizer, and shows a checkpoint the state that it saves and fills.
 
 Everything is checked before anything is replaced, and nothing is cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from copy import deepcopy
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.memory import HostTier, Slot
-from zerokern.memory.stream import Record
 from zerokern.optim.disk import (
     Disk,
     OnDisk,
+    RecordReader,
     RecordSpan,
     all_on_disk,
-    begin_span,
-    cells_of,
+    make_room,
+    mark_loaded,
     on_disk_of,
-    rooms_for,
     write_entries,
 )
-from zerokern.optim.formats import ON_DISK, Algorithm, Layout, as_kept
+from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.shards import LATE, PENDING, Shards
-from zerokern.optim.state import Checked, Entry, check_entry, copied, laid_out, make
+from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of, params_of
 from zerokern.zero.shard import Shard, plain_shard
 
-__all__ = ["Column", "Exchange", "Inflow", "Round", "keep", "take_over"]
-
-_STEPPED = "the optimizer has stepped, or was loaded, since its state was described for saving; save it again"
-Keep = Callable[[Holdings, Sequence[Checked]], list[Entry]]
+__all__ = ["Column", "Exchange", "take_over"]
 
 # A checkpoint decides hyperparameters. It does not decide how the optimizer is implemented, nor in which formats: state
 # in other formats is refused parameter by parameter.
@@ -56,7 +51,7 @@ _OURS = (
 
 
 def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) -> list[dict[str, Any]]:
-    """Our groups with the saved hyperparameters in them, as new dicts, in which everything has been checked."""
+    """Returns new groups with the saved hyperparameters, all of which have been checked."""
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state_dict has {len(saved_groups)} param_groups, the optimizer has {len(groups)}")
     merged = []
@@ -72,10 +67,9 @@ def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) ->
 
 
 def take_over(
-    here: Holdings, runner: StepRunner, groups: Groups, state_dict: dict[str, Any], keep: Keep, *, filled: bool = True
+    here: Holdings, runner: StepRunner, groups: Groups, state_dict: dict[str, Any], *, filled: bool = True
 ) -> None:
-    """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them; not `filled`: where it
-    has made room for them."""
+    """Gives an optimizer the groups and the state of a state_dict; not `filled`: room for that state."""
     here.refuse_elsewhere()
     runner.drop(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
@@ -83,39 +77,53 @@ def take_over(
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     # an update may be pending of parameters that have no other state; copies that there are forget theirs
     shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
-    own, loaded, state_dict = shards.loading(groups, merged, state_dict)
+    own, loaded, state_dict = shards.localize(groups, merged, state_dict)
     rest, pending = _set_apart(state_dict, shards)
-    state = _loaded_state(here, own, loaded, rest, keep, waiting=pending)
-    for mine, group in zip(groups, merged, strict=True):
-        mine.update(group)
+    entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
+    with torch.no_grad():
+        mine = _held(here, entries, filled=filled)
+    state = {**{param: entry for (param, _, _), entry in zip(entries, mine, strict=True)}, **others}
+    for group, other in zip(groups, merged, strict=True):
+        group.update(other)
     here.shards = Shards(()) if shards.stand_alone else shards  # which would keep parameters that leave the groups
-    here.state = WatchedState(shards.loaded(state, pending))
+    here.state = WatchedState(shards.take_loaded(state, pending))
     here.renew(loaded=filled)
     runner.set_late(any(said) if said else bool(pending))
 
 
-def keep(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
-    """Loaded entries as the optimizer holds them: copies in memory of our own, or on disk."""
-    if here.disk is None:
-        return copied(entries, room_for(here, entries))
-    owners = rooms_for(here.disk, entries, here.held)
-    here.torn = True  # from here on a failure leaves neither the old state nor the new one
-    return write_entries(here.disk, owners, entries, here.algorithm)
+def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
+    """Returns the optimizer's own copies of checked entries, in memory or on disk.
 
-
-def room_for(here: Holdings, entries: Sequence[Checked]) -> HostTier | None:
-    """Where state lies on the host, for entries that may lie there: it is about to be written."""
+    From the first write on the optimizer is torn until the load has ended.
+    """
+    if here.disk is not None:
+        mine = make_room(here.disk, entries, here.held)
+        here.tear()
+        mark_loaded(mine, entries)
+        if filled:
+            write_entries(here.disk, mine, entries)
+        return mine
     room = here.room if all(param.is_cpu for param, _, _ in entries) else None
-    here.torn = here.torn or room is not None  # until the load has ended
-    return room
+    if room is not None or not filled:
+        here.tear()
+    if here.room is None and not filled:  # what was there goes first, so that there is never twice the state
+        here.bound = Bound()
+        for state in (here.held, here.state):
+            state.clear()
+        here.shards.show_state(here.state)  # forgets what it has shown
+    mine = laid_out(entries, room)
+    if filled:
+        copy_entries(entries, mine, room)
+    return mine
 
 
-def _loaded_state(
-    here: Holdings, groups: Groups, merged: Groups, state_dict: dict[str, Any], keep: Keep, *, waiting: Container[int]
-) -> dict[Any, Any]:
-    """The state_dict's state by parameter. `waiting`: places of parameters that have an entry even where it is empty
-    here, because pending values have been set apart from it."""
-    algorithm = here.algorithm
+def _checked(
+    algorithm: Algorithm, groups: Groups, merged: Groups, state_dict: dict[str, Any], *, waiting: Container[int]
+) -> tuple[list[Checked], dict[Any, Any]]:
+    """Returns the state_dict's entries of parameters, which have been checked, and those under other keys.
+
+    `waiting`: places of parameters that get an entry even if theirs is empty, because pending values were in it.
+    """
     saved_ids = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     owned = [(param, group) for group in merged for param in group["params"]]
     places = dict(zip(saved_ids, enumerate(zip(owned, names_of(groups), strict=True)), strict=True))
@@ -133,9 +141,7 @@ def _loaded_state(
         check_entry(name, param, entry, layout, optional=algorithm.optional)
         _refuse_extra(name, entry, layout)
         entries.append((param, entry, layout))
-    with torch.no_grad():
-        loaded = keep(here, entries)
-    return {**{param: mine for (param, _, _), mine in zip(entries, loaded, strict=True)}, **others}
+    return entries, others
 
 
 def _refuse_extra(name: str, entry: Entry, layout: Layout) -> None:
@@ -151,14 +157,14 @@ def _refuse_extra(name: str, entry: Entry, layout: Layout) -> None:
 
 
 def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, Any], dict[int, Tensor]]:
-    """Without the values that a delayed update left pending, and these, by their place among the parameters."""
+    """Returns the state_dict without values that a delayed update left pending, and those by the parameter's place."""
     order = [key for group in state_dict["param_groups"] for key in group["params"]]
     entries = {key: entry for key, entry in state_dict["state"].items() if isinstance(entry, dict) and PENDING in entry}
     if not entries:
         return state_dict, {}
     places = {place: key for place, key in enumerate(order) if key in entries}
     for place, key in places.items():
-        values, mine = entries[key][PENDING], shards.near[place]
+        values, mine = entries[key][PENDING], shards.local[place]
         if (values.shape, values.dtype) != (mine.shape, mine.dtype):
             what = f"{PENDING!r} of parameter {place}", f"{tuple(values.shape)} {values.dtype}"
             raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
@@ -170,10 +176,9 @@ def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, An
 
 
 class Exchange:
-    """What saving and loading ask of one of our optimizers: its state, tensor by tensor where it lies.
+    """Shows the state of one of our optimizers, tensor by tensor, to what saves and loads it.
 
-    State in memory is shown in place. State on disk is read ahead through the ring while it is saved, and put together
-    in the ring's slots while it is loaded: never all of it is in memory.
+    State in memory is shown where it lies. State on disk streams through the ring: never all of it is in memory.
     """
 
     def __init__(self, opt: Any) -> None:
@@ -187,36 +192,36 @@ class Exchange:
 
     @property
     def late(self) -> bool:
-        """Whether an update waits to be published."""
+        """Whether a delayed update has not been published yet."""
         return any(group.get(LATE, False) for group in self.opt.param_groups)
 
     @property
     def disk(self) -> Disk | None:
-        """Where the state lies, if on a disk."""
+        """Where the state is, if on disk."""
         return self._here.disk
 
     def settle(self) -> None:
-        """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
+        """Waits until the state is that of the last step; raises if it is torn."""
         self._runner.wait_until_whole(self.opt.param_groups)
 
     def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
-        """Each parameter that the groups have now, what is updated in its place, where that lies, and its state."""
+        """Returns each parameter of the groups with the tensor that an update changes, its shard, and its state."""
         shards, state = self._here.shards, self._here.held
-        triples = [] if shards.stand_alone else zip(shards.everyone, shards.pieces, shards.homes, strict=True)
+        triples = [] if shards.stand_alone else zip(shards.params, shards.updated, shards.shards, strict=True)
         known = {id(param): (piece, shard) for param, piece, shard in triples}
         found: list[tuple[Tensor, Tensor, Shard, Entry | None]] = []
         for param in self.params:
             piece, shard = known.get(id(param), (param, None))
-            # what no step has looked at has the state that its user gave it, as it is shown
+            # no step has read the state of a parameter without a shard: it is as its user assigned it
             entry = state.get(piece) if shard is not None or shards.stand_alone else self._here.state.get(param)
             found.append((param, piece, plain_shard("", param) if shard is None else shard, entry))
         return found
 
     def entries(self) -> list[dict[str, Any] | None]:
-        """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
+        """Returns the state of each parameter: tensors in memory as users see them, those on disk as columns."""
         here, held = self._here, self._here.held
         owners = all_on_disk(held)
-        stream = Outflow(here.disk, owners) if here.disk is not None and owners else None
+        stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
         made = dict(held) if here.bound.binding is None else dict(here.bound.binding.shown(held))
         optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
@@ -226,28 +231,28 @@ class Exchange:
                 found.append(None)
                 continue
             shown: dict[str, Any] = {}
-            for key, value in {**entry, **_without_elements(entry, optional)}.items():
+            for key, value in entry.items():
                 if isinstance(value, OnDisk):
                     assert stream is not None
-                    begun = [i for i, slot in enumerate(value.slots) if not (value.first and slot.key in optional)]
-                    shown.update((value.slots[i].key, Column(stream, value, i)) for i in begun)
+                    begun = [slot.key for slot in value.slots if not (value.first and slot.key in optional)]
+                    shown.update((name, Column(stream, value, name)) for name in begun)
                 elif key != PENDING or self.late:
                     shown[key] = home.show(key, value)
             found.append(shown or None)
         return found
 
     def layout(self, group: dict[str, Any], param: Tensor, keys: Sequence[str]) -> tuple[Layout, frozenset[str]]:
-        """What state a parameter would have that is loaded with these keys, and which of it need not be there."""
+        """Returns the layout of a parameter that is loaded with these keys, and the keys that may be missing."""
         algorithm = self._here.algorithm
         moments = {key for key, _ in algorithm.moments}
         return algorithm.layout(group, param.dtype, any(key in moments for key in keys)), algorithm.optional
 
     def merged(self, saved: Groups) -> Groups:
-        """The groups as they would be with saved hyperparameters, which are checked."""
+        """Returns the groups with saved hyperparameters, which are checked."""
         return merged_groups(self._here.algorithm, self.opt.param_groups, saved)
 
     def take_room(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
-        """Take over groups, and room for state as these stand-ins describe it; what it holds is undefined then.
+        """Takes over groups, and makes room for state like these entries; what is in it is undefined.
 
         The optimizer counts as torn until `filled`.
         """
@@ -257,217 +262,55 @@ class Exchange:
             for group, own in zip(saved, self.opt.param_groups, strict=True)
         ]
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
-        keep = _emptied if self.disk is None else _roomed
-        take_over(self._here, self._runner, self.opt.param_groups, state_dict, keep, filled=False)
-        self._here.torn = True
+        take_over(self._here, self._runner, self.opt.param_groups, state_dict, filled=False)
+        self._here.tear()
 
     def pieces(self) -> list[Tensor]:
-        """What is updated for each parameter: itself, its piece, or a copy in host memory."""
-        return self.params if self._here.shards.stand_alone else self._here.shards.pieces
+        """Returns what an update changes of each parameter: itself, its piece, or a copy in host memory."""
+        return self.params if self._here.shards.stand_alone else self._here.shards.updated
 
-    def inflow(self) -> Inflow | None:
-        """The room on disk that `take_room` has made, to be filled."""
-        there = [(i, owner) for i, (*_, entry) in enumerate(self.held()) if (owner := on_disk_of(entry)) is not None]
-        return Inflow(self.disk, there) if self.disk is not None and there else None
+    def room_on_disk(self) -> dict[int, OnDisk]:
+        """Returns the room on disk by the parameter's number: a `RecordWriter` fills it."""
+        return {i: owner for i, (*_, entry) in enumerate(self.held()) if (owner := on_disk_of(entry)) is not None}
 
-    def look(self) -> None:
-        """Follow what was written to parameters."""
+    def reread_parameters(self) -> None:
+        """Reads parameters again that may have been written in ways that no version counts."""
         self._here.shards.refetch()
         self._here.shards.look()
 
-    def pend(self, numbers: Sequence[int]) -> None:
-        """The copies of these hold values that an update made and nobody has published."""
-        self._here.shards.pend(numbers, self._here.state)
+    def mark_pending(self, numbers: Sequence[int]) -> None:
+        """Marks the values in these parameters' host copies as made by an update and not published."""
+        self._here.shards.mark_pending(numbers, self._here.state)
 
     def counters(self) -> dict[str, Any]:
-        """What the optimizer counts beside its state."""
+        """Returns what the optimizer counts besides its state."""
         return {"skipped_steps": self.opt.skipped_steps, "grad_norm": self.opt.grad_norm}
 
     def filled(self, counters: dict[str, Any] | None) -> None:
-        """All that `take_room` made room for has been written: the optimizer goes on from there."""
+        """Lets the optimizer go on: all that `take_room` made room for has been written."""
         self._here.shards.look()
         self._here.renew()
         if counters is not None:
             self.opt.decision.begin(**counters)
 
 
-def _emptied(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
-    """Room in memory for checked entries. What was there goes first, so that there is never twice the state."""
-    here.torn = True
-    if here.room is None:  # else it is written where it lies
-        here.bound = Bound()
-        for state in (here.held, here.state):
-            state.clear()
-        here.shards.export(here.state)  # forgets what it has shown
-    return laid_out(entries, room_for(here, entries))
-
-
-def _roomed(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
-    """Room on disk for checked entries, which nobody has written yet."""
-    assert here.disk is not None
-    owners = rooms_for(here.disk, entries, here.held)
-    here.torn = True
-    mine: list[Entry] = [{} for _ in entries]
-    slots = [(param, one, layout) for (param, _, layout), one in zip(entries, mine, strict=True)]
-    make([(param, one, slot) for param, one, layout in slots for slot in layout.counter])
-    for (_, entry, _), one, owner in zip(entries, mine, owners, strict=True):
-        if owner is not None:
-            missing = [slot.key for slot in owner.slots if entry.get(slot.key) is None]
-            owner.first, owner.kept, owner.exact = bool(missing), False, None
-            one[ON_DISK] = owner
-    return mine
-
-
-def _without_elements(entry: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:
-    """The tensors of state on disk that has no bytes there: whoever loads it asks for their names all the same."""
-    owner = on_disk_of(entry)
-    if owner is None or owner.places:
-        return {}
-    absent = optional if owner.first else frozenset()
-    return {key: torch.empty_like(one, device="cpu") for key, one in owner.described().items() if key not in absent}
-
-
 class Column:
-    """One tensor of a parameter's state on disk, to be read place by place."""
+    """Reads one tensor of a parameter's state on disk, place by place."""
 
-    def __init__(self, stream: Outflow, owner: OnDisk, number: int) -> None:
-        self.stream, self._owner, self._number = stream, owner, number
-        self.dtype, self.places = owner.slots[number].dtype, owner.places
+    def __init__(self, reader: RecordReader, owner: OnDisk, key: str) -> None:
+        self.reader, self._owner, self._key = reader, owner, key
+        self._number, slot = next((i, slot) for i, slot in enumerate(owner.slots) if slot.key == key)
+        self.dtype, self.places = slot.dtype, owner.places
 
     @property
-    def home(self) -> Disk:
+    def disk(self) -> Disk:
         """The disk that it is on."""
-        return self.stream.disk
+        return self.reader.disk
 
     def read(self, place: RecordSpan) -> Tensor:
-        """Its part in a place, 1-D: memory that holds it until records that come later are asked for."""
-        return cells_of(self._owner, place, self.stream.slot(place.record))[self._number]
+        """Returns its part in a place, 1-D: a view of the ring, valid until later records are read."""
+        return self._owner.cells(place, self.reader.cell(place.record))[self._key]
 
     def order(self, place: RecordSpan) -> tuple[int, int, int]:
-        """Sorts parts by the order in which they are best read."""
-        return self.stream.number(place.record), place.offset, self._number
-
-
-class Outflow:
-    """Records on their way into the ring, some ahead of who asks for them in their order."""
-
-    def __init__(self, disk: Disk, owners: Sequence[OnDisk]) -> None:
-        self.disk, self._version = disk, disk.version
-        self._visits: dict[Record, list[tuple[OnDisk, RecordSpan]]] = {}
-        for owner in owners:
-            for place in owner.places:
-                self._visits.setdefault(place.record, []).append((owner, place))
-        self._numbers = {record: number for number, record in enumerate(self._visits)}
-        self.expect(self._visits)
-
-    def number(self, record: Record) -> int:
-        """The record's place in the order."""
-        return self._numbers[record]
-
-    def expect(self, records: Any) -> None:
-        """Only these will be asked for."""
-        wanted = set(records)
-        self._order = [record for record in self._visits if record in wanted]
-        self._turn = {record: turn for turn, record in enumerate(self._order)}
-        self._next = 0
-
-    def slot(self, record: Record) -> Slot:
-        """Where the record is, once it is there. It stays until the record after the next is asked for."""
-        disk = self.disk
-        if disk.version != self._version:
-            raise StateError(_STEPPED)
-        if record not in self._turn:
-            self.expect(self._visits)
-        turn, ahead = self._turn[record], disk.ahead
-        if record not in ahead:
-            disk.stop_reading()
-            self._next = turn
-        for one in [one for one in ahead if self._turn.get(one, -1) < turn - 1]:
-            slot, ticket = ahead.pop(one)
-            if ticket is not None:
-                ticket.wait()
-        self._read_on()
-        slot, ticket = ahead[record]
-        if ticket is not None:
-            ticket.wait()
-            ahead[record] = slot, None
-        return slot
-
-    def _read_on(self) -> None:
-        disk = self.disk
-        taken = {slot.index for slot, _ in disk.ahead.values()}
-        free = [slot for slot in disk.ring.slots if slot.index not in taken]
-        for slot, record in zip(free, self._order[self._next :], strict=False):
-            ticket = disk.fetch(record, disk.view(slot, record)) if record.stored else None
-            if ticket is None:
-                disk.view(slot, record).zero_()
-            if record.unsettled:
-                if ticket is not None:
-                    ticket.wait()
-                    ticket = None
-                for owner, place in self._visits[record]:
-                    if place in record.unsettled:
-                        begin_span(owner, place, cells_of(owner, place, slot))
-            disk.ahead[record] = slot, ticket
-            self._next += 1
-
-
-class Round(NamedTuple):
-    """Records that are put together at the same time, and what belongs into each: (number of the parameter, place)."""
-
-    records: list[tuple[Record, Slot]]
-    parts: list[tuple[int, RecordSpan, dict[str, Tensor]]]
-
-
-class Inflow:
-    """Records that are put together in slots of the ring, half of it at a time: the others are on their way out."""
-
-    def __init__(self, disk: Disk, owners: Sequence[tuple[int, OnDisk]]) -> None:
-        self._disk = disk
-        self._owners = dict(owners)
-        self._visits: dict[Record, list[tuple[int, RecordSpan]]] = {}
-        for number, owner in owners:
-            for place in owner.places:
-                self._visits.setdefault(place.record, []).append((number, place))
-        self._leaving: dict[int, Any] = {}
-
-    def rounds(self) -> Iterator[Round]:
-        """Each is to be filled, and handed to `put`, before the next."""
-        disk = self._disk
-        disk.begin_change()
-        slots, records = disk.ring.slots, list(self._visits)
-        half = max(1, len(slots) // 2)
-        for turn, begin in enumerate(range(0, len(records), half)):
-            some = records[begin : begin + half]
-            mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
-            parts: list[tuple[int, RecordSpan, dict[str, Tensor]]] = []
-            for record, slot in mine:
-                self._wait(slot)
-                disk.view(slot, record).zero_()
-                for number, place in self._visits[record]:
-                    owner = self._owners[number]
-                    cells = cells_of(owner, place, slot)
-                    parts.append((number, place, {one.key: cell for one, cell in zip(owner.slots, cells, strict=True)}))
-            yield Round(mine, parts)
-
-    def put(self, some: Round) -> None:
-        """What the slots hold now is what the records hold from here on."""
-        for number, _, cells in some.parts:
-            owner = self._owners[number]
-            if "remainder" in cells and not owner.kept:
-                owner.kept = bool(cells["remainder"].any())
-        for record, slot in some.records:
-            self._leaving[slot.index] = self._disk.store(record, self._disk.view(slot, record))
-            record.unsettled.clear()
-            for _, place in self._visits[record]:
-                place.begun = True
-
-    def finish(self) -> None:
-        """Returns once everything is on disk; raises what went wrong."""
-        for slot in self._disk.ring.slots:
-            self._wait(slot)
-
-    def _wait(self, slot: Slot) -> None:
-        ticket = self._leaving.pop(slot.index, None)
-        if ticket is not None:
-            ticket.wait()
+        """Returns a sort key: parts in this order are read with one read per record."""
+        return self.reader.number(place.record), place.offset, self._number

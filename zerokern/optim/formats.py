@@ -1,11 +1,11 @@
-"""Which tensors a parameter's state is made of, for each algorithm, state format and master format.
+"""Says which tensors a parameter's state consists of, for each algorithm, state format and master format.
 
-State goes from one format to another by name, and never on the way.
+Nothing converts state implicitly: `convert_state` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.core.units import MASTERS
-from zerokern.kernels import ops
+from zerokern.kernels import decode_int8, encode_int8
 from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
 from zerokern.memory import Wanted
 from zerokern.optim import checks
@@ -31,7 +31,7 @@ TAKES_LESS = (
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 _MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
-_CODED = ("exp_avg", "exp_avg_sq")
+_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "lr": checks.rate,
@@ -57,18 +57,18 @@ class Slot:
         return torch.Size([] if self.extent == "scalar" else [blocks(param.numel())])
 
     def wanted(self, param: Tensor) -> Wanted:
-        """What a place is asked for."""
+        """Returns what a tier is asked for."""
         return Wanted(self.key, self.shape(param), self.dtype)
 
 
 def formats_of(group: Group) -> dict[str, Any]:
-    """By name, what a group's state is kept as."""
+    """Returns the formats of a group by name."""
     return {name: group[name] for name in ("state_format", "master_format", "stochastic_seed")}
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An update rule, as far as it differs from the others."""
+    """Describes an update rule by what differs between them."""
 
     name: str
     moments: tuple[tuple[str, str], ...]  # (state key, column of the update table)
@@ -87,7 +87,7 @@ class Algorithm:
         return frozenset(key for key, _ in self.moments if self.starts_from_gradient)
 
     def checked(self, group: Group) -> Group:
-        """The group's hyperparameters as `UpdateTable.set_group` spells them; everything in it has been checked."""
+        """Returns a group's hyperparameters as `UpdateTable.set_group` names them, after checking them."""
         checks.hints(group)
         check_formats(self, group)
         self.first_moment(group)
@@ -101,24 +101,24 @@ class Algorithm:
         return found
 
     def first_moment(self, group: Group) -> float:
-        """What the group's moments begin with."""
+        """Returns the first value of the group's moments."""
         return checks.number(self.begins_by, group[self.begins_by]) if self.begins_by else 0.0
 
     def key(self, group: Group) -> FormatKey:
-        """What of a group decides the layouts of its parameters."""
+        """Returns the settings of a group that decide the layouts of its parameters."""
         has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
         state_format, master_format, seed = formats_of(group).values()
         return has_moments, state_format, master_format, seed
 
     def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:
-        """The state of a parameter of this group."""
+        """Returns the layout of a parameter of this group."""
         needs_moments, state_format, master_format, seed = self.key(group)
         return layout_of(self, dtype, needs_moments or holds_moments, state_format, master_format, seed is not None)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The state of one parameter, resolved."""
+    """Lists the tensors of one parameter's state."""
 
     algorithm: str
     param_dtype: torch.dtype
@@ -127,7 +127,8 @@ class Layout:
     slots: tuple[Slot, ...]
 
     def table_formats(self, stochastic_seed: int | None) -> dict[str, Any]:
-        """The formats as `UpdateTable.set_group` spells them. Only a parameter without a master rounds by chance."""
+        """Returns the formats as `UpdateTable.set_group` names them. Only parameters without a master are rounded
+        stochastically."""
         publishes = self.master_format == "fp32"
         return {
             "stochastic_seed": stochastic_seed if self.master_format == "none" else None,
@@ -155,7 +156,7 @@ class Layout:
 
 
 def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
-    """Refuse formats that do not exist, before any parameter is looked at."""
+    """Raises if a format does not exist, before any parameter is read."""
     state_format, master_format = group["state_format"], group["master_format"]
     if state_format not in algorithm.state_formats:
         raise ValueError(got("state_format", state_format, " | ".join(map(repr, algorithm.state_formats))))
@@ -180,7 +181,7 @@ def layout_of(
     master_format: str | None,
     counted: bool,
 ) -> Layout:
-    """The state of a parameter of this dtype. An fp32 parameter is its own master, whatever `master_format` says.
+    """Returns the layout of a parameter of this dtype. An fp32 parameter is its own master in any `master_format`.
 
     >>> from zerokern.optim.optimizers import Adam
     >>> [slot.key for slot in layout_of(Adam._algorithm, torch.bfloat16, True, "fp32", None, False).slots]
@@ -209,7 +210,7 @@ def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:
 
 
 def as_saved(entry: Any) -> Any:
-    """Codes under names of their own: torch's optimizers, which would take them for averages, miss what they need.
+    """Renames int8 codes for a state_dict: torch's optimizers, which would take them for averages, refuse it then.
 
     >>> list(as_saved({"step": 1, "exp_avg": 2, "exp_avg_scale": 3}))
     ['step', 'exp_avg.codes', 'exp_avg_scale']
@@ -220,7 +221,7 @@ def as_saved(entry: Any) -> Any:
 
 
 def as_kept(entry: Any) -> Any:
-    """The other way. State_dicts of earlier versions have the same names as what is kept.
+    """Reverses `as_saved`. State_dicts of earlier versions have the names that are kept.
 
     >>> list(as_kept({"step": 1, "exp_avg.codes": 2, "exp_avg_scale": 3}))
     ['step', 'exp_avg', 'exp_avg_scale']
@@ -232,18 +233,18 @@ def as_kept(entry: Any) -> Any:
 
 
 def _from_nested(value: Any) -> Any:
-    """torch's flattened state_dicts come back as dicts in dicts, cut at the dots of a name."""
+    """Returns a tensor from a dict of one: unflattening torch's state_dicts splits names at dots."""
     return value[CODES[1:]] if isinstance(value, dict) and value.keys() == {CODES[1:]} else value
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """The state format that keeps moments in this dtype, for messages."""
+    """Returns the state format that keeps moments in this dtype, for messages."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", torch.uint8: "int8"}
     return names.get(dtype, str(dtype))
 
 
 def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str, Any]:
-    """A copy of an optimizer's state_dict with its averages in another format. Masters and step counts are kept.
+    """Copies an optimizer's state_dict with its averages in another format. Masters and step counts are kept.
 
     It takes state_dicts of zerokern's optimizers and of torch.optim's. Going from fp32 to "bf16" or "int8" rounds.
 
@@ -275,20 +276,38 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
         return {**found, **{key: here.of(key).show(found[key], name=prefix + key) for key in shown}}
     made: dict[str, Any] = {}
     for key, value in entry.items():
-        if key not in _MOMENTS or not isinstance(value, Tensor):
-            if not key.endswith("_scale"):
-                made[key] = value
-        elif state_format != "int8":
-            made[key] = _widened(key, entry).to(_DTYPES[state_format])
-        elif key in _CODED:
-            made[key], made[f"{key}_scale"] = ops.encode_int8(_widened(key, entry).contiguous(), key)
-        else:
-            raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
+        if key in _MOMENTS and isinstance(value, Tensor):
+            dtype = _CODES.get(key) if state_format == "int8" else _DTYPES[state_format]
+            if dtype is None:
+                raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
+            mine = [(name, entry.get(name)) for name in (key, f"{key}_scale")]
+            values = {name: one.detach().to("cpu") for name, one in mine if one is not None}
+            made.update(convert_moment(key, values, dtype))
+        elif not key.endswith("_scale"):
+            made[key] = value
     return made
 
 
-def _widened(key: str, entry: dict[str, Any]) -> Tensor:
-    value = entry[key].detach().to("cpu")
-    if value.dtype in (torch.int8, torch.uint8):
-        return ops.decode_int8(value, entry[f"{key}_scale"].detach().to("cpu"), key)
-    return value.to(torch.float32)
+def is_coded(key: str, dtype: torch.dtype) -> bool:
+    """Returns whether a moment of this dtype is int8 codes, which need their scales.
+
+    >>> is_coded("exp_avg", torch.int8), is_coded("exp_avg", torch.float32)
+    (True, False)
+    """
+    return _CODES.get(key) is dtype
+
+
+def convert_moment(key: str, values: Mapping[str, Tensor], target: torch.dtype) -> dict[str, Tensor]:
+    """Returns a moment in another dtype, together with its scales if it becomes int8 codes.
+
+    >>> made = convert_moment("exp_avg", {"exp_avg": torch.ones(3)}, torch.int8)
+    >>> made["exp_avg"].tolist(), convert_moment("exp_avg", made, torch.float32)["exp_avg"].tolist()
+    ([127, 127, 127], [1.0, 1.0, 1.0])
+    """
+    value = values[key]
+    if is_coded(key, value.dtype):
+        value = decode_int8(value, values[f"{key}_scale"], key)
+    if not is_coded(key, target):
+        return {key: value.to(target)}
+    codes, scale = encode_int8(value.float().contiguous(), key)
+    return {key: codes, f"{key}_scale": scale}

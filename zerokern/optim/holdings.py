@@ -13,7 +13,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostTier
 from zerokern.memory.tier import AnyTier, config_of
-from zerokern.optim.accord import TORN
+from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
@@ -55,6 +55,18 @@ class Chosen:
         opt.holdings.change(self.name, value)
 
 
+class _Writing:
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings, self._before = holdings, holdings.outcome
+
+    def __enter__(self) -> None:
+        self._holdings.outcome = TORN
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._holdings.outcome = self._before
+
+
 def _has_company() -> bool:
     """Whether other ranks may have been given the same folder."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -89,8 +101,8 @@ class Holdings:
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
         self.bound = Bound()
         self.closed = ""  # why nothing can be done with it any more
-        self.torn = False
-        self.untold = ""  # why this is torn here, where other ranks have yet to hear of it
+        self.outcome = WHOLE
+        self.reason = ""  # why it is not whole here, where other ranks have yet to hear of it
         self._left_behind: Any = None
         let_go_in_child(self)
 
@@ -149,9 +161,36 @@ class Holdings:
         if self.room is not None:
             self.room.check()
 
+    @property
+    def torn(self) -> bool:
+        """Whether nothing can be done with it but to load a checkpoint."""
+        return self.outcome is not WHOLE
+
+    @torn.setter
+    def torn(self, torn: bool) -> None:
+        if torn:
+            self.tear()
+
+    def tear(self) -> None:
+        """Says that parameters and state are of different steps; what other ranks have yet to hear stays so."""
+        if self.outcome is WHOLE:
+            self.outcome = TORN
+
+    def settle(self, outcome: Outcome) -> None:
+        """Says what has become of a step, or of a load. Other ranks know it, or need not."""
+        self.outcome, self.reason = outcome, ""
+
+    def fail_alone(self, error: BaseException, *, owes: bool = False) -> None:
+        """A step has failed here, and other ranks have yet to hear of it. `owes`: they publish it nevertheless."""
+        self.outcome, self.reason = OWED if owes or self.outcome is OWED else UNTOLD, str(error)
+
+    def writing(self) -> _Writing:
+        """Context manager: parameters and state are of different steps until it ends, well."""
+        return _Writing(self)
+
     def refuse_if_torn(self) -> None:
         if self.torn:
-            raise StateError(f"{self.untold}. {TORN}" if self.untold else _TORN)
+            raise StateError(f"{self.reason}. {TORN.value}" if self.outcome.is_here_alone else _TORN)
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
@@ -217,7 +256,7 @@ class Holdings:
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""
         self.bound = Bound(witness=Witness(tracked(self.held), loaded=loaded))
-        self.torn, self.untold = False, ""
+        self.settle(WHOLE)
 
     def bind(
         self,

@@ -2,7 +2,7 @@
 
 A copy has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the copies,
 and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
-Gradients of zk.shard are fetched during backward already, bucket by bucket (`Leaving`).
+Gradients of zk.shard are fetched during backward already, bucket by bucket (`EarlyFetches`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,12 +26,13 @@ from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Slot
+from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of
 from zerokern.zero.reducing import GradReady
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 
-__all__ = ["Departure", "HostCopies", "HostCopy", "Leaving"]
+__all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy"]
 
 ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
 """Returns which tensors of its state lie beside a parameter's values, by its place and dtype."""
@@ -42,30 +44,29 @@ _DROPPED = (
 
 @dataclass(eq=False)
 class HostCopy:
-    """Holds the host copy of one parameter, which is `near` to the compute.
+    """Holds the host copy of one parameter, of which this rank has `local` beside the compute.
 
     `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
     are the parameter's own and take no room.
     """
 
-    near: Tensor
+    local: Tensor
     values: nn.Parameter
     grad: Tensor
     shadow: Tensor | None = None
     rest: NextRest | None = None
     shown: Tensor | None = None  # the values, for who shows them: other views would keep them in memory
-    others: dict[torch.dtype, Tensor] = field(default_factory=dict)  # room for gradients of other dtypes than the last
-    seen: tuple[int, int] = (0, 0)  # version and address of `near`, as of the last time both agreed
+    seen: tuple[int, int] = (0, 0)  # version and address of `local`, as of the last time both agreed
     fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
     checked: bool = False  # copies to and from it have been checked
     free: bool = True  # no update has yet to read the gradient that is here
     last: weakref.ref[Tensor] | None = None  # the gradient that the last step was made of
-    loaded: int | None = None  # the fingerprint of `near` when pending values were loaded, until they are published
+    loaded: int | None = None  # the fingerprint of `local` when pending values were loaded, until they are published
     pending: bool = False  # the values are those of an update that has yet to be published
 
-    def look(self) -> bool:
-        """Whether the parameter was written or moved. Loading a model after its optimizer may change nothing."""
-        if (self.near._version, self.near.data_ptr()) == self.seen:
+    def is_outdated(self) -> bool:
+        """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
+        if (self.local._version, self.local.data_ptr()) == self.seen:
             return False
         if self.loaded is None or self.bits != self.loaded:
             return True
@@ -75,14 +76,14 @@ class HostCopy:
     @property
     def bits(self) -> int:
         """Fingerprint of the parameter."""
-        with present(self.near):
-            return int(fingerprints(self.near.detach().contiguous()))
+        with present(self.local):
+            return int(fingerprints(self.local.detach().contiguous()))
 
     def agree(self) -> None:
-        self.seen = (self.near._version, self.near.data_ptr())
+        self.seen = (self.local._version, self.local.data_ptr())
 
     def keeps(self, grad: Tensor) -> bool:
-        """Whether its gradients may be written where they are, as far as is known: the last step's was the same."""
+        """Whether the last step had the same gradient tensor, as far as is known: then the program writes into it."""
         kept = self.last is None or self.last() is grad
         self.last = weakref.ref(grad)
         return kept
@@ -123,88 +124,74 @@ class HostCopies:
             self.link = Copies(self.driver)
 
     def take_in(
-        self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
+        self, local: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
     ) -> list[Tensor]:
         """Makes copies; returns what is updated for each parameter: its copy's values, or itself if it is frozen."""
-        trained = [i for i, one in enumerate(near) if one.requires_grad]
-        new = [i for i in trained if id(near[i]) not in self.copies]
+        trained = [i for i, one in enumerate(local) if one.requires_grad]
+        new = [i for i in trained if id(local[i]) not in self.copies]
+        places = list(dict.fromkeys(local[i].device for i in trained)) if new else []
+        if len(places) > 1:
+            allowed = "one optimizer for the parameters of each device"
+            raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
         if new:
-            self._of_one_device([near[i] for i in trained])
-            self._make(
-                [near[i] for i in new], [grad_dtypes[i] for i in new], [columns_of(i, near[i].dtype) for i in new]
-            )
-        present = set(map(id, near))  # frozen ones keep theirs: they may be trained again
+            self._make([(local[i], grad_dtypes[i], columns_of(i, local[i].dtype)) for i in new])
+        present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
         gone = [copy for key, copy in self.copies.items() if key not in present]
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
         self.room.forget([copy.values for copy in gone])
-        return [self.copies[id(one)].values if one.requires_grad else one for one in near]
+        return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
-    def _of_one_device(self, near: Sequence[Tensor]) -> None:
-        home = near[0].device
-        for one in near:
-            if one.device != home:
-                raise ValueError(
-                    f"parameters are on {home} and on {one.device}; allowed: one optimizer for the parameters of each "
-                    "device"
-                )
-
-    def _make(
-        self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns: Sequence[Sequence[Slot]]
-    ) -> None:
-        places = self._beside(near)
-        loose = [one for one, place in zip(near, places, strict=True) if place is None]
+    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> None:
+        """Makes copies of these (parameter, dtype of its gradient, state beside its values), all in one arena."""
+        rests = self._rests_of([one for one, _, _ in new])
+        loose = [one for (one, _, _), rest in zip(new, rests, strict=True) if rest is None]
+        slots = sorted(((one, slot) for one, _, some in new for slot in some), key=lambda pair: pair[1].key)
         wanted = [Wanted("values", one.shape, one.dtype) for one in loose]
-        wanted += [Wanted("gradients", one.shape, dtype) for one, dtype in zip(near, grad_dtypes, strict=True)]
-        slots = [(one, slot) for one, some in zip(near, columns, strict=True) for slot in some]
-        slots.sort(key=lambda pair: pair[1].key)
-        wanted += [slot.wanted(one) for one, slot in slots]
-        tensors = self.room.lay_out(wanted)
-        there, count = iter(tensors), len(loose) + len(near)
+        wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in new]
+        tensors = iter(self.room.lay_out(wanted + [slot.wanted(one) for one, slot in slots]))
+        values = {id(one): next(tensors) for one in loose}
+        grads = [next(tensors) for _ in new]
+        state = {(id(one), slot.key): next(tensors) for one, slot in slots}
         made: list[HostCopy] = []
-        for one, place, grad in zip(near, places, tensors[len(loose) : count], strict=True):
-            copy = HostCopy(one, nn.Parameter(next(there)), grad) if place is None else _resting(one, grad, place)
-            if grad.dtype != copy.values.dtype:
-                copy.values.grad_dtype = grad.dtype
-            made.append(copy)
-        kept: dict[int, dict[str, Tensor]] = {}
-        for (one, slot), tensor in zip(slots, tensors[count:], strict=True):
-            kept.setdefault(id(one), {})[slot.key] = tensor
-        for copy, some in zip(made, columns, strict=True):
-            state = kept.get(id(copy.near), {})
-            wanted = [slot.wanted(copy.values) for slot in some]
-            self.room.keep(copy.values, wanted, [state[one.role] for one in wanted])
+        for (one, dtype, some), rest, grad in zip(new, rests, grads, strict=True):
+            copy = HostCopy(one, nn.Parameter(values[id(one)]), grad) if rest is None else _resting(one, grad, rest)
+            if dtype != copy.values.dtype:
+                copy.values.grad_dtype = dtype
+            mine = [state[id(one), slot.key] for slot in some]
+            self.room.keep(copy.values, [slot.wanted(copy.values) for slot in some], mine)
             if self.delays and self.driver is not None:
-                copy.shadow = torch.empty_like(copy.near.detach())
-            self.copies[id(copy.near)] = copy
+                copy.shadow = torch.empty_like(one.detach())
+            self.copies[id(one)] = copy
+            made.append(copy)
         self.refetch(made)
 
-    def _beside(self, near: Sequence[Tensor]) -> list[NextRest | None]:
+    def _rests_of(self, local: Sequence[Tensor]) -> list[NextRest | None]:
         """Returns where the values of copies rest: in one place for all whose parameters rest in one place."""
         found = {copy.rest.base: copy.rest for copy in self.copies.values() if copy.rest is not None}
-        bases = list(map(rest_of, near))
+        bases = list(map(rest_of, local))
         for base in bases:
             if base is not None and base not in found:
                 found[base] = NextRest(base, "pending")
         return [None if base is None else found[base] for base in bases]
 
-    def of(self, near: Iterable[Tensor]) -> list[HostCopy]:
+    def of(self, local: Iterable[Tensor]) -> list[HostCopy]:
         """Returns the copies of these; frozen ones have none."""
-        return [self.copies[id(one)] for one in near if id(one) in self.copies]
+        return [self.copies[id(one)] for one in local if id(one) in self.copies]
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
-        changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.look()]
+        changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.is_outdated()]
         if changed:
             self.follow(changed)
 
     def _follows(self, copy: HostCopy) -> bool:
         """Whether a copy follows its parameter: frozen ones do too, unless their dtype, shape or device has changed."""
-        near, values = copy.near, copy.values
-        same = copy.rest is None and (near.dtype, near.shape) == (values.dtype, values.shape)
-        return near.requires_grad or (same and device.is_apart(near) == (self.driver is not None))
+        local, values = copy.local, copy.values
+        same = copy.rest is None and (local.dtype, local.shape) == (values.dtype, values.shape)
+        return local.requires_grad or (same and device.is_apart(local) == (self.driver is not None))
 
     def follow(self, copies: Sequence[HostCopy]) -> None:
-        """Copies written parameters to the host; what an update has made of them meanwhile is dropped."""
+        """Copies written parameters to the host, and warns if that drops an update that was pending."""
         lost = sum(copy.pending for copy in copies)
         if lost:
             warnings.warn(_DROPPED % lost, stacklevel=2)
@@ -217,27 +204,27 @@ class HostCopies:
         for copy in copies:
             copy.pending = False
         self._forget([copy for copy in copies if copy.rest is not None])
-        pairs = [(copy.near.detach(), copy.values.detach()) for copy in copies if copy.rest is None]
+        pairs = [(copy.local.detach(), copy.values.detach()) for copy in copies if copy.rest is None]
         if self.link is None:
-            for near, values in pairs:
-                values.copy_(near)
+            for local, values in pairs:
+                values.copy_(local)
         else:
-            self.link.to_host([near.contiguous() for near, _ in pairs], [values for _, values in pairs]).wait()
+            self.link.to_host([local.contiguous() for local, _ in pairs], [values for _, values in pairs]).wait()
             torch.autograd.graph.increment_version([copy.values for copy in copies])
         for copy in copies:
             copy.checked = False
             copy.agree()
 
     def _forget(self, copies: Sequence[HostCopy]) -> None:
-        """Does what `refetch` does where both rest: nothing is read, unless values that rest with them are pending."""
+        """Drops the values of copies that rest, to be read from parameters when needed; beside pending ones, copies."""
         needed = {copy.rest for copy in self.pending}
         for copy in copies:
             assert copy.rest is not None
             if copy.rest not in needed:
                 copy.rest.forget()
                 continue
-            with present(copy.near), present(copy.values, written=True), torch.no_grad():
-                copy.values.copy_(copy.near)
+            with present(copy.local), present(copy.values, written=True), torch.no_grad():
+                copy.values.copy_(copy.local)
 
     def fetch(
         self, pairs: Sequence[tuple[HostCopy, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
@@ -269,23 +256,20 @@ class HostCopies:
         return ticket
 
     def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:
-        """Gives gradients of another dtype memory; the old dtype's is kept for when it comes back."""
-        copy.others[copy.grad.dtype] = copy.grad
-        found = copy.others.pop(dtype, None)
-        if found is None:
-            (found,) = self.room.lay_out([Wanted("gradients", copy.near.shape, dtype)])
-        copy.grad, copy.values.grad_dtype, copy.checked = found, dtype, False
+        """Gives gradients of another dtype other memory."""
+        (copy.grad,) = self.room.lay_out([Wanted("gradients", copy.local.shape, dtype)])
+        copy.values.grad_dtype, copy.checked = dtype, False
 
     def store(self, copies: Sequence[HostCopy], ready: Any) -> Copy | None:
         """Copies updated values to the device, once `ready`; without a device, `publish` does."""
         if self.link is None:
             return None
-        targets = [copy.near.detach() if copy.shadow is None else copy.shadow for copy in copies]
+        targets = [copy.local.detach() if copy.shadow is None else copy.shadow for copy in copies]
         sources = [copy.values.detach() for copy in copies]
         return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
 
     def reading(self, value: Any) -> Callable[[], Any]:
-        """Returns a call that reads what a number on the device is now; any thread may make it later."""
+        """Returns a function that returns what a number on the device is now; any thread may call it later."""
         if not isinstance(value, Tensor):
             return lambda: value
         if self.link is None or value.is_cpu:
@@ -304,7 +288,7 @@ class HostCopies:
         return read
 
     def here(self) -> Copy | None:
-        """Returns a ticket for all that the device has been given until now."""
+        """Returns a ticket for all work that the device has been given until now."""
         return None if self.link is None else self.link.here()
 
     def consumed(self, copies: Sequence[HostCopy], *, updated: bool) -> None:
@@ -321,18 +305,18 @@ class HostCopies:
         return [copy for copy in self.copies.values() if copy.pending]
 
     def publish(self, updated: Sequence[HostCopy]) -> None:
-        """Accounts for what was `updated`, or puts in place all that is pending where updates are delayed."""
+        """Counts what was `updated` as writes; where updates are delayed, writes all that is pending first."""
         copies = list(updated)
         if self.delays:
             self.put(self.pending)
             copies, self._put = self._put, []
-        torch.autograd.graph.increment_version([copy.near for copy in copies])
+        torch.autograd.graph.increment_version([copy.local for copy in copies])
         for copy in copies:
             copy.pending, copy.loaded = False, None
             copy.agree()
 
     def put(self, updated: Iterable[HostCopy]) -> Copy | None:
-        """Puts what is pending of these where compute reads it; `publish` accounts for it."""
+        """Writes pending values of these to their parameters; `publish` counts it."""
         copies = [copy for copy in updated if copy.pending]
         if not copies:
             return None
@@ -345,58 +329,58 @@ class HostCopies:
         if self.driver is None:
             with torch.no_grad():
                 for copy in loose:
-                    copy.near.detach().copy_(copy.values.detach())
+                    copy.local.detach().copy_(copy.values.detach())
         else:
-            shadowed = [(alias(copy.near, 0, copy.near.shape), copy.shadow) for copy in loose]
-            put_in_place(self.driver, [(near, shadow) for near, shadow in shadowed if shadow is not None])
+            shadowed = [(alias(copy.local, 0, copy.local.shape), copy.shadow) for copy in loose]
+            put_in_place(self.driver, [(local, shadow) for local, shadow in shadowed if shadow is not None])
         for copy in copies:
             copy.pending = False
         self._put += copies
         return self.here()
 
     def _put_rest(self, rest: NextRest, copies: Sequence[HostCopy]) -> None:
-        """Puts in place what is pending of all that rest together: by a swap, or a copy if others wrote beside them."""
+        """Writes pending values of all that rest together: by a swap, or by copies if others wrote beside them."""
         if rest.take_place():
             return
         with rest.base.used(), rest.used(), torch.no_grad():
             rest.base.change()
             for copy in copies:
-                copy.near.detach().copy_(copy.values.detach())
+                copy.local.detach().copy_(copy.values.detach())
         rest.forget()
 
-    def pend(self, near: Tensor, values: Tensor) -> None:
-        """Takes values that were saved with their update yet to be published, if they differ from the copy's."""
-        copy = self.copies[id(near)]
+    def load_pending(self, local: Tensor, values: Tensor) -> None:
+        """Writes loaded values to a copy, as pending, if they differ from the copy's."""
+        copy = self.copies[id(local)]
         with present(values), present(copy.values):
             if torch.equal(values.to(copy.values.device), copy.values):
                 return
         with torch.no_grad(), present(values), present(copy.values, written=True):
             alias(copy.values, 0, copy.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
-        self.wait_for([copy])
+        self.mark_pending([copy])
 
-    def wait_for(self, copies: Sequence[HostCopy]) -> None:
+    def mark_pending(self, copies: Sequence[HostCopy]) -> None:
         """Marks copies as pending whose values differ from their parameters."""
         ticket = self.store(copies, None) if copies else None
         if ticket is not None:
             ticket.wait()
         for copy in copies:
-            with present(copy.values), present(copy.near):
-                copy.pending = not torch.equal(copy.values.detach(), copy.near.detach().to(copy.values.device))
+            with present(copy.values), present(copy.local):
+                copy.pending = not torch.equal(copy.values.detach(), copy.local.detach().to(copy.values.device))
             copy.loaded = copy.bits if copy.pending else None
 
 
-def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
-    """Makes the copy of a parameter that rests; its values lie as the parameter's do."""
+def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
+    """Makes the copy of a parameter that rests; it rests at the same offset."""
     with rest.adding_views():
-        offset = int(near.storage_offset()) - int(rest.base.memory.storage_offset())
-        values = nn.Parameter(alias(rest.memory, offset, near.shape))
+        offset = int(local.storage_offset()) - int(rest.base.memory.storage_offset())
+        values = nn.Parameter(alias(rest.memory, offset, local.shape))
         shown = values.detach()
     values.zk_rest = shown.zk_rest = rest  # type: ignore[attr-defined]
     rest.is_viewed()  # by nobody else yet
-    return HostCopy(near, values, grad, rest=rest, shown=shown)
+    return HostCopy(local, values, grad, rest=rest, shown=shown)
 
 
-class Departure:
+class EarlyFetch:
     """Copies gradients of one part to the host before `step()`: at once, or when the update has read the last ones."""
 
     def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
@@ -405,12 +389,10 @@ class Departure:
         self._mark = host.here()
         self.ticket: Any = None
 
-    @property
-    def may_leave(self) -> bool:
-        return all(copy.free for copy, _ in self._pairs)
-
-    def launch(self) -> None:
-        self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
+    def launch_if_free(self) -> None:
+        """Starts the copies, once, unless an update has yet to read what is where they go."""
+        if self.ticket is None and all(copy.free for copy, _ in self._pairs):
+            self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
 
     def compare(self) -> None:
         """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""
@@ -423,7 +405,7 @@ class Departure:
             copy.fetched = None
 
 
-class Leaving:
+class EarlyFetches:
     """Fetches gradients as their buckets are reduced, before `step()` is called.
 
     It expects as many backward passes per step as the last step had. A gradient that was fetched too early is
@@ -434,104 +416,66 @@ class Leaving:
     `shards`: a `Shards`; `parts`: each a `Part` of the update, as `parts_of` returns them.
     """
 
-    def __init__(self, shards: Any, parts: Sequence[Any], early: bool) -> None:
+    def __init__(self, shards: Any, parts: Sequence[Any], early: bool, last: EarlyFetches | None) -> None:
+        """Listens to these parameters, and no more to those of `last`."""
+        if last is not None:
+            last.remove()
         self.shards = shards
-        self._expected: dict[int, int] = {}
-        self._arrived: dict[int, int] = {}
-        self._left: dict[str, Departure] = {}
-        self._held_back: list[Departure] = []
-        self._lock = threading.Lock()
+        self._expected: Counter[int] = Counter()
+        self._arrived: Counter[int] = Counter()
+        self._fetches: dict[str, EarlyFetch] = {}
+        self._lock = threading.Lock()  # between a look at what is free and the word that something has become so
         self._removers: list[Callable[[], Any]] = []
         if not early or shards.host.link is None:
             return
-        there = weakref.ref(self)
-        shards.host.freed = partial(_freed, there)
+        shards.host.freed = weakly(self._launch)
         for part in parts:
             if part.sharding is not None:
-                bucket, listener = part.sharding.gradient_buckets[part.bucket], partial(_reduced, there, part)
+                bucket, listener = part.sharding.gradient_buckets[part.bucket], partial(weakly(self._reduced), part)
                 bucket.listeners.append(listener)
                 self._removers.append(partial(bucket.listeners.remove, listener))
-
-    @classmethod
-    def of(cls, last: Leaving | None, shards: Any, parts: Sequence[Any], early: bool) -> Leaving:
-        """Listens to other parameters, and no more to those of `last`."""
-        if last is not None:
-            last.remove()
-        return cls(shards, parts, early)
 
     def remove(self) -> None:
         for remove in self._removers:
             remove()
         self._removers.clear()
-        for departure in self._left.values():
-            departure.forget()
+        for fetch in self._fetches.values():
+            fetch.forget()
 
     def __del__(self) -> None:
         self.remove()
 
-    def reduced(self, part: Any, ready: GradReady) -> None:
+    def _reduced(self, part: Any, ready: GradReady) -> None:
         """Fetches a bucket that zk.shard has reduced, if as many passes as in the last step have come."""
         key = id(part)
-        self._arrived[key] = self._arrived.get(key, 0) + 1
-        if self._arrived[key] != self._expected.get(key):
-            self._recall(part)
+        self._arrived[key] += 1
+        if self._arrived[key] != self._expected[key]:  # another pass adds to its gradients
+            with self._lock:
+                fetch = self._fetches.pop(part.name, None)
+                if fetch is not None:
+                    fetch.forget()
             return
-        places = [place for place in part.members if self.shards.near[place].requires_grad]
-        homes: list[Any] = [self.shards.homes[place] for place in places]
-        grads = [ready.pieces[home.place] for home in homes]
-        bucket = part.sharding.gradient_buckets[part.bucket]
-        self._leave(part, [self.shards.near[place] for place in places], grads, bucket.handed_out)
-
-    def _recall(self, part: Any) -> None:
-        """Has a part fetched by `step()`, because another pass adds to its gradients."""
-        with self._lock:
-            departure = self._left.pop(part.name, None)
-            if departure is not None:
-                departure.forget()
-                self._held_back = [one for one in self._held_back if one is not departure]
-
-    def _leave(
-        self, part: Any, near: Sequence[Tensor], grads: Sequence[Tensor], handed_out: Callable[[], bool]
-    ) -> None:
-        host = self.shards.host
-        copies = host.of(near)
+        places = [place for place in part.members if self.shards.local[place].requires_grad]
+        grads = [ready.pieces[self.shards.shards[place].place] for place in places]
+        copies = self.shards.host.of(self.shards.local[place] for place in places)
+        handed_out = part.sharding.gradient_buckets[part.bucket].handed_out
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
-        whole = plain and len(copies) == len(grads) == len(near)
-        if not whole or not near or handed_out():
+        if not plain or not copies or len(copies) != len(grads) or handed_out():
             return
-        departure = Departure(host, list(zip(copies, grads, strict=True)), handed_out)
-        with self._lock:  # between a look at what is free and the word that something has become so
-            self._left[part.name] = departure
-            if departure.may_leave:
-                departure.launch()
-            else:
-                self._held_back.append(departure)
-
-    def _freed(self) -> None:
+        fetch = EarlyFetch(self.shards.host, list(zip(copies, grads, strict=True)), handed_out)
         with self._lock:
-            waiting, self._held_back = self._held_back, []
-            for departure in waiting:
-                if departure.may_leave:
-                    departure.launch()
-                else:
-                    self._held_back.append(departure)
+            self._fetches[part.name] = fetch
+            fetch.launch_if_free()
 
-    def departures(self) -> dict[str, Departure]:
+    def _launch(self) -> None:
+        with self._lock:
+            for fetch in self._fetches.values():
+                fetch.launch_if_free()
+
+    def take(self) -> dict[str, EarlyFetch]:
         """Returns what was fetched since the last call, by part; a step is about to be made of it."""
         with self._lock:
-            left = {name: one for name, one in self._left.items() if one.ticket is not None}
-            self._left, self._held_back = {}, []
-        self._expected, self._arrived = self._arrived, {}
-        return left
-
-
-def _reduced(leaving: weakref.ref[Leaving], part: Any, ready: GradReady) -> None:
-    there = leaving()
-    if there is not None:
-        there.reduced(part, ready)
-
-
-def _freed(leaving: weakref.ref[Leaving]) -> None:
-    there = leaving()
-    if there is not None:
-        there._freed()
+            fetched = {name: one for name, one in self._fetches.items() if one.ticket is not None}
+            self._fetches = {}
+        self._expected, self._arrived = self._arrived, Counter()
+        return fetched

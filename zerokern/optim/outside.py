@@ -1,9 +1,9 @@
-"""What others do to state and parameters: assignments to entries, and writes to what has a master.
+"""Notices what users do to state and parameters: assignments to entries, and writes to parameters with masters.
 
 Looking at 10,000 parameters' state tensors one by one costs more than the rest of a step's bookkeeping, nearly all of
 it in cache misses. Frameworks do replace them (a move to another device, a cast), always by assignment into these
 dicts; so the assignment is noticed instead. Parameters that somebody wrote show by their version, and their masters
-begin anew. Memory that was exchanged shows by its address (`gradients.AddressRecord`).
+begin anew. Exchanged memory shows by its address (`AddressRecord`).
 """
 
 from __future__ import annotations
@@ -153,57 +153,39 @@ class Witness:
         self._prints = dict(zip(map(id, self.params), _prints_of(self.params), strict=True)) if loaded else {}
         self.look()
 
-    @classmethod
-    def renewed(cls, last: Witness | None, state: Mapping[Tensor, dict[str, Any]]) -> Witness:
-        """Follow what was written or moved since `last`; the new one knows every parameter that has a master now."""
-        if last is not None:
-            last.catch_up(state)
-        return cls(tracked(state))
-
     def look(self) -> None:
-        """Take the parameters as they are now for what the masters stand for."""
+        """Records that the masters stand for the parameters as they are now."""
         self.versions = list(map(_version_of, self.params))
         self.pointers = list(map(_pointer_of, self.params))
 
     def stepped(self) -> None:
-        """Account for our own update, which bumps versions and moves nothing. Views of one bucket share a version."""
+        """Accounts for our own update, which bumps versions and moves nothing. Views of one bucket share a version."""
         self.versions = list(map(_version_of, self.params))
         self.loaded = False
 
     def catch_up(self, state: Mapping[Tensor, dict[str, Any]], *, in_place: bool = False) -> None:
-        """Begin the masters of parameters written from outside, or whose memory was exchanged, anew from these.
+        """Makes the masters of parameters anew that were written from outside, or whose memory was exchanged.
 
         `in_place`: the caller knows that nothing has moved, unless something was written as well.
         """
-        written = self.written()
+        versions = list(map(_version_of, self.params))
+        if in_place and versions == self.versions:
+            return
+        written = [param for param, was, now in zip(self.params, self.versions, versions, strict=True) if was != now]
+        if self.loaded:
+            prints = zip(written, _prints_of(written), strict=True)
+            written = [param for param, now in prints if now != self._prints[id(param)]]
         if in_place and not written:
             return
-        changed = {id(param): param for param in (*written, *self.moved())}
+        pointers = map(_pointer_of, self.params)
+        moved = [param for param, was, now in zip(self.params, self.pointers, pointers, strict=True) if was != now]
+        changed = {id(param): param for param in (*written, *moved)}
         if changed:
             follow([param for param in changed.values() if param in state], state, loaded=self.loaded)
             self.look()
 
-    def written(self) -> list[Tensor]:
-        """The parameters whose version has moved since."""
-        versions = list(map(_version_of, self.params))
-        if versions == self.versions:
-            return []
-        found = zip(self.params, self.versions, versions, strict=True)
-        written = [param for param, was, now in found if was != now]
-        if self.loaded:
-            prints = zip(written, _prints_of(written), strict=True)
-            written = [param for param, now in prints if now != self._prints[id(param)]]
-        return written
-
-    def moved(self) -> list[Tensor]:
-        """The parameters whose memory is not where it was."""
-        pointers = list(map(_pointer_of, self.params))
-        return [p for p, was, now in zip(self.params, self.pointers, pointers, strict=True) if was != now]
-
 
 def _prints_of(params: list[Tensor]) -> list[int]:
-    if all(rest_of(param) is None for param in params):
-        return fingerprints([param.detach().contiguous() for param in params]).tolist()
     found: list[int] = []
     for rest, some in groupby(params, rest_of):  # those together that rest together: all of them may not fit
         with nullcontext() if rest is None else rest.used():

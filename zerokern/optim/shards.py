@@ -1,8 +1,6 @@
-"""The parameters of one optimizer as shards: where their gradients and values are, and where users see their state.
+"""Translates between what users see of an optimizer, parameters and state in their logical shapes, and what it updates.
 
-Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where there are
-`HostCopies`, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their
-parameters and has the logical shape.
+An update changes this rank's piece of each parameter, or a copy of that in host memory (`HostCopies`).
 """
 
 from __future__ import annotations
@@ -60,11 +58,13 @@ def sharded(groups: Groups) -> bool:
 
 
 class Shards:
-    """The shards of an optimizer's parameters (`everyone`), in their order.
+    """The shards of an optimizer's parameters (`params`), in their order.
 
-    `near`: this rank's piece of each, beside the compute. `pieces`: what is updated, these or their copies in host
-    memory. `shares`: for each the number of the sum that its gradient goes into; 0 is what counts here alone. `starts`:
-    the elements of the whole parameters that the pieces begin with. `state`: by piece.
+    `local`: this rank's piece of each, beside the compute. `updated`: what an update changes, these or their copies in
+    host memory (`is_hosted`). `state`: by what is updated; `in_place`: it is the optimizer's own, tensor by tensor.
+    `stand_alone`: a step is about the parameters themselves, and nobody else's. `shares`: for each the number of the
+    sum that its gradient goes into; 0 is what counts here alone. `starts`: the elements of the whole parameters that
+    shards begin with.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class Shards:
         last: Shards | None = None,
         group: Any = None,
     ) -> None:
-        self.everyone = params_of(groups)
-        self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
-        self.near: list[Tensor] = [shard.piece for shard in self.homes]
+        self.params = params_of(groups)
+        self.shards: list[Shard] = shards_of(self.params, names_of(groups), () if last is None else last.shards)
+        self.local: list[Tensor] = [shard.piece for shard in self.shards]
+        self.is_hosted = host is not None
         self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
-        self.pieces = self.near
-        if host is not None:
-            self.pieces = self.host.take_in(self.near, self._grad_dtypes(), host[1])
-        self.shardings = shardings_of(self.homes)
+        self.updated = self.local if host is None else self.host.take_in(self.local, self._grad_dtypes(), host[1])
+        self.shardings = shardings_of(self.shards)
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
         self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
-        self.accord = Accord(self.shardings, user_group(group, self.near[0].device if self.near else "cpu"))
-        self.shares = self.accord.share_out(self.homes)
-        self.starts = [shard.start for shard in self.homes]
-        self._trained = [one.requires_grad for one in self.near]
-        self._copies = [shard.copies for shard in self.homes]
-        pairs = list(zip(self.everyone, self.homes, strict=True))
-        self._stand_ins = [(param, shard) for param, shard in pairs if param is not shard.piece]
+        self.accord = Accord(self.shardings, user_group(group, self.local[0].device if self.local else "cpu"))
+        self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
+        self.shares = self.accord.share_out(self.shards)
+        self.starts = [shard.start for shard in self.shards]
+        self._trained = [one.requires_grad for one in self.local]
+        self._copies = [shard.copies for shard in self.shards]
+        pairs = list(zip(self.params, self.shards, strict=True))
+        self.in_place = not self.is_hosted and all(param is shard.piece for param, shard in pairs)
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
@@ -99,10 +99,10 @@ class Shards:
         self._followed_shards = [shard for _, shard in self._followed]
         # a DTensor has two versions, its own and that of the tensor within
         self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in self._followed)
-        self._reductions, self._span_places = _places_of_spans(self.homes)
+        self._reductions, self._span_places = _places_of_spans(self.shards)
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
-        self._of_piece = {id(piece): shard for piece, shard in zip(self.pieces, self.homes, strict=True)}
+        self._shard_of = dict(zip(map(id, self.updated), self.shards, strict=True))
         self.state = WatchedState()
         self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
@@ -112,48 +112,33 @@ class Shards:
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
 
-    @property
-    def is_hosted(self) -> bool:
-        """Whether what is updated are copies in host memory."""
-        return self.pieces is not self.near
-
-    @property
-    def stand_alone(self) -> bool:
-        """Whether a step is about the parameters themselves, and nobody else's: nothing needs to be prepared for it."""
-        return not self.is_hosted and not self.shardings and self.accord.party is None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the optimizer's state is that of what is updated, tensor by tensor."""
-        return not self.is_hosted and not self._stand_ins
-
     def knows(self, groups: Groups) -> bool:
-        """Whether these are the parameters, and they live where they did."""
-        if not same_objects(params_of(groups), self.everyone) or self.changes_over:
+        """Whether these are the parameters, sharded and placed as they were."""
+        if not same_objects(params_of(groups), self.params) or self.changes_over:
             return False
         if self._changes is not None and self._changes == shard_changes():
             return True
-        pairs = zip(self.everyone, self.homes, strict=True)
-        fits = self._copies == [shard.copies for shard in self.homes] and all(shard.fits(p) for p, shard in pairs)
+        pairs = zip(self.params, self.shards, strict=True)
+        fits = self._copies == [shard.copies for shard in self.shards] and all(shard.fits(p) for p, shard in pairs)
         if fits and self._changes is not None:
             self._changes = shard_changes()  # those were of other models
         return fits
 
     @property
     def changes_over(self) -> bool:
-        """Whether state is to belong to something else: what is trained has a host copy, what is frozen none."""
-        return self.is_hosted and self._trained != [one.requires_grad for one in self.near]
+        """Whether parameters were frozen or thawed: those that are trained have a host copy, others none."""
+        return self.is_hosted and self._trained != [one.requires_grad for one in self.local]
 
     def _grad_dtypes(self) -> list[torch.dtype]:
-        """What gradients come in, as far as that is known before they do."""
+        """Returns the dtypes of gradients, as far as they are known before there are any."""
         made = []
-        for param, shard, near in zip(self.everyone, self.homes, self.near, strict=True):
+        for param, shard, near in zip(self.params, self.shards, self.local, strict=True):
             found = shard.local_gradient(param)
             made.append(found.dtype if found is not None else getattr(near, "grad_dtype", None) or near.dtype)
         return made
 
     def groups(self, groups: Groups) -> list[dict[str, Any]]:
-        """The optimizer's groups, or these with loaded values, over pieces; messages call those by their parameters."""
+        """Returns these groups with the tensors that are updated as parameters, under the parameters' names."""
         made, start = [], 0
         self.accord.groups_of = [[] for _ in self.accord.teams]
         for number, group in enumerate(groups):
@@ -161,45 +146,52 @@ class Shards:
             for team in self.accord.teams_of(self.shares[some]):
                 self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
-                _refuse_int8(self.homes[some])
-            names = [shard.name for shard in self.homes[some]]
-            made.append({"param_names": names, **group, "params": self.pieces[some]})
+                _refuse_int8(self.shards[some])
+            names = [shard.name for shard in self.shards[some]]
+            made.append({"param_names": names, **group, "params": self.updated[some]})
         return made
 
     def look(self) -> None:
-        """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
+        """Counts writes to whole parameters as writes to their pieces; `publish` has accounted for our own."""
         seen = array("q", map(_seen_version_of, self._followed_shards))
         if not self._counts_all or self._followed_bodies.versions() != seen:
             for param, shard in self._followed:
-                shard.look(param)
+                shard.count_writes(param)
         self.host.look()
 
     def gradients(self) -> dict[int, Tensor]:
-        """The gradients that there are near the compute, by their place."""
+        """Returns this rank's gradients by the parameter's place, after checking them."""
         found: dict[int, Tensor] = {}
-        for place, (param, shard, near) in enumerate(zip(self.everyone, self.homes, self.near, strict=True)):
-            grad = shard.local_gradient(param)
-            if grad is None and near.grad is not None and param is not near:
-                raise StateError(_EXPOSED.format(name=shard.name))
+        for place, (grad, local) in enumerate(zip(self._local_gradients(), self.local, strict=True)):
             if grad is None:
                 continue
-            grad = grad.resolve_neg() if grad.is_neg() else grad
-            plain = grad.dtype == near.dtype and grad.shape == near.shape and grad.is_contiguous()
-            if not plain or grad.device != near.device or grad.layout is not torch.strided:
-                checks.gradient(shard.name, near, grad)
+            plain = grad.dtype == local.dtype and grad.shape == local.shape and grad.is_contiguous()
+            if not plain or grad.device != local.device or grad.layout is not torch.strided:
+                checks.gradient(self.shards[place].name, local, grad)
             found[place] = grad
+        self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
+        return found
+
+    def _local_gradients(self) -> list[Tensor | None]:
+        """Returns this rank's gradients, in the memory that they lie in."""
+        found: list[Tensor | None] = []
+        for param, shard in zip(self.params, self.shards, strict=True):
+            grad = shard.local_gradient(param)
+            if grad is None and shard.piece.grad is not None:
+                raise StateError(_EXPOSED.format(name=shard.name))
+            found.append(grad.resolve_neg() if grad is not None and grad.is_neg() else grad)
         return found
 
     def take_copies(self, places: Iterable[int]) -> None:
-        """Sets `grads` to the host copies of these gradients, which are fetched or on their way."""
+        """Sets `grads` to the host copies of these gradients, which may still be on their way."""
         self._fetched = list(places)
-        self.grads = [None] * len(self.pieces)
+        self.grads = [None] * len(self.updated)
         for place in self._fetched:
             self.grads[place] = self.copy(place).grad
 
     def copy(self, place: int) -> HostCopy:
-        """The host copy of a parameter that is trained."""
-        found = self.host.of([self.near[place]])
+        """Returns the host copy of a parameter; raises if it is frozen."""
+        found = self.host.of([self.local[place]])
         if not found:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
         return found[0]
@@ -217,27 +209,21 @@ class Shards:
             if self._span_places and None not in spans:
                 found = list(chain(*spans))
                 self.grads = list(map(found.__getitem__, self._span_places))
-                return
-            self.grads = []
-            for param, shard in zip(self.everyone, self.homes, strict=True):
-                grad = shard.local_gradient(param)
-                if grad is None and shard.piece.grad is not None:
-                    raise StateError(_EXPOSED.format(name=shard.name))
-                if grad is not None and grad.is_neg():
-                    grad = grad.resolve_neg()
-                self.grads.append(grad)
+            else:
+                self.grads = self._local_gradients()
+        self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     def end_step(self, *, undone: bool) -> None:
-        """Forgets the gradients. `undone`: nothing has changed, so a factor taken up is there for the next step."""
+        """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
         self.grads = []
         for sharding, factor in self._folds:
             sharding.fold(factor) if undone else sharding.folded(factor)
         self._folds.clear()
 
     def adopt(self, outer: WatchedState, *, refuse_plain: bool = False) -> None:
-        """Follow what was assigned to the optimizer's state since it was last shown.
+        """Reads what was assigned to the optimizer's state since it was last shown.
 
-        `refuse_plain`: state that was made before its parameter was sharded is no state for it.
+        `refuse_plain`: raises if there is state that was made before its parameter was sharded.
         """
         if self.in_place:
             self.state = outer
@@ -245,7 +231,7 @@ class Shards:
         if outer is self._outer and not outer.mark.changed and self._views.unchanged():
             return
         made: dict[Any, Any] = {}
-        for param, piece, shard in zip(self.everyone, self.pieces, self._shown, strict=True):
+        for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
             entry = outer.get(param)
             if entry is None:
                 continue
@@ -259,87 +245,87 @@ class Shards:
                 for key, value in entry.items()
             }
         made.update(self._others(outer))
-        for place, piece in enumerate(self.pieces):
+        for place, piece in enumerate(self.updated):
             entry = made.get(piece)
             if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
                 values = entry.pop(PENDING)
                 if self.check_pending(place, values):
-                    self.host.pend(self.near[place], values)
+                    self.host.load_pending(self.local[place], values)
                     self._show_pending(entry, place)
         self.state = WatchedState(made)
         outer.watch_all()
         self._outer = outer
 
     def check_pending(self, place: int, values: Tensor) -> bool:
-        """Whether values that an update left pending are to wait here; refuses those that would be lost."""
-        near = self.near[place]
+        """Whether loaded values that an update left pending can wait here; raises if they would be lost."""
+        near = self.local[place]
         waits = self.host.delays and bool(self.host.of([near]))  # one that was trained may have a copy
         if not waits:
             with present(values), present(near):
                 if not torch.equal(values.to(near.device), near):
-                    frozen = _FROZEN.format(name=self.homes[place].name)
+                    frozen = _FROZEN.format(name=self.shards[place].name)
                     raise StateError(frozen if self.host.delays else NOT_DELAYED)
         return waits
 
     def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
-        """State under keys that are none of the parameters."""
-        known = set(map(id, self.everyone))
+        """Returns state under keys that are no parameters."""
+        known = set(map(id, self.params))
         return {key: entry for key, entry in outer.items() if id(key) not in known}
 
     def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """State of pieces as it is shown of their parameters; tensors that `outer` shows already are the same ones."""
+        """Returns state as users see it; what `outer` shows already stays the same object."""
         if self.in_place:
             return state
         made = self._others(outer)
-        for param, piece, shard in zip(self.everyone, self.pieces, self._shown, strict=True):
+        for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
             entry = state.get(piece)
             if entry is not None:
                 before = outer.get(param) or {}
                 made[param] = {key: shard.show(key, value, before.get(key)) for key, value in entry.items()}
         return made
 
-    def export(self, outer: WatchedState) -> None:
-        """Show in the optimizer's state what has been made here."""
+    def show_state(self, outer: WatchedState) -> None:
+        """Shows in the optimizer's state what has been made here."""
         if self.in_place:
             return
         for param, entry in self.shown(self.state, outer).items():
             if outer.get(param) is not entry:
                 outer[param] = entry
         outer.watch_all()
-        pairs = list(zip(self.everyone, self.pieces, strict=True))
+        pairs = list(zip(self.params, self.updated, strict=True))
         self._exported = {id(piece): dict(outer[param]) for param, piece in pairs if param in outer}
-        wholes = [piece for piece, shard in zip(self.pieces, self._shown, strict=True) if shard.sharding is not None]
+        wholes = [piece for piece, shard in zip(self.updated, self._shown, strict=True) if shard.sharding is not None]
         shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
         self._views = AddressRecord([one for one in shown if type(one) is Tensor])
         self._outer = outer
 
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
-        """State has been made for these: what it did not take of their first values is of no use.
+        """Notes that state has been made for these, and drops what it did not use of their first values.
 
-        With a delay each of them has an entry, even where the update rule keeps no state: an update of it may wait.
+        With a delay each has an entry, even if the update rule keeps no state: an update of it may be pending.
         """
         mine = {id(piece): piece for piece in pieces}
         for piece in mine.values():
             self.exact(piece, kept=True)
         if self.host.delays:
-            for place, piece in enumerate(self.pieces):
+            for place, piece in enumerate(self.updated):
                 if id(piece) in mine or self.state.get(piece):
                     self._show_pending(self.state[piece], place)
             self.state.watch_all()  # that was us: what is bound stays bound
-        self.export(outer)
+        self.show_state(outer)
 
     def _show_pending(self, entry: dict[str, Any], place: int) -> None:
-        """Let the entry have the host copy's values, pending or not: who flattens a state_dict of a fresh optimizer
-        asks it for its keys."""
-        piece = self.pieces[place]
-        for copy in self.host.of([self.near[place]]):
+        """Adds the host copy's values to the entry, pending or not: flattening a state_dict of a fresh optimizer needs
+        all keys."""
+        piece = self.updated[place]
+        for copy in self.host.of([self.local[place]]):
             if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
                 entry.setdefault(PENDING, piece.detach() if copy.shown is None else copy.shown)
 
-    def loading(
+    def localize(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
     ) -> tuple[Groups, Groups, dict[str, Any]]:
-        """Groups, merged groups and a state_dict as if they were about the pieces."""
+        """Returns groups, merged groups and a state_dict with pieces in the place of parameters."""
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         state = dict(state_dict["state"])
         for key, shard in zip(ids, self._shown, strict=True):
@@ -348,7 +334,7 @@ class Shards:
         return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
 
     def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> WatchedState:
-        """As `shown`, with copies of pending values: who loads a checkpoint writes into what a state_dict shows."""
+        """Returns state as users see it, with copies of pending values: loading in place writes into a state_dict."""
         waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
         copies = {}
         for key, entry in waiting.items():
@@ -357,52 +343,47 @@ class Shards:
         return WatchedState(self.shown({**state, **copies}, outer))
 
     def refetch(self) -> None:
-        """Parameters may have been written in ways that nobody counts: what they hold is what counts."""
+        """Copies all parameters to their host copies again, because writes may not have been counted."""
         self.host.follow(list(self.host.copies.values()))
 
-    def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
-        """Take loaded state of pieces over; returns it as it is shown."""
-        mine = set(map(id, self.pieces))
+    def take_loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
+        """Takes over loaded state of pieces; returns it as users see it."""
+        mine = set(map(id, self.updated))
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
         outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
         # replaced, not lost: nobody need be warned of it
         self.host.refetch([one for one in self.host.copies.values() if one.pending or one.rest is not None])
         self.look()
         for place, values in pending.items():
-            self.host.pend(self.near[place], values)
+            self.host.load_pending(self.local[place], values)
         self.bound([piece for piece in self.state if id(piece) in mine], outer)
         return outer
 
-    def pend(self, places: Iterable[int], outer: WatchedState) -> None:
-        """The host copies of these have been filled with values that an update made and nobody has published."""
-        copies = self.host.of(self.near[place] for place in places)
-        self.host.wait_for(copies)
+    def mark_pending(self, places: Iterable[int], outer: WatchedState) -> None:
+        """Marks the values that were loaded into these host copies as pending."""
+        copies = self.host.of(self.local[place] for place in places)
+        self.host.mark_pending(copies)
         if copies:
             self.bound([copy.values for copy in copies], outer)
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
-        """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
-        shard = self._of_piece.get(id(piece))
+        """Returns the fp32 values that a piece was rounded from, if known; or what is `kept` of them, once."""
+        shard = self._shard_of.get(id(piece))
         initial = None if shard is None else shard.take_initial(kept=kept)
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:
-        """The factor of all gradients that clipping has left pending; one that is not that of all is applied here."""
-        if not self.is_hosted:
-            return self._folded(place for place, grad in enumerate(self.grads) if grad is not None)
+        """Returns the factor that clipping has left pending for all gradients of the step."""
         fold, self._fold = self._fold, 1.0
         return fold
 
-    def fold_near(self, places: Iterable[int]) -> None:
-        """What clipping has left pending, before gradients are fetched: what is applied here is applied near them."""
-        self._fold = self._folded(places)
-
-    def _folded(self, places: Iterable[int]) -> float | Tensor:
+    def _take_folds(self, places: Iterable[int]) -> float | Tensor:
+        """Returns the factor that clipping has left pending; if it is not that of all gradients, it is applied now."""
         folds = [(sharding, factor) for sharding in self.shardings for factor in (sharding.take_fold(),)]
         folds = [(sharding, factor) for sharding, factor in folds if isinstance(factor, Tensor) or factor != 1.0]
         if not folds:
             return 1.0
-        mine = {id(self.homes[place]) for place in places}
+        mine = {id(self.shards[place]) for place in places}
         first = self.shardings[0]
         if len(self.shardings) == 1 and mine == with_gradients(first) and first.has_own_gradients:
             self._folds = folds
@@ -413,7 +394,7 @@ class Shards:
         return 1.0
 
     def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:
-        """As `accord.total`, of 0-dim tensors on a device and into `out`, without waiting for it."""
+        """Does what `accord.total` does with 0-dim tensors on a device, into `out`, without waiting for it."""
         sums = self.accord.by_team(sums)
         out[0].copy_(sums[0])
         broken = torch.isfinite(sums[0]).logical_not()
@@ -430,11 +411,11 @@ class Shards:
             terms.zero_()[:1].copy_(total)
 
     def announce(self) -> None:
-        """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
-        self.host.publish(self.host.of(self.near[place] for place in self._fetched))
+        """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
+        self.host.publish(self.host.of(self.local[place] for place in self._fetched))
 
     def publish(self) -> None:
-        """Let all ranks see what was updated."""
+        """Publishes what was updated to all ranks."""
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
@@ -442,7 +423,7 @@ class Shards:
 
 
 def _refuse_int8(shards: Iterable[Shard]) -> None:
-    """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
+    """Raises if a block of int8 codes, counted from a parameter's element 0, would be on two ranks."""
     for shard in shards:
         if shard.here.misaligned:
             do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
@@ -450,12 +431,12 @@ def _refuse_int8(shards: Iterable[Shard]) -> None:
 
 
 def in_place(shown: Any, value: Any) -> bool:
-    """Whether what is shown of a value still lies in its memory; what is not a plain view of it cannot leave that."""
+    """Whether a shown tensor still lies in the memory of its value; only plain views can be given other memory."""
     return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
 
 
 def with_gradients(sharding: Any) -> set[int]:
-    """The ids of the shards of all parameters of a model that have gradients."""
+    """Returns the ids of the shards of all parameters of a model that have gradients."""
     pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
     return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
 
@@ -475,13 +456,13 @@ def _places_of_spans(shards: Sequence[Shard]) -> tuple[list[Any], list[int]]:
 
 
 def gradient_of(param: Tensor, home: Shard) -> Tensor | None:
-    """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
+    """Returns this rank's span of a gradient; after `zk.shards(model)` the piece has it."""
     found = home.local_gradient(param)
     return home.piece.grad if found is None else found
 
 
 def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply this rank's span of each gradient in place."""
+    """Multiplies this rank's span of each gradient in place."""
     found = []
     for param in params:
         home = shard_of(param)

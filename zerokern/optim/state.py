@@ -1,4 +1,4 @@
-"""The entries of `optimizer.state`: checked against a layout, made, begun, counted, brought in from a state_dict."""
+"""Checks, makes and fills the entries of `optimizer.state`, and keeps them in memory (`StateTier`)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check_entries(
     entries: Sequence[Entry | None],
     optional: frozenset[str],
 ) -> None:
-    """Check the entries of the survey's parameters `new`; one without may not stand for a parameter that had state."""
-    known = set(map(id, survey.everyone))
+    """Checks the entries of the survey's parameters `new`. Raises if one without state replaced one with state."""
+    known = set(map(id, survey.all_params))
     orphans = sum(isinstance(param, Tensor) and id(param) not in known for param in state)
     names: list[str] = []
     for i, entry in zip(new, entries, strict=True):
@@ -57,7 +57,7 @@ def check_entries(
 
 
 def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optional: frozenset[str]) -> None:
-    """Refuse an entry that means something else than `layout` does. What is only on another device passes.
+    """Raises StateError if an entry does not fit the layout. Tensors may be on another device.
 
     `optional` keys may be missing: they are made when they are needed.
     """
@@ -87,7 +87,7 @@ def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optio
 
 
 def _check_count(name: str, value: Any) -> None:
-    """A counter that is none would make every update NaN, or another update."""
+    """Raises if a step counter is no count: the update would be NaN, or another one."""
     counts = value.reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
     if all(0.0 <= one < math.inf for one in counts):
         return
@@ -124,8 +124,8 @@ def _convert_hint(layout: Layout) -> str:
     )
 
 
-def pull(entry: Entry, layout: Layout, param: Tensor, room: HostTier | None = None) -> None:
-    """Bring what was moved to another device, or made non-contiguous, back to where the kernels can reach it."""
+def bring_back(entry: Entry, layout: Layout, param: Tensor, room: HostTier | None = None) -> None:
+    """Moves tensors back that were moved to another device, or made non-contiguous, where kernels cannot reach them."""
     place = param.device
     for slot in layout.slots:
         value = entry.get(slot.key)
@@ -137,10 +137,17 @@ def pull(entry: Entry, layout: Layout, param: Tensor, room: HostTier | None = No
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
-def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None) -> None:
-    """Put a zeroed tensor for each slot into its entry: in host memory slots of one key side by side, and counters."""
+def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None, *, zeroed: bool = True) -> None:
+    """Puts a tensor for each slot into its entry: in host memory slots of one key side by side, and counters.
+
+    They hold zeros. What is not counters is what `room` has for them; not `zeroed`: with what that held.
+    """
     if room is not None:
-        wanted = _placed(wanted, room, zeroed=True)
+        columns = [one for one in wanted if one[2].column]
+        tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in columns], zeroed=zeroed)
+        for (_, entry, slot), tensor in zip(columns, tensors, strict=True):
+            entry[slot.key] = tensor
+        wanted = [one for one in wanted if not one[2].column]
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(wanted, key=lambda one: keys.index(one[2].key))
     devices = [_HOST if param.is_cpu or slot.extent == "scalar" else param.device for param, _, slot in order]
@@ -152,8 +159,8 @@ def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = N
         entry[slot.key] = next(made[device])
 
 
-def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]) -> Entry:
-    """The same values, none of them in the `places` of another slot, where something is about to be copied."""
+def with_own_memory(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]) -> Entry:
+    """Returns the entry with copies of tensors that lie in the `places` of other slots, which will be written."""
     made = dict(entry)
     for key, value in entry.items():
         if (
@@ -165,19 +172,8 @@ def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]
     return made
 
 
-def _placed(
-    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier, *, zeroed: bool
-) -> list[tuple[Tensor, Entry, Slot]]:
-    """Put what `room` has for these slots into their entries; returns what is left: counters."""
-    housed = [one for one in wanted if one[2].column]
-    tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in housed], zeroed=zeroed)
-    for (_, entry, slot), tensor in zip(housed, tensors, strict=True):
-        entry[slot.key] = tensor
-    return [one for one in wanted if not one[2].column]
-
-
 def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
-    """Memory of our own for such entries; what is in it, in a room, is what was there."""
+    """Returns entries with memory for the same tensors; in a room it holds what was there."""
     made: list[Entry] = [{} for _ in entries]
     wanted = [
         (param, mine, slot)
@@ -185,28 +181,24 @@ def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | N
         for slot in layout.slots
         if entry.get(slot.key) is not None
     ]
-    make(wanted if room is None else _placed(wanted, room, zeroed=False))
+    make(wanted, room, zeroed=False)
     for (param, _, _), mine in zip(entries, made, strict=True):
         mine.update({key: tensor.to(param.device) for key, tensor in mine.items()})
     return made
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | None = None) -> list[Entry]:
-    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
-    sources = [entry for _, entry, _ in entries]
-    if room is not None:  # what is there may be what is copied: it is set apart
-        places = room.addresses()
-        sources = [untangled(entry, param, places) for param, entry, _ in entries]
-    made = laid_out(entries, room)
+def copy_entries(entries: Sequence[Checked], made: Sequence[Entry], room: HostTier | None = None) -> None:
+    """Copies checked entries into memory that was laid out for them; nothing is cast."""
+    places = {} if room is None else room.addresses()  # where the copies lie may be what is copied: it is set apart
+    sources = [with_own_memory(entry, param, places) if places else entry for param, entry, _ in entries]
     for entry, mine in zip(sources, made, strict=True):
         for key, target in mine.items():
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             target.copy_(value.reshape(()) if key == "step" else value)
-    return made
 
 
 def exact_of(param: Tensor, kept: Tensor) -> Tensor:
-    """The fp32 values that a span began with, of what is kept of them.
+    """Returns the fp32 values that a span began with, from the remainders or values that are kept of them.
 
     >>> exact_of(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int16))
     tensor([1.0000, 1.0000])
@@ -215,9 +207,9 @@ def exact_of(param: Tensor, kept: Tensor) -> Tensor:
 
 
 def begin(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None:
-    """Let a new master, or a remainder that is zero, begin from what the parameter holds.
+    """Writes first values to a new master, or to a remainder that is zero.
 
-    `exact`: the fp32 values that it was rounded from. They count where they still round to it.
+    `exact`: the fp32 values that the parameter was rounded from. They are used where they still round to it.
     """
     if exact is None:
         if slot.key == "master":
@@ -236,13 +228,13 @@ def begin(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None
 
 
 def _rounds_to(param: Tensor, exact: Tensor) -> Tensor:
-    """Where a parameter holds what zk.shard rounds a value to."""
+    """Returns where a parameter holds what zk.shard rounds a value to."""
     rounded = split(exact, "split16")[0] if param.dtype is torch.bfloat16 else exact.to(param.dtype)
     return rounded.view(torch.int16) == param.view(torch.int16)
 
 
 class StepBook:
-    """The counters of all parameters of an optimizer, side by side.
+    """Keeps the step counters of all parameters of an optimizer side by side.
 
     >>> entries = [{"step": torch.tensor(3.0)}, {}]
     >>> book = StepBook(entries)
@@ -270,7 +262,7 @@ class StepBook:
         self.choose([])
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
-        """Which counters `advance` moves; returns the steps that these have made, 0 where there is no counter."""
+        """Sets which counters `advance` increments; returns their counts, 0 where there is no counter."""
         self._increments = torch.zeros_like(self._flat)
         self._increments[list(numbers)] = 1.0
         self._increments.mul_(self._counts)
@@ -283,7 +275,7 @@ class StepBook:
         return self._whereabouts.unchanged() and torch.equal(self._flat, self._expected)
 
     def advance(self) -> None:
-        """One more step for the chosen."""
+        """Counts one more step of the chosen."""
         self._flat.add_(self._increments)
         self._expected.add_(self._increments)
 
@@ -327,9 +319,9 @@ class Row(SpanRow):
 
 
 class StateTier:
-    """Where the state of an optimizer's parameters rests: here in memory, where `fetch` and `store` do nothing.
+    """Keeps the state of an optimizer's parameters in memory, where `fetch` and `store` do nothing.
 
-    `streams`: state rests in records elsewhere, which pass through a `ring` while they are updated.
+    `streams`: a subclass keeps state in records elsewhere, which pass through a `ring` while they are updated.
     """
 
     streams = False
@@ -352,9 +344,9 @@ class StateTier:
         self._exact, self._room = exact, room
 
     def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
-        """Takes over what is known of `previous`. Returns the survey's parameters whose state has to be looked at."""
+        """Takes over rows of `previous`. Returns the survey's parameters whose state has to be checked."""
         self.survey = survey
-        present = set(map(id, survey.everyone))
+        present = set(map(id, survey.all_params))
         last = {} if previous is None else previous.rows
         self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
         return [i for i in range(len(survey.params)) if not self._knows(i)]
@@ -378,18 +370,18 @@ class StateTier:
             if self._room is not None:  # state that was exchanged between parameters is copied before it is written
                 places = self._room.addresses()
                 for i, entry in zip(new, entries, strict=True):
-                    entry.update(untangled(entry, survey.params[i], places))
+                    entry.update(with_own_memory(entry, survey.params[i], places))
             make([(param, entry, slot) for _, param, entry, slot in made], self._room)
             self._begin(made)
             for i, entry in zip(new, entries, strict=True):
-                pull(entry, survey.layouts[i], survey.params[i], self._room)
+                bring_back(entry, survey.layouts[i], survey.params[i], self._room)
         firsts = {i for i, _, _, slot in made if slot.key in optional}
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]
             self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
 
     def _begin(self, made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
-        """Gives first values to what was made. After an error none is left without: it would pass for state."""
+        """Writes first values to new tensors. After an error those without are removed: they would pass for state."""
         params = [list(slots) for _, slots in itertools.groupby(made, key=lambda row: id(row[1]))]
         with whole("the step"):
             for number, slots in enumerate(params):
@@ -414,7 +406,7 @@ class StateTier:
             kept.fill_(initial)
 
     def locate(self) -> None:
-        """Notes where the state is that the update is about."""
+        """Records where the state is that the update reads and writes."""
         self._found = [self.rows[id(param)] for param in self.survey.params]
         self._whereabouts = AddressRecord([tensor for row in self._found for tensor in row.tensors])
 
@@ -425,9 +417,9 @@ class StateTier:
     def check(self) -> None:
         """Raises where an update cannot reach the state; from here on the update changes it."""
 
-    def spans(self, i: int) -> Sequence[tuple[Any, Any, int, int]]:
-        """Returns the rows of a parameter of the survey: (record, place in it, first element, elements)."""
-        return [(None, None, 0, self.survey.numels[i])]
+    def places(self, i: int) -> Sequence[Any]:
+        """Returns the places in records that hold a parameter's state, one for each row; None: it is in memory."""
+        return (None,)
 
     def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
         """Returns the row of a place, whose record is in this cell of the ring while it is updated."""

@@ -1,4 +1,4 @@
-"""What an optimizer tells a logger of its last step: bytes by tier, and what was waited for."""
+"""Measures steps, for loggers: bytes by tier, and what was waited for."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Reporting:
         }
 
     def _measure(self, began: float) -> None:
-        """Notes a step that began then, and has ended; what was waited for since the one before is its."""
+        """Records a step that has just ended, and what was waited for since the one before."""
         self._step_s = time.perf_counter() - began
         self._steps += 1
         disk = self.holdings.disk
@@ -76,7 +76,7 @@ class Reporting:
 
 
 def _bytes_of(holdings: Holdings) -> dict[str, float]:
-    """State of this rank by where it lies; what is on disk counts there alone."""
+    """Returns the bytes of this rank's state by tier; state on disk counts there alone."""
     found = dict.fromkeys(("device", "cpu", "disk"), 0)
     seen: set[int] = set()
     for entry in holdings.held.values():
@@ -88,5 +88,5 @@ def _bytes_of(holdings: Holdings) -> dict[str, float]:
                 found["cpu" if local.device.type == "cpu" else "device"] += local.nbytes
         owner = on_disk_of(entry)
         if owner is not None:
-            found["disk"] += sum(one.nbytes for one in owner.described().values())
+            found["disk"] += owner.nbytes
     return {f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}

@@ -1,8 +1,8 @@
 """Runs each update as a step program: gives its ops their actions, and accounts for what became of it.
 
 Under "sync" the program runs inline, in the thread that calls `step()`. Under "overlap" and `Delayed` a worker runs it
-beside what the program does next; at most one update is pending then. It has one of three outcomes. Nothing was
-changed, and the step may be tried again; or it was made; or it was broken off, and the optimizer is torn until a load.
+beside what the program does next; at most one update is pending then. What has become of it is the `Outcome` of the
+optimizer's holdings.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zerokern.comm import during
 from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.accord import say_outcome
-from zerokern.optim.hosted import Departure, Leaving
+from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
+from zerokern.optim.hosted import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.update import Part, Update, buckets_of, gathers, parts_of
+from zerokern.optim.update import ALL, Part, Update, buckets_of, gathers, parts_of
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
@@ -49,7 +49,7 @@ class StepRunner:
     def __init__(self, holdings: Holdings, decision: Decision) -> None:
         self._holdings, self._decision = holdings, decision
         self.pending: Update | None = None
-        self.leaving: Leaving | None = None
+        self.leaving: EarlyFetches | None = None
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
@@ -58,7 +58,6 @@ class StepRunner:
         self._fetched: dict[str, Any] = {}  # tickets of gradients on their way, by part
         self._gates: list[Any] = []
         self._on_their_way: list[Any] = []
-        self._owes_publish = False  # an update failed here, and other ranks publish it
 
     @property
     def waited_ns(self) -> Mapping[str, int]:
@@ -75,8 +74,7 @@ class StepRunner:
         """Whether ranks tell each other how the update went before `step()` returns."""
         return self._holdings.moves_on_disk and self._runs_inline
 
-    def _executor(self) -> Executor:
-        inline = self._runs_inline
+    def _executor(self, inline: bool) -> Executor:
         found = self._executors.get(inline)
         if found is None:
             found = self._executors[inline] = Executor(self._holdings.recorder, inline=inline)
@@ -114,11 +112,10 @@ class StepRunner:
             self._publish_pending(shards)
         parts = self._parts_of(shards)
         if self.leaving is None or self.leaving.shards is not shards:
-            self.leaving = Leaving.of(self.leaving, shards, parts, self._holdings.schedule != "sync")
-        early = self.leaving.departures()
+            self.leaving = EarlyFetches(shards, parts, self._holdings.schedule != "sync", self.leaving)
+        early = self.leaving.take()
         try:
             grads = shards.gradients()
-            shards.fold_near(grads)
             self._fetch(shards, parts, grads, early, unscaled)
         finally:
             for departure in early.values():
@@ -130,7 +127,7 @@ class StepRunner:
         shards: Shards,
         parts: Sequence[Part],
         grads: dict[int, Tensor],
-        early: dict[str, Departure],
+        early: dict[str, EarlyFetch],
         unscaled: bool,
     ) -> None:
         host = shards.host
@@ -150,7 +147,7 @@ class StepRunner:
             if part.sharding is not None:
                 part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
                 continue
-            shown = [shards.everyone[place].grad for place in part.members if place in grads]
+            shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(ticket)
@@ -165,7 +162,7 @@ class StepRunner:
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:
-            self._parts = (shards, parts_of(shards.pieces, shards.homes))
+            self._parts = (shards, parts_of(shards.updated, shards.shards))
         return self._parts[1]
 
     # The update itself.
@@ -195,11 +192,13 @@ class StepRunner:
             self._publish(shards, None)
             self._count_call()
             return
-        update, binding.recorder = Update(binding, self._decision, by_parts=here.is_scheduled), here.recorder
+        binding.recorder = here.recorder
         taken = self._taken(shards, binding)
-        if update.by_parts:
-            order = taken[::-1] if here.delays else taken
-            binding.arrange([part.members for part in order], [part.name for part in order])
+        if here.is_scheduled or (taken and binding.moves):
+            parts = taken[::-1] if here.delays else taken
+        else:
+            parts = [Part(ALL, survey.numbers)]
+        update = Update(binding, self._decision, shards, parts)
         if inline:
             self._run_inline(shards, update, taken, prepare)
             return
@@ -207,7 +206,7 @@ class StepRunner:
         for publisher in shards.publishers if lazily else ():
             publisher.prepare()
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
-            self._begin(shards, update, taken, lazily)
+            self._begin(shards, update, taken, lazily=lazily, inline=False)
             if lazily:
                 self._publish_later(shards, update, taken)
         if lazily:
@@ -227,42 +226,40 @@ class StepRunner:
     ) -> None:
         here, binding = self._holdings, update.binding
         ran: list[Update] = []
-        with whole("the step") if update.by_parts else nullcontext():  # one that is made at once is one call
+        one_call = update.parts[0].name == ALL and not binding.moves
+        with nullcontext() if one_call else whole("the step"):  # the end of a native call is known
             try:
                 with self._reported(lambda: any(one.changed for one in ran)):
                     prepare(binding)
                     ran.append(update)
-                    self._begin(shards, update, taken, lazily=False)
-                    here.torn = True
-                    self._wait_until_made(update)
-                    update.count()
+                    self._begin(shards, update, taken, lazily=False, inline=True)
+                    with here.writing():
+                        self._wait_until_made(update)
+                        update.count()
             except BaseException as error:  # refused, here or on another rank, or the second Ctrl-C
-                if update.began and update.counted is False and binding.carried_out:
+                if ran and update.made and update.counted is False:
                     update.count()
-                here.torn = update.torn if ran else here.torn
+                if ran:
+                    here.settle(update.outcome)
                 self._give_up(update, error)
                 raise
-            here.torn, self.pending = False, None
+            self.pending = None
             self._publish(shards, update)
 
     def _wait_until_made(self, update: Update) -> None:
         """Does all but gathers and what follows them."""
-        if not update.by_parts:
-            update.run.wait("Step", "all")
-            return
-        last = next(op for op in reversed(update.run.program.ops) if op.verb in ("Step", "Store"))
-        update.run.wait(last.verb, last.what)
+        update.run.wait(*next(key for key in reversed(update.run.keys) if key[0] in ("Step", "Store")))
 
-    def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], lazily: bool) -> None:
+    def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], *, lazily: bool, inline: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
-        here, inline, tickets = self._holdings, self._runs_inline, self._fetched
-        actions = dict(update.actions(shards, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
-        crosses = shards.host.link is not None
-        key = (update.binding, here.schedule, lazily, crosses, frozenset(tickets))
+        here, tickets = self._holdings, self._fetched
+        key = (update.binding, here.schedule, lazily, update.copies_back, frozenset(tickets))
         if self._program is None or self._program[0] != key:
             self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
+        program = self._program[1]
+        actions = dict(update.actions(program, shards, taken, tickets, lazily=lazily, inline=inline))
         ahead = ("Publish",) if here.delays and not inline else ()
-        update.run = self._executor().submit(self._program[1], actions, ahead=ahead)
+        update.run = self._executor(inline).submit(program, actions, ahead=ahead)
         self.pending = update
         update.publish_when_done = not lazily and not self._is_late()
         self._count_call()
@@ -288,29 +285,27 @@ class StepRunner:
 
     def _publish(self, shards: Shards, update: Update | None) -> None:
         """Lets all ranks see what was updated: until then their parameters are of different steps."""
-        here = self._holdings
-        here.torn = shards.accord.publishes = True
-        if update is None:
-            shards.publish()
-        else:
-            shards.announce()
-            with during("opt.flush"):  # unless it is part of a step
-                for sharding in shards.shardings:
-                    sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
-                update.run.finish()
-            if not shards.stand_alone:
-                update.binding.witness.stepped()
-        here.torn = False
+        shards.accord.phase = Phase.PUBLISHES
+        with self._holdings.writing():
+            if update is None:
+                shards.publish()
+            else:
+                shards.announce()
+                with during("opt.flush"):  # unless it is part of a step
+                    for sharding in shards.shardings:
+                        sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
+                    update.run.finish()
+                if not shards.stand_alone:
+                    update.binding.witness.stepped()
         self.set_late(False)
 
     def _publish_pending(self, shards: Shards) -> None:
         """Publishes a delayed update that was made."""
-        self._holdings.torn = True
-        update, self._unpublished = self._unpublished, None
-        if update is not None:
-            update.publish()
-        shards.publish()
-        self._holdings.torn = False
+        with self._holdings.writing():
+            update, self._unpublished = self._unpublished, None
+            if update is not None:
+                update.publish()
+            shards.publish()
         self.set_late(False)
 
     def set_late(self, late: bool) -> None:
@@ -328,7 +323,7 @@ class StepRunner:
         shards.announce()
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
             names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
-            sharding.publish_later(partial(self._perform_bucket, update, names), self._tear)
+            sharding.publish_later(partial(self._perform_bucket, update, names), self._holdings.tear)
         update.binding.witness.stepped()
 
     def _take_first(self, update: Update, taken: Sequence[Part]) -> None:
@@ -337,7 +332,7 @@ class StepRunner:
             update.run.wait("Step", taken[0].name)
         except Exception as error:
             self._give_up(update, error)
-            say_outcome(error, torn=self._holdings.torn)
+            say_outcome(error, self._holdings.outcome)
             raise
 
     def _wait_for_first(self, shards: Shards, update: Update) -> None:
@@ -351,15 +346,12 @@ class StepRunner:
             else:
                 sharding.publish()
 
-    def _tear(self) -> None:
-        self._holdings.torn = True
-
     def _perform_bucket(self, update: Update, names: dict[int, str], bucket: int) -> None:
         if bucket in names:
             self._perform(update, names[bucket])
 
     def _perform(self, update: Update, name: str) -> None:
-        if update.failed or not update.run.program.has("Publish", name):
+        if not update.run.program.has("Publish", name):
             return
         try:
             update.run.perform("Publish", name)
@@ -399,23 +391,21 @@ class StepRunner:
 
     def _give_up(self, update: Update, error: BaseException) -> bool:
         """Ends an update that failed, once. Returns whether other ranks wait here, and have yet to hear of it."""
-        if self.pending is not update:
-            return update.failed
-        here, self.pending = self._holdings, None
-        update.binding.break_off()
-        if not here.is_scheduled or not isinstance(error, Exception):
-            here.torn = here.torn or update.torn
-            return False
-        shards, accord = here.shards, here.shards.accord
-        if accord.in_company and not (self.agrees and accord.agreed):
-            here.untold, update.failed = str(error), not isinstance(error, CommError)
-            if not update.counted:
-                self._owes_publish = True
-            elif update.failed:  # others publish it part by part, and their forwards wait for it
-                with contextlib.suppress(CommError):
-                    self._gather_rest(shards, update)
-        here.torn = here.torn or update.torn or bool(here.untold)
-        return update.failed
+        here, shards, accord = self._holdings, self._holdings.shards, self._holdings.shards.accord
+        spreads = not isinstance(error, CommError)
+        if self.pending is update:
+            self.pending = None
+            update.binding.break_off()
+            known = not accord.in_company or (self.agrees and accord.agreed)
+            if known or not here.is_scheduled or not isinstance(error, Exception):
+                if update.outcome is TORN:
+                    here.tear()
+            else:
+                here.fail_alone(error, owes=not update.counted)
+                if update.counted and spreads:  # others publish it part by part, and their forwards wait for it
+                    with contextlib.suppress(CommError):
+                        self._gather_rest(shards, update)
+        return spreads and here.outcome.is_here_alone
 
     def _gather_rest(self, shards: Shards, update: Update) -> None:
         """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
@@ -429,28 +419,29 @@ class StepRunner:
         accord = shards.accord
         if not accord.in_company:
             if self.agrees or (here.moves_on_disk and here.torn):
-                say_outcome(error, torn=here.torn)
+                say_outcome(error, here.outcome)
             return
-        decided_there = not shards.is_hosted and device.holds(shards.pieces)  # nobody here has added up
+        decided_there = not shards.is_hosted and device.holds(shards.updated)  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with contextlib.suppress(CommError):
                 self._publish_with_others(shards)
-                accord.refuse(here.untold or str(error), torn=here.torn, reports=self.agrees)
+                accord.refuse(here.reason or str(error), torn=here.torn, reports=self.agrees)
         if accord.agreed:
-            here.torn, here.untold = accord.torn, ""
-            say_outcome(error, torn=accord.torn)
-        elif accord.met:
-            here.torn, here.untold = True, str(error)
-            if isinstance(error, Exception) and not accord.publishes and not here.is_scheduled:
+            here.settle(accord.agreed)
+            say_outcome(error, here.outcome)
+        elif accord.phase >= Phase.MET:
+            here.fail_alone(error)
+            if isinstance(error, Exception) and accord.phase < Phase.PUBLISHES and not here.is_scheduled:
                 with contextlib.suppress(CommError):
                     shards.publish()  # the others do, and wait for this rank's part
 
     def _publish_with_others(self, shards: Shards) -> None:
         """Publishes what other ranks publish before they meet this one, also of an update that has failed here."""
-        owes, self._owes_publish = self._owes_publish, False
-        if owes:
+        here = self._holdings
+        if here.outcome is OWED:
+            here.outcome = UNTOLD
             shards.publish()
-        elif shards.host.late and not shards.accord.met:
+        elif shards.host.late and shards.accord.phase < Phase.MET:
             self._publish_pending(shards)
 
     # For the rest of the optimizer.
@@ -475,7 +466,7 @@ class StepRunner:
             self.finish(groups)
             here.refuse_if_torn()
         finally:
-            if self._owes_publish:
+            if here.outcome is OWED:
                 self._publish_with_others(here.shards)
         entries = here.state.values() if here.shards.stand_alone else ()
         if any(PENDING in entry for entry in entries if isinstance(entry, dict)):
@@ -506,4 +497,4 @@ class StepRunner:
             self.leaving.remove()
         self._fetched, self._gates, self._on_their_way = {}, [], []
         self.pending = self.leaving = self._unpublished = self._program = None
-        self._owes_publish, self._parts, self._executors = False, (None, []), {}
+        self._parts, self._executors = (None, []), {}

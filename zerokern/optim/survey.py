@@ -1,8 +1,8 @@
-"""What the next update is about to touch: read and checked, nothing written.
+"""Reads and checks parameters and gradients before an update.
 
 A survey is kept from step to step. `pointers` looks at every parameter and gradient again, natively where torch offers
-what that needs, else in a handful of C-level passes over a few hundred at a time, and says None as soon as anything
-differs; then a new survey is made, which also explains what is wrong.
+what that needs, else in a handful of C-level passes, and says None as soon as anything differs; then a new survey is
+made, which also explains what is wrong.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ _is_inference = torch.Tensor.is_inference
 _is_neg = torch.Tensor.is_neg
 _index_of = torch.Tensor.get_device
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
 
 
 def names_of(groups: Groups) -> list[str]:
-    """One name per parameter of all groups: its own where the user named it, else its place.
+    """Returns one name per parameter of all groups: its own if it was given one, else its place.
 
     >>> names_of([{"params": [torch.ones(1)]}])
     ['param_groups[0]["params"][0]']
@@ -60,7 +59,7 @@ def names_of(groups: Groups) -> list[str]:
 
 
 def params_of(groups: Groups) -> list[Tensor]:
-    """The parameters of all groups, in order.
+    """Returns the parameters of all groups, in order.
 
     >>> len(params_of([{"params": [torch.ones(1)]}, {"params": [torch.ones(2), torch.ones(3)]}]))
     3
@@ -74,7 +73,7 @@ def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 def added(terms: Iterable[float]) -> float:
-    """Their sum, one by one in order: from Python 3.12 on `sum` compensates, and the norm would depend on the version.
+    """Adds up numbers in order. Python's `sum` compensates from 3.12 on: the norm would depend on the version.
 
     >>> added([0.5, 0.25])
     0.75
@@ -83,7 +82,7 @@ def added(terms: Iterable[float]) -> float:
 
 
 class Survey:
-    """The parameters that have a gradient, in group order, as columns."""
+    """Lists the parameters that have a gradient, in group order, as columns."""
 
     def __init__(
         self,
@@ -97,12 +96,12 @@ class Survey:
         number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
         begins.
         """
-        self.everyone = params_of(groups)
+        self.all_params = params_of(groups)
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
-        grads = list(map(_resolved, self.everyone)) if grads is None else grads
+        grads = list(map(_resolved, self.all_params)) if grads is None else grads
         active = [grad is not None for grad in grads]
-        self.idle = [param for param, has in zip(self.everyone, active, strict=True) if not has]
-        self.params = list(compress(self.everyone, active))
+        self.idle = [param for param, has in zip(self.all_params, active, strict=True) if not has]
+        self.params = list(compress(self.all_params, active))
         self.owners = list(compress(owners, active))
         self.numbers = list(compress(range(len(active)), active))
         self.row_of = {number: row for row, number in enumerate(self.numbers)}
@@ -139,14 +138,14 @@ class Survey:
         # whether gradients may have been measured where they were reduced; a device measures its own
         of_pieces = bool(starts) and self.device is None
         self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
-        self._look(dense_grads)
+        self._note_gradients(dense_grads)
 
     def pointers(self, groups: Groups, given: Grads | None = None) -> array[int] | None:
-        """The gradients' addresses, or None if anything but their addresses and values has changed since the survey.
+        """Returns the gradients' addresses; None if anything but addresses and values has changed since the survey.
 
         `given`: gradients by parameter, else those that parameters have.
         """
-        if not same_objects(list(chain.from_iterable([group["params"] for group in groups])), self.everyone):
+        if not same_objects(list(chain.from_iterable([group["params"] for group in groups])), self.all_params):
             return None
         grads: Sequence[Any] | None = None
         if given is None:
@@ -163,12 +162,12 @@ class Survey:
             return None
         if self.rests or self._squares is not None or self.device is not None:
             grads = list(map(_grad_of, self.params)) if grads is None else grads
-            self._look(grads)
+            self._note_gradients(grads)
             return found if self.device is None or self._are_there(grads, found) else None
         return found
 
-    def _look(self, grads: Sequence[Tensor]) -> None:
-        """At what is known of the gradients of now: later, on any thread, it is asked of these.
+    def _note_gradients(self, grads: Sequence[Tensor]) -> None:
+        """Records what is known of the present gradients, for later questions on any thread.
 
         `gradient_rests`: where they are while nobody uses them.
         """
@@ -177,7 +176,7 @@ class Survey:
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
 
     def _are_there(self, grads: Sequence[Tensor], pointers: array[int]) -> bool:
-        """Whether the gradients are on the parameters' device: a kernel that followed another address would fault.
+        """Whether the gradients are on the parameters' device: kernels would fault at other addresses.
 
         Addresses of one device are no other's, so those that were looked at before need no second look.
         """
@@ -189,46 +188,38 @@ class Survey:
         return True
 
     def _read(self, given: Sequence[Any] | None) -> array[int] | None:
-        pointers = array("Q")
-        for begin in range(0, len(self.params), _CHUNK):
-            some = self._pointers(begin, begin + _CHUNK, given)
-            if some is None:
-                return None
-            pointers.fromlist(some)
-        return pointers
-
-    def _pointers(self, begin: int, end: int, given: Sequence[Any] | None) -> list[int] | None:
-        params = self.params[begin:end]
+        """Does what the native reader does, where torch does not offer what that needs."""
+        params = self.params
         try:
-            grads = list(map(_grad_of, params)) if given is None else given[begin:end]
-            pointers = list(map(_pointer_of, grads))
+            grads = list(map(_grad_of, params)) if given is None else given
+            pointers = array("Q", map(_pointer_of, grads))
         except (TypeError, RuntimeError):  # a gradient that went away, or one without memory
             return None
         unchanged = (
-            list(map(_dtype_of, grads)) == self.grad_dtypes[begin:end]
-            and list(map(_numel_of, grads)) == self.numels[begin:end]
+            list(map(_dtype_of, grads)) == self.grad_dtypes
+            and list(map(_numel_of, grads)) == self.numels
             and all(map(_is_contiguous, grads))
             and not any(map(_is_neg, grads))
-            and list(map(_pointer_of, params)) == self.param_pointers[begin:end]
-            and list(map(_dtype_of, params)) == self.param_dtypes[begin:end]
-            and list(map(_numel_of, params)) == self.numels[begin:end]
+            and list(map(_pointer_of, params)) == self.param_pointers
+            and list(map(_dtype_of, params)) == self.param_dtypes
+            and list(map(_numel_of, params)) == self.numels
             and all(map(_is_contiguous, params))
         )
         return pointers if unchanged else None
 
     def hold(self) -> list[Tensor | None]:
-        """The parameters' gradients, where another Python thread could drop them while the GIL is free; else nothing.
+        """Returns the gradients if another Python thread could free them while the GIL is released; else nothing.
 
-        Asked for before their addresses are, and kept for as long as these are in use.
+        Call it before `pointers`, and keep the result for as long as the addresses are used.
         """
         return list(map(_grad_of, self.params)) if len(sys._current_frames()) > 1 else []
 
     def chosen(self, share: int, dtype: torch.dtype) -> list[bool]:
-        """Which gradients of one dtype are of that share."""
+        """Returns which gradients are of this share and dtype."""
         return [pair == (share, dtype) for pair in zip(self.shares, self.grad_dtypes, strict=True)]
 
     def sumsq(self, pointers: array[int]) -> list[float]:
-        """Sums of the squares of all gradients, by share."""
+        """Returns the sum of squares of all gradients, by share."""
         found = [0.0] * self.nshares
         for (share, dtype), (chosen, numels) in zip(self.terms, self._sums, strict=True):
             mine = pointers if len(numels) == len(pointers) else array("Q", compress(pointers, chosen))
@@ -254,7 +245,7 @@ class Survey:
 
 
 def _resolved(param: Tensor) -> Tensor | None:
-    """Its gradient; one that autograd handed over as a lazily negated view gets memory that holds what it means."""
+    """Returns a parameter's gradient; a lazily negated view is replaced by a tensor with its values."""
     grad = param.grad
     if grad is not None and grad.is_neg():
         grad = param.grad = grad.resolve_neg()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.optim.accord import TORN, WHOLE, Outcome
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.zero.partition import shards_parameters, shards_state
 from zerokern.zero.shard import Shard
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from zerokern.optim.hosted import HostCopies, HostCopy
     from zerokern.optim.shards import Shards
 
-__all__ = ["Part", "Update", "buckets_of", "gathers", "parts_of"]
+__all__ = ["ALL", "Part", "Update", "buckets_of", "gathers", "parts_of"]
+
+ALL = "all"  # the name of the one part of an update that is made at once
 
 _EDITED = (
     "a gradient was changed in place after step() and before the update had read it; keep gradients until the next "
@@ -33,15 +35,14 @@ Tickets = Mapping[str, Any]
 LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
 
     `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is.
     """
 
     name: str
-    members: tuple[int, ...]
+    members: Sequence[int]
     sharding: Any = None
     bucket: int = -1
 
@@ -89,14 +90,16 @@ def gathers(part: Part) -> bool:
 
 
 class Update:
-    """Carries out one update that has been prepared. `by_parts`: it is made part by part, else at once."""
+    """Carries out one update, part by part, in the order of `parts`: where it is made at once, there is one, `ALL`."""
 
-    def __init__(self, binding: Binding, decision: Decision, *, by_parts: bool) -> None:
-        self.binding, self.decision, self.by_parts = binding, decision, by_parts
-        self.in_place = False  # gradients are read where the user's program has them, and could be edited
+    def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
+        self.binding, self.decision, self.parts = binding, decision, parts
+        binding.arrange([part.members for part in parts], [part.name for part in parts])
+        self.in_place = (
+            not shards.is_hosted
+        )  # gradients are read where the user's program has them, and could be edited
+        self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
         self.publish_when_done = False
-        self.failed = False  # here, and other ranks have yet to hear of it
-        self.began = False  # an update at once: `binding.carried_out` and `torn` are about this one, not the last
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
@@ -110,20 +113,19 @@ class Update:
 
     @property
     def changed(self) -> bool:
-        """Whether anything may have been written, or counts as if it had been."""
-        if self.by_parts or self.counted is not False:
-            return self.counted is not False or self.binding.begun
-        return self.began and (self.binding.carried_out or self.binding.torn)
+        """Whether anything may have been written, or counts as if it had been. It has been prepared."""
+        return self.counted is not False or self.binding.begun
 
     @property
-    def torn(self) -> bool:
-        """Whether it was broken off with something written."""
-        return self.counted is None or (self.changed if self.by_parts else self.began and self.binding.torn)
+    def made(self) -> bool:
+        """Whether all of it was made, even if a Ctrl-C hid that it was."""
+        done = self.binding.carried_out and not self.copies_back
+        return done and not isinstance(self.run.failure, Exception)
 
-    def make(self) -> None:
-        """Makes the update at once."""
-        self.began = True
-        self.binding.run(self.decision.scale)  # type: ignore[arg-type]
+    @property
+    def outcome(self) -> Outcome:
+        """What it has left behind if it goes no further: torn is what was broken off with something written."""
+        return TORN if self.counted is None or (self.changed and not self.made) else WHOLE
 
     def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
         """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
@@ -165,72 +167,66 @@ class Update:
 
     def actions(
         self,
+        program: StepProgram,
         shards: Shards,
-        parts: Sequence[Part],
+        taken: Sequence[Part],
         tickets: Tickets,
         *,
-        late: bool,
         lazily: bool,
         inline: bool,
     ) -> Actions:
-        """Yields the action of each op that is the optimizer's. `parts`: those that are updated, in forward order.
+        """Yields the action of each op of the program that is the optimizer's.
 
-        `tickets`: of parts whose gradients are on their way. `late`: parts are updated in backward order. `lazily`:
-        forwards wait for parts one by one.
+        `taken`: parts that have anything to update, in forward order. `tickets`: of parts whose gradients are on their
+        way. `lazily`: forwards wait for parts one by one.
         """
-        if not self.by_parts:
-            yield ("Step", "all"), self.make
-        else:
-            yield ("Norm", "all"), partial(_decide, self.decision)
-            ready = shards.host.here()
-            for turn, part in enumerate(parts[::-1] if late else parts):
-                yield from self._actions_of(part, turn, shards, tickets.get(part.name), ready, lazily)
-            if self.binding.tier.streams:
-                yield ("Store", "state"), self.put_away
-        for sharding, memory, name in () if not inline else buckets_of(shards, parts):
+        if program.has("Norm", ALL):
+            yield ("Norm", ALL), partial(_decide, self.decision)
+        ready = shards.host.here()
+        for turn, part in enumerate(self.parts):
+            yield from self._actions_of(part, turn, program, shards, tickets.get(part.name), ready, inline)
+            if lazily and gathers(part):
+                yield ("Gather", part.name), partial(self.gather, part, shards.host.driver)
+        if self.binding.tier.streams:
+            yield ("Store", "state"), self.put_away
+        for sharding, memory, name in () if not inline else buckets_of(shards, taken):
             if sharding.publisher.gathers(memory):
                 yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
 
-    def _actions_of(self, part: Part, turn: int, shards: Shards, ticket: Any, ready: Any, lazily: bool) -> Actions:
-        name, host, survey = part.name, shards.host, self.binding.survey
-        rows = survey.row_of
-        members = [member for member in part.members if member in rows]
-        crosses = any(survey.numels[rows[member]] for member in members)
-        if ticket is not None and crosses:  # of nothing there is no op
+    def _actions_of(
+        self, part: Part, turn: int, program: StepProgram, shards: Shards, ticket: Any, ready: Any, inline: bool
+    ) -> Actions:
+        name, host, rows = part.name, shards.host, self.binding.survey.row_of
+        if ticket is not None and program.has("Fetch", name):  # of nothing there is no op
             yield ("Fetch", name), lambda: ticket
-        self.in_place = not shards.is_hosted
         if self.in_place:
-            yield ("Step", name), partial(self.make_part, turn, shards.readings(part.members))
-            yield ("Publish", name), _nothing
+            readings = () if inline else shards.readings(part.members)
+            yield ("Step", name), partial(self.make_part, turn, readings)
         else:
-            copies = host.of(shards.near[member] for member in members)
+            copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
                 copy.free = False
             yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
-            if host.link is not None and crosses:
+            if program.has("Store", name):
                 yield ("Store", name), partial(self.store, host, copies, ready)
-            yield ("Publish", name), partial(host.put, copies) if host.delays else _nothing
-        if lazily and gathers(part):
-            yield ("Gather", name), partial(self.gather, part, host.driver)
+        if program.has("Publish", name):
+            yield ("Publish", name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
 
     def program(
-        self, schedule: str | Delayed, shards: Shards, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
+        self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
         """Makes the step program of this update."""
-        survey, rows = self.binding.survey, self.binding.survey.row_of
-        crosses = shards.host.link is not None
-        parts = parts or [Part("all", tuple(survey.numbers))]
-        turns = {members: turn for turn, members in enumerate(self.binding.turns)} if self.by_parts else {}
-        moved = [self.binding.on_disk(turns[part.members]) if turns else {} for part in parts]
-        spans = [
-            _span_of(part, rows, self.binding, part.name in tickets, crosses, on_disk)
-            for part, on_disk in zip(parts, moved, strict=True)
-        ]
-        spans = _with_others(spans, buckets_of(shards, parts))
-        if not self.by_parts:
-            return resident(spans, lane="cpu" if survey.device is None else "device", **self.binding.on_disk(0))
-        on_disk = self.binding.tier.streams
-        return program_of(schedule, spans, shadow=crosses, at_once=not lazily, on_disk=on_disk)
+        survey, binding, streams = self.binding.survey, self.binding, self.binding.tier.streams
+        turns = {part.name: turn for turn, part in enumerate(self.parts)}
+        spans = []
+        for part in taken or self.parts:
+            moved = binding.on_disk(turns[part.name]) if part.name in turns else {}
+            spans.append(_span_of(part, survey.row_of, binding, part.name in tickets, self.copies_back, moved))
+        spans = _with_others(spans, buckets_of(shards, taken))
+        if self.parts[0].name == ALL:
+            lane = "cpu" if survey.device is None else "device"
+            return resident(spans, lane, **binding.on_disk(0), on_disk=streams)
+        return program_of(schedule, spans, shadow=self.copies_back, at_once=not lazily, on_disk=streams)
 
 
 class _DeviceCollective:

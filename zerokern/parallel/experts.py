@@ -7,7 +7,8 @@ reduced between the same two exchanges of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,34 +101,18 @@ class _ExpertGroups(ModuleGroups):
                 if id(entry.param) in mine
             ]
             if places:
-                _Watch(places, sharding.reduction).begin(module)
+                hooks.wrap_forward(module, after=partial(_tell_absent, places, sharding.reduction))
         self._apart = {}  # modules lead back to their sharding, which keeps this: a circle would outlive the model
 
 
-class _Watch:
-    """Of one module: parameters by bucket and place."""
+def _tell_absent(places: Sequence[tuple[Any, int]], reduction: Any, result: Any) -> None:
+    """After a module's forward: when its backward begins, tells the reduction which gradients will not arrive."""
 
-    def __init__(self, places: Sequence[tuple[Any, int]], reduction: Any) -> None:
-        self._places, self._reduction = places, reduction
-
-    def begin(self, module: nn.Module) -> None:
-        hooks.wrap_forward(module, _unchanged, self._after)
-
-    def _after(self, result: Any) -> None:
-        if result is not None and torch.is_grad_enabled():
-            for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, self._look)
-
-    def _look(self) -> None:
-        for bucket, place in self._absent():
-            self._reduction.absent(bucket, place)
-
-    def _absent(self) -> Iterator[tuple[Any, int]]:
-        for bucket, place in self._places:
+    def tell() -> None:
+        for bucket, place in places:
             leaf = bucket.leaves[place]
             if leaf.requires_grad and hooks.is_accumulated(hooks.accumulator(leaf)) is False:
-                yield bucket, place
+                reduction.absent(bucket, place)
 
-
-def _unchanged(args: tuple, kwargs: dict[str, Any]) -> None:
-    pass
+    if result is not None and torch.is_grad_enabled():
+        hooks.when_backward_begins(result, tell)

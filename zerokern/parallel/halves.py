@@ -16,16 +16,16 @@ STAGES = "torch.distributed.pipelining.stage"
 
 
 def refuse_half_backwards(sharding: Any) -> None:
-    """Makes a model's forward look for such a stage, and its backward refuse to run in halves.
+    """Makes a model refuse to run its backward in halves, where a forward of its was called by such a stage.
 
     >>> import torch
     >>> from zerokern.comm import group_on
     >>> from zerokern.zero.sharding import Sharding
     >>> sharding = Sharding(torch.nn.Linear(2, 2), stage=2, group=group_on())
-    >>> refuse_half_backwards(sharding); len(sharding.watch.before_forward)
+    >>> refuse_half_backwards(sharding); len(sharding.guard.before_forward)
     1
     """
-    sharding.watch.before_forward.append(_HalfBackwards(sharding).look)
+    sharding.guard.before_forward.append(_HalfBackwards(sharding).begin_forward)
 
 
 class _HalfBackwards:
@@ -40,19 +40,18 @@ class _HalfBackwards:
         self._here = False  # whether the forward that runs is such a stage's
         self._hears = False
 
-    def look(self) -> None:
+    def begin_forward(self) -> None:
         """A forward with gradients begins."""
         self._here = STAGES in sys.modules and _in_torchs_stage()
         sharding = self._sharding()
         if self._here and not self._hears and sharding is not None:
             self._hears = True
-            hooks.wrap_forward(sharding.module, lambda args, kwargs: None, self._after)
+            hooks.wrap_forward(sharding.module, after=self._after)
 
     def _after(self, result: Any) -> None:
         if self._here and not hooks.in_backward():
             self._here = False
-            for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, self._refuse_half)
+            hooks.when_backward_begins(result, self._refuse_half)
 
     def _refuse_half(self) -> None:
         sharding = self._sharding()

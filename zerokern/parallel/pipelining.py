@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from zerokern.core.errors import StateError, got
 from zerokern.parallel.backward_halves import for_inputs, for_weights
-from zerokern.parallel.tied_stages import Ties, refuse_replaced, refuse_strange
+from zerokern.parallel.tied_stages import Ties, check_tied, check_tied_still_there
 from zerokern.zero import hooks
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.publishing import without_waiting
@@ -81,7 +81,7 @@ class PipelineStage(TorchStage):
             raise ValueError(got("dw_builder", "a function", "None", do))
         if whole is not None and not isinstance(whole, bool):
             raise TypeError(got("whole", whole, "True, False or None"))
-        self._whole, self.tied = whole, refuse_strange(tied, submodule)
+        self._whole, self.tied = whole, check_tied(tied, submodule)
         self._ties: Ties | None = None
         self._together: list[PipelineStage] = []  # this rank's stages that a schedule runs
         self._waits = False  # until its first forward
@@ -89,23 +89,22 @@ class PipelineStage(TorchStage):
         self._reset()
 
     def _reset(self) -> None:
-        self._shardings: list[Sharding] = []
-        self._in_step = False
+        self._shardings: list[Sharding] = []  # within a step
         self._passes: list[int] = []  # how often each had reduced before
         self._forwards = 0
-        self._before: list[tuple[Tensor, Tensor]] | None = None  # gradients that were there already, and whose they are
+        self._gradients_before: list[tuple[Tensor, Tensor]] | None = None  # the step, and whose they are
 
     def clear_runtime_states(self) -> None:
         """A schedule begins."""
         super().clear_runtime_states()
-        self._let_go()
+        self._reshard()
         self._reset()
-        refuse_replaced(self.tied, self.submod)
-        self._join_others()
-        for sharding in self._found():
+        check_tied_still_there(self.tied, self.submod)
+        self._join_stages_of_schedule()
+        for sharding in self._find_shardings():
             self._check(sharding)
 
-    def _join_others(self) -> None:
+    def _join_stages_of_schedule(self) -> None:
         """A schedule begins all its stages before it runs any."""
         pg = self.group or dist.group.WORLD
         last = _BEGUN[pg]() if pg in _BEGUN else None
@@ -119,13 +118,13 @@ class PipelineStage(TorchStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's forward."""
         self._waits = False
-        if not self._in_step:
+        if not self._shardings:
             self._begin()
-        with self._or_let_go():
+        with self._reshard_on_error():
             result = self.submod(*args, **kwargs)
         self._forwards += 1
         if not self.has_backward and self._forwards == len(self.args_recv_info):
-            self._let_go()
+            self._reshard()
             self._reset()
         return result
 
@@ -133,27 +132,27 @@ class PipelineStage(TorchStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """A micro-batch's backward, or its half for inputs or for weights; the last one reduces."""
-        with self._or_let_go():
-            if self._before is None:
-                self._before = self._put_by()
+        with self._reshard_on_error():
+            if self._gradients_before is None:
+                self._gradients_before = self._set_gradients_aside()
             if backward_type == "input":
                 self._refuse_repeated()
                 with self._no_sync():
                     return for_inputs(self._leaves(), bwd_kwargs)
             if backward_type == "weight":
-                self._keep(True)  # its passes follow no order of units
+                self._keep_unsharded(True)  # its passes follow no order of units
                 with ExitStack() if last_backward else self._no_sync():
-                    _in_one_pass(self._shardings, self.device, lambda: for_weights(bwd_kwargs["param_groups"]))
-                if last_backward or not self._stays:
-                    self._let_go()
+                    _in_one_backward(self._shardings, self.device, lambda: for_weights(bwd_kwargs["param_groups"]))
+                if last_backward or not self._stays_unsharded:
+                    self._reshard()
                 return (), None
-            self._keep(not last_backward and self._stays)
+            self._keep_unsharded(not last_backward and self._stays_unsharded)
             with ExitStack() if last_backward else self._no_sync():
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The end of a step; with that of this rank's last stage, what stages share is added up."""
-        self._let_go()
+        self._reshard()
         if not self.has_backward:
             return
         self._reduce_rest()
@@ -173,7 +172,7 @@ class PipelineStage(TorchStage):
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """The end of a step, where a schedule says nothing else."""
-        self._let_go()
+        self._reshard()
         if self.tied:
             raise StateError(
                 f"pipeline stage {self.stage_index} shares {min(self.tied)!r} with others, and the schedule ends it "
@@ -184,24 +183,28 @@ class PipelineStage(TorchStage):
         self._finish(grad_scale_factor)
 
     def _reduce_rest(self) -> None:
-        with self._or_let_go():
+        with self._reshard_on_error():
             for sharding, before in zip(self._shardings, self._passes, strict=True):
                 if sharding.reduction.passes == before and sharding.gradient_buckets:  # nothing came last, or nothing
-                    _in_one_pass([sharding], self.device, lambda: None)
+                    _in_one_backward([sharding], self.device, lambda: None)
 
     def _finish(self, factor: int) -> None:
-        for sharding in self._found() if factor != 1 else ():
+        for sharding in self._find_shardings() if factor != 1 else ():
             _divide(sharding, factor)
-        before_it, self._before = self._before or [], None
-        with torch.no_grad():
-            for finder, grad in before_it:
-                if finder.grad is None:
-                    finder.grad = grad
-                else:
-                    finder.grad.add_(grad)
-        self._in_step, self._passes, self._shardings = False, [], []
+        self._put_back(adds=True)
+        self._passes, self._shardings = [], []
 
-    def _found(self) -> list[Sharding]:
+    def _put_back(self, *, adds: bool) -> None:
+        """Restores gradients from before the step; `adds`: also where there are new ones."""
+        before, self._gradients_before = self._gradients_before or [], None
+        with torch.no_grad():
+            for owner, grad in before:
+                if owner.grad is None:
+                    owner.grad = grad
+                elif adds:
+                    owner.grad.add_(grad)
+
+    def _find_shardings(self) -> list[Sharding]:
         """What zk.shard has made of this module."""
         params = list(self.submod.parameters())
         stranger = next((name for name, one in self.submod.named_parameters() if shard_of(one) is None), None)
@@ -214,10 +217,9 @@ class PipelineStage(TorchStage):
 
     def _begin(self) -> None:
         """The first forward of a step."""
-        self._shardings = self._found()
-        self._in_step = True
+        self._shardings = self._find_shardings()
         self._passes = [sharding.reduction.passes for sharding in self._shardings]
-        self._keep(self._stays)
+        self._keep_unsharded(self._stays_unsharded)
 
     def _check(self, sharding: Sharding) -> None:
         if not self.has_backward:
@@ -229,7 +231,7 @@ class PipelineStage(TorchStage):
             )
         for bucket in sharding.gradient_buckets:
             for place in bucket.local if bucket.summing.needed else ():
-                if _finder(bucket, place).grad is not None:
+                if _gradient_owner(bucket, place).grad is not None:
                     raise StateError(
                         f"the gradient of {bucket.shards[place].name!r} is that of a step which broke off, or of "
                         "zk.no_sync, and was not reduced; call zero_grad() before the next schedule.step()"
@@ -247,35 +249,32 @@ class PipelineStage(TorchStage):
                 )
 
     @property
-    def _stays(self) -> bool:
+    def _stays_unsharded(self) -> bool:
         if self._whole is not None:
             return self._whole
         return all(sharding.rests is None for sharding in self._shardings)
 
-    def _keep(self, keeps: bool) -> None:
+    def _keep_unsharded(self, keeps: bool) -> None:
         """Whether parameters at stage 3 stay whole from here on."""
         for sharding in self._shardings:
             if sharding.runner is not None:
                 sharding.runner.keep_unsharded(keeps)
 
-    def _let_go(self) -> None:
+    def _reshard(self) -> None:
         """Nothing stays whole."""
-        self._keep(False)
+        self._keep_unsharded(False)
         for sharding in self._shardings:
             if sharding.runner is not None:
                 sharding.runner.reshard_all()
 
     @contextmanager
-    def _or_let_go(self) -> Iterator[None]:
+    def _reshard_on_error(self) -> Iterator[None]:
         """What breaks off leaves nothing whole, and gradients that were there before where they were."""
         try:
             yield
         except BaseException:
-            self._keep(False)
-            for finder, grad in self._before or ():
-                if finder.grad is None:
-                    finder.grad = grad
-            self._before = None
+            self._keep_unsharded(False)
+            self._put_back(adds=False)
             raise
 
     def _no_sync(self) -> ExitStack:
@@ -284,27 +283,23 @@ class PipelineStage(TorchStage):
             stack.enter_context(sharding.no_sync())
         return stack
 
-    def _put_by(self) -> list[tuple[Tensor, Tensor]]:
+    def _set_gradients_aside(self) -> list[tuple[Tensor, Tensor]]:
         """Gradients of an earlier step, which are not this one's to divide."""
-        found = []
+        buckets = [bucket for sharding in self._shardings for bucket in sharding.gradient_buckets]
         with without_waiting():
-            for sharding in self._shardings:
-                for bucket in sharding.gradient_buckets:
-                    for place in range(len(bucket.entries)):
-                        finder = _finder(bucket, place)
-                        if finder.grad is not None:
-                            found.append((finder, finder.grad))
-                            finder.grad = None
+            owners = [_gradient_owner(bucket, place) for bucket in buckets for place in range(len(bucket.entries))]
+            found = [(owner, owner.grad) for owner in owners if owner.grad is not None]
+            for owner, _ in found:
+                owner.grad = None
         return found
 
     def _leaves(self) -> list[Tensor]:
         """What autograd meets of the parameters that are trained."""
-        entries = [entry for one in self._shardings for bucket in one.gradient_buckets for entry in bucket.entries]
-        leaves = [entry.param if entry.full is None else entry.full for entry in entries]
-        return [leaf for leaf in leaves if leaf.requires_grad]
+        buckets = [bucket for sharding in self._shardings for bucket in sharding.gradient_buckets]
+        return [leaf for bucket in buckets for leaf in bucket.leaves if leaf.requires_grad]
 
 
-def _finder(bucket: Any, place: int) -> Tensor:
+def _gradient_owner(bucket: Any, place: int) -> Tensor:
     """Where the user looks for a gradient."""
     return bucket.shards[place].piece if bucket.exposed else bucket.entries[place].param
 
@@ -316,12 +311,12 @@ def _divide(sharding: Sharding, count: int) -> None:
             bucket.scale(1.0 / count)
             continue
         for place in range(len(bucket.entries)):
-            grad = _finder(bucket, place).grad
+            grad = _gradient_owner(bucket, place).grad
             if grad is not None:
                 grad.div_(count)
 
 
-class _Begun(torch.autograd.Function):
+class _RunInBackward(torch.autograd.Function):
     """A pass of autograd that does what it is given."""
 
     @staticmethod
@@ -335,7 +330,7 @@ class _Begun(torch.autograd.Function):
         return None, None
 
 
-def _in_one_pass(shardings: Sequence[Sharding], device: torch.device, work: Callable[[], None]) -> None:
+def _in_one_backward(shardings: Sequence[Sharding], device: torch.device, work: Callable[[], None]) -> None:
     """Passes that `work` runs are parts of one, at whose end gradients are reduced, if any pass reduces them."""
 
     def within() -> None:
@@ -348,4 +343,4 @@ def _in_one_pass(shardings: Sequence[Sharding], device: torch.device, work: Call
             work()
 
     with torch.enable_grad():
-        _Begun.apply(torch.zeros((), device=device, requires_grad=True), within).backward()
+        _RunInBackward.apply(torch.zeros((), device=device, requires_grad=True), within).backward()

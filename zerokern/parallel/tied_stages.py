@@ -22,7 +22,7 @@ from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.tiers import fetched
 
-__all__ = ["Ties", "refuse_replaced", "refuse_strange"]
+__all__ = ["Ties", "check_tied", "check_tied_still_there"]
 
 STEP = "the end of a pipeline's step"
 PART_NUMEL = 1 << 22  # that go from rank to rank at once, through memory of that size
@@ -31,7 +31,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def refuse_strange(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
+def check_tied(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
     """What `tied=` may be: parameters of this module by name."""
     if tied is None:
         return {}
@@ -47,7 +47,7 @@ def refuse_strange(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(tied)
 
 
-def refuse_replaced(tied: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+def check_tied_still_there(tied: Mapping[str, nn.Parameter], module: nn.Module) -> None:
     """A step begins: these are still what the module computes with."""
     own = set(map(id, module.parameters())) if tied else ()
     for name, param in tied.items():
@@ -268,7 +268,7 @@ def _joined(pg: Any, device: torch.device) -> Group:
 
 
 def _whole(grad: Tensor) -> Tensor:
-    whole = grad.whole(grad) if isinstance(grad, Sharded) and grad.whole is not None else grad
+    whole = grad.gather_full(grad) if isinstance(grad, Sharded) and grad.gather_full is not None else grad
     return local_of(whole).detach().reshape(-1)
 
 

@@ -1,5 +1,4 @@
-"""Numbers as people write them: 7.5B parameters, 80GB of memory, the devices they know; and back again; and tables of
-them in Markdown, aligned so that they read as plain text as well."""
+"""Parses and formats numbers of parameters (7.5B) and of bytes (80GB, or a device's name); aligns Markdown tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What one rank of a training run holds, by role and tier, and moves in a step, by role and lane: all in bytes.
+"""Computes the bytes that one rank holds, by role and tier, and the bytes that it moves in a step, by role and lane.
 
-A unit at rest is fetched for forward and again for backward, but the one where forward turns, and what belongs to no
-unit, which stay in between; it is updated where it rests. The bytes of a step are those of
-`zerokern.schedule.program_of`, which a test compares.
+A unit at rest is fetched for forward and again for backward, and updated where it rests. Two things are fetched once:
+the last unit of forward, and parameters of no unit. A test compares the bytes of a step with those of
+`zerokern.schedule.program_of`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from itertools import product
 from typing import TypeVar
 
 from zerokern.core.errors import got
-from zerokern.core.units import BUFFERS
+from zerokern.core.units import BUFFERS, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
+from zerokern.planner.recipe import Arrangement, Recipe, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
@@ -39,7 +39,7 @@ _F = TypeVar("_F", bound="Footprint")
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one role in one tier; `format` says what they are made of."""
+    """Bytes of one role in one tier, in one format."""
 
     role: str
     format: str
@@ -49,7 +49,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes of one role that cross one lane in a step."""
+    """Bytes of one role that one lane transfers in a step."""
 
     role: str
     lane: str
@@ -57,7 +57,7 @@ class Move:
 
 
 class HeldMemory:
-    """Sums of what is held."""
+    """Sums the bytes that are held."""
 
     held: Sequence[Holding]
 
@@ -91,10 +91,10 @@ def _summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str,
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part at one stage, item by item.
+    """What one rank holds at one stage.
 
     `padding`: elements of all buckets that belong to no parameter. `arriving`: bytes of a bucket's gradients as
-    autograd makes them, which lie beside the rest while backward runs.
+    autograd allocates them, on top of the rest while backward runs.
     """
 
     held: tuple[Holding, ...]
@@ -115,22 +115,22 @@ class Footprint(HeldMemory):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those that can be planned so: all of them, or the third alone where parameters rest off the device."""
+        """The stages that can be planned: all of them, or only stage 3 if parameters rest off the device."""
         return (self.stage,) if self.recipe.rests else STAGES
 
     @property
     def world(self) -> int:
-        """Ranks that divide parameters among them."""
+        """Ranks that parameters are divided among."""
         return self.settings.world
 
     @property
     def ranks(self) -> int:
-        """All ranks: of every dimension of a mesh."""
+        """All ranks, of every dimension of a mesh."""
         return self.settings.ranks
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, or of the part that a rank of tp x pp shares, without padding."""
+        """Parameters of the model, or of one of its tp x pp parts, without padding."""
         return self.subject.numel
 
     @cached_property
@@ -140,7 +140,7 @@ class Footprint(HeldMemory):
 
     @cached_property
     def held(self) -> tuple[Holding, ...]:  # type: ignore[override]
-        """Rank 0's bytes, item by item, which no other rank's exceed by more than the padding at a cut."""
+        """Rank 0's bytes, item by item. No other rank has more, except for the padding at a cut."""
         working = _working_at_rest if self.recipe.rests else _working
         ring = self.recipe.ring_nbytes
         if self.settings.device != "cpu":
@@ -150,7 +150,7 @@ class Footprint(HeldMemory):
 
     @cached_property
     def share(self) -> Share:
-        """One rank's part, item by item."""
+        """What one rank holds, and what lies beside it."""
         arriving = max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
         return Share(self.held, self.buckets.padding, arriving)
 
@@ -161,7 +161,25 @@ class Footprint(HeldMemory):
         >>> zk.plan("1B", tier="cpu").pinned / 1e9
         14.0000...
         """
-        return _pinned(self)
+        recipe = self.recipe
+        has_copies = recipe.has_host_copies(self.settings.device)
+        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu"):
+            return 0
+        from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
+
+        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        state = [  # parameter by parameter: moments, then what makes the parameter exact
+            tensor
+            for numel, dtype in pieces
+            for role in sorted(recipe.state_of(dtype), key=lambda role: role.role in ("master", "remainder"))
+            for tensor in role.tensors(numel)
+        ]
+        nbytes = []
+        if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
+            nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
+            nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
+            state = [] if recipe.tier == "nvme" else sorted(state, key=lambda tensor: tensor[0])
+        return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
 
     @cached_property
     def program(self) -> StepProgram:
@@ -180,7 +198,24 @@ class Footprint(HeldMemory):
         >>> zk.plan("8B", stage=3, mesh={"replicate": 2, "dp": 4, "tp": 2}).sent
         {'replicate': 2000000000, 'dp': 18000000000, 'tp': None}
         """
-        return _sent(self)
+        settings, shape, recipe = self.settings, self.subject.activated, self.recipe
+        found: dict[str, int | None] = {}
+        passed = 0 if shape is None else shape.checkpoint * settings.accumulate  # bytes between two layers
+        if settings.pp > 1:  # activations to the next stage, their gradients to the one before
+            found["pp"] = min(2, settings.pp - 1) * passed if shape else None
+        if settings.replicate > 1:  # what the reduction along dp leaves of a bucket becomes the mean of all copies
+            times, total = 1 if settings.no_sync else settings.accumulate, 0
+            for bucket in [bucket for bucket in self.buckets.sizes if bucket.trainable]:
+                numel = bucket.shard_numel if shards_state(self.stage) else bucket.padded_numel
+                total += times * _all_reduced(numel, settings.replicate) * itemsize(recipe.wire_dtype(bucket.dtype))
+            found["replicate"] = total
+        if settings.world > 1:
+            found["dp"] = self.traffic.sent_nbytes
+        if settings.tp > 1:
+            passes = 2 if recipe.keep is None else 3  # forward, again where it is recomputed, backward
+            count = passes * _ALL_REDUCES * settings.accumulate
+            found["tp"] = count * shape.layers * _all_reduced(shape.checkpoint, settings.tp) if shape else None
+        return found
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -201,12 +236,12 @@ class Footprint(HeldMemory):
 
     @property
     def kept(self) -> int:
-        """Bytes of inputs that leave the device in a step, and come back."""
+        """Bytes of inputs that leave the device in a step and are fetched again."""
         return max((move.nbytes for move in self.moves if move.role == "checkpoints"), default=0)
 
     @property
     def missing(self) -> dict[str, int]:
-        """Bytes that a rank lacks, by the memory that does not have them; empty where all of it fits.
+        """Bytes that a rank lacks, by memory; empty if everything fits.
 
         >>> zk.plan("8B", stage=3, param_tier="cpu", tier="cpu", host_memory="100GB").missing
         {'host memory': 12000000000}
@@ -229,9 +264,8 @@ class Footprint(HeldMemory):
         return self.total <= nbytes
 
     def spilling(self: _F) -> _F:
-        """Returns the same, but gradients of parameters at rest wait on the disk if host memory has no room for them.
-
-        The rule is that of zerokern.memory.room, before anything is there.
+        """Returns the same run, in which gradients of parameters at rest wait on disk if host memory has no room for
+        them, by the rule of zerokern.memory.room.
         """
         most = self.budget.get("cpu")
         has_disk = "nvme" in (self.recipe.param_tier, self.recipe.tier)
@@ -288,12 +322,12 @@ class Footprint(HeldMemory):
 
 
 def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
-    """Returns the same run with another recipe, whose gradients wait on the disk only where they have to."""
+    """Returns the same run with another recipe, whose gradients wait on disk only if they must."""
     return replace(run, recipe=recipe, stage=stage, settings=replace(run.settings, spills=False)).spilling()
 
 
 def _states(run: Footprint) -> Iterator[Holding]:
-    """Yields parameters, gradients and optimizer state, in the tiers where they are updated."""
+    """Yields parameters, gradients and optimizer state, by the tier that they rest in."""
     recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
     host = "cpu" if recipe.rests and settings.device != "cpu" else "device"
     for kind in run.buckets.kinds:
@@ -334,7 +368,7 @@ def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
 
 
 def _working(run: Footprint) -> Iterator[Holding]:
-    """Yields what exists besides the states while a step runs."""
+    """Yields what is allocated besides the states while a step runs."""
     settings, buckets, stage = run.settings, run.buckets, run.stage
     if not settings.has_others:
         return
@@ -355,8 +389,8 @@ def _working(run: Footprint) -> Iterator[Holding]:
 
 
 def _working_at_rest(run: Footprint) -> Iterator[Holding]:
-    """Yields fetched parameters: the unit that computes, the next one, on a CPU one that its update handed over; and
-    gradients that leave."""
+    """Yields fetched parameters (of the unit that computes, of the next one, and on a CPU of one that its update hands
+    over) and gradients on their way out."""
     settings, buckets, recipe = run.settings, run.buckets, run.recipe
     if run.subject.units:
         hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
@@ -391,8 +425,8 @@ def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
 
 
 def _activations(run: Footprint) -> Iterator[Holding]:
-    """Yields activations, logits and loss; or what checkpoints keep: off the device all but the last and the next, and
-    what computes beside them."""
+    """Yields activations, logits and loss; with `keep`, also checkpoints: all but the last and the next are off the
+    device."""
     shape, keep = run.subject.activated, run.recipe.keep
     if shape is None:
         return
@@ -406,41 +440,8 @@ def _activations(run: Footprint) -> Iterator[Holding]:
         yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
 
 
-def _pinned(run: Footprint) -> int:
-    recipe, settings = run.recipe, run.settings
-    has_copies = recipe.has_host_copies(settings.device)
-    if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu"):
-        return 0
-    from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
-
-    pieces = run.subject.pieces(run.stage, run.world, settings.bucket_bytes)
-    nbytes = _with_host_copies(pieces, recipe) if has_copies else _state_alone(pieces, recipe)
-    return nbytes_of([((size,), 1) for size in nbytes])
-
-
-def _kept_state(recipe: Recipe, dtype: str) -> list[StateRole]:
-    """Returns the roles of state in the order of the optimizers: moments, then what makes the parameter exact."""
-    return sorted(recipe.state_of(dtype), key=lambda role: role.role in ("master", "remainder"))
-
-
-def _with_host_copies(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
-    """Yields tensors in host memory: all values, all gradients, then the state key by key, unless it is on disk."""
-    yield from (numel * itemsize(dtype) for numel, dtype in pieces)
-    yield from (numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces)
-    here = () if recipe.tier == "nvme" else pieces
-    states = [tensor for numel, dtype in here for role in _kept_state(recipe, dtype) for tensor in role.tensors(numel)]
-    yield from (nbytes for _, nbytes in sorted(states, key=lambda tensor: tensor[0]))
-
-
-def _state_alone(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
-    """Yields state parameter by parameter."""
-    for numel, dtype in pieces:
-        for role in _kept_state(recipe, dtype):
-            yield from (nbytes for _, nbytes in role.tensors(numel))
-
-
 def lanes_to(tier: str | None, device: str) -> tuple[str, ...]:
-    """Returns the lanes by which what rests in a tier comes to the device.
+    """Returns the lanes that a fetch from a tier to the device takes.
 
     >>> lanes_to("nvme", "cuda"), lanes_to("cpu", "cuda"), lanes_to("nvme", "cpu"), lanes_to("device", "cuda")
     (('read', 'up'), ('up',), ('read',), ())
@@ -479,7 +480,7 @@ def _moves_at_rest(run: Footprint) -> Iterator[Move]:
     if recipe.optimizer != "none" and recipe.param_tier == "nvme":
         updated = sum(kind.own_numel * kind.itemsize for kind in buckets.trained)
         yield Move("parameters", "write", updated)
-        if recipe.schedule == "sync":  # the update comes after both fetches, and so reads for itself
+        if recipe.schedule != "overlap":  # which hands over what it has updated to the next forward
             yield Move("parameters", "read", updated)
     own = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained)
     if settings.device != "cpu":
@@ -487,27 +488,6 @@ def _moves_at_rest(run: Footprint) -> Iterator[Move]:
     if settings.spills:
         yield Move("gradients", "write", own * settings.accumulate)
         yield Move("gradients", "read", own * settings.accumulate)
-
-
-def _sent(run: Footprint) -> dict[str, int | None]:
-    settings, shape, recipe = run.settings, run.subject.activated, run.recipe
-    found: dict[str, int | None] = {}
-    passed = 0 if shape is None else shape.checkpoint * settings.accumulate  # bytes between two layers
-    if settings.pp > 1:  # activations to the next stage, their gradients to the one before
-        found["pp"] = min(2, settings.pp - 1) * passed if shape else None
-    if settings.replicate > 1:  # what the reduction along dp leaves of a bucket becomes the mean of all copies
-        times, total = 1 if settings.no_sync else settings.accumulate, 0
-        for bucket in [bucket for bucket in run.buckets.sizes if bucket.trainable]:
-            numel = bucket.shard_numel if shards_state(run.stage) else bucket.padded_numel
-            total += times * _all_reduced(numel, settings.replicate) * itemsize(recipe.wire_dtype(bucket.dtype))
-        found["replicate"] = total
-    if settings.world > 1:
-        found["dp"] = run.traffic.sent_nbytes
-    if settings.tp > 1:
-        passes = 2 if recipe.keep is None else 3  # forward, again where it is recomputed, backward
-        count = passes * _ALL_REDUCES * settings.accumulate
-        found["tp"] = count * shape.layers * _all_reduced(shape.checkpoint, settings.tp) if shape else None
-    return found
 
 
 def _all_reduced(amount: int, size: int) -> int:

@@ -4,15 +4,17 @@ schedule; and from how many tokens on what moves beside compute is hidden."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
 from zerokern.core.errors import got
+from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.footprint import Footprint
-from zerokern.planner.steps import SPANS, StepShape
-from zerokern.schedule import Delayed, Machine, StepProgram, flow_bound, program_of, resident, simulate
+from zerokern.planner.footprint import Footprint, lanes_to
+from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
+from zerokern.schedule.passes import ROOT
+from zerokern.zero.partition import shards_parameters, shards_state
 
 __all__ = [
     "NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Hiding", "Prediction", "efficiency", "forecast", "hiding",
@@ -23,6 +25,7 @@ NO_OFFLOAD, PLAIN = "no offload", "overlap, plain"
 SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", PLAIN: "overlap", "overlap": "overlap", "delayed": Delayed()}
 USUAL = (4096, 16_384, 32_768, 65_536)
 SHARES = (0.90, 0.95, 0.99)
+SPANS = 32  # more of them change a step by less than one of them takes
 _RESTING_SPANS = 48  # the first of them is fetched beside nothing
 _MOST = 1 << 26  # tokens, more than anybody has in a step
 _LINKS = {"up": "host to device", "down": "device to host", "read": "disk read", "write": "disk written"}
@@ -41,7 +44,8 @@ _UNTIMED = "inputs that are kept off the device, where parameters rest on it"
 
 @dataclass(frozen=True)
 class Hiding:
-    """What moves in a step: bytes of one rank, seconds alone, and T*, the tokens from which compute takes longer."""
+    """Bytes that one rank moves in a step, the seconds they take alone, and T*, the tokens from which compute takes
+    longer."""
 
     what: str
     nbytes: int
@@ -50,9 +54,9 @@ class Hiding:
 
 
 def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
-    """Returns that of a step that first moves and then computes: ZeRO-Infinity's `ait * bw / (ait * bw + peak)`.
+    """Returns the efficiency of a step that moves and then computes: ZeRO-Infinity's `ait * bw / (ait * bw + peak)`.
 
-    `ait`: flops for each byte that is moved. Of tokens T in units in which T* is the peak: T / (T + T*).
+    `ait`: flops per byte moved. With tokens T for `ait * bw` and T* for the peak it is T / (T + T*).
 
     >>> round(efficiency(2 * 1024, 70e9, 70e12), 2)  # parameters and gradients, batch 2 of 1,024 tokens
     0.67
@@ -61,7 +65,7 @@ def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
 
 
 def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hiding]:
-    """Yields each link, then the disk in both directions at once, then host memory, for a step of so many tokens.
+    """Yields what each link, the disk in both directions at once, and host memory move in a step of these tokens.
 
     >>> from zerokern.schedule import machine_of
     >>> plan = zk.plan("1B", stage=3, param_tier="cpu", tier="cpu", keep="device")
@@ -86,7 +90,7 @@ def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hidi
 
 
 def _both_ways(machine: Machine, read: float, written: float) -> float:
-    """Returns seconds for so many GB in two directions: both until the shorter ends, then the other alone."""
+    """Returns the seconds for GB in two directions: both until the shorter one ends, then the other alone."""
     rates = machine.rate("read", {"write"}), machine.rate("write", {"read"})
     both = min(read / rates[0], written / rates[1])
     left = (read - both * rates[0]) / machine.rate("read"), (written - both * rates[1]) / machine.rate("write")
@@ -97,10 +101,10 @@ def _both_ways(machine: Machine, read: float, written: float) -> float:
 class Prediction:
     """Predicts one step of `tokens` on each rank. `tokens_s` counts all ranks.
 
-    `hidden`: the share of copies and update that runs beside forward and backward. `of_resident`: the step's speed as a
-    share of that without offload. `computes`: the share in which the device does forward or backward. `flow_seconds`:
-    what the flow of data allows where nothing is shared. `written`: bytes that each rank writes to its disk.
-    `hides_from`, T*: the tokens from which all that moves takes no longer than compute, if all of it runs beside that.
+    `hidden`: the share of copies and update that overlaps with forward and backward. `of_resident`: the step's speed
+    relative to no offload. `computes`: the share of the step in which the device runs forward or backward.
+    `flow_seconds`: a lower bound from the dependencies alone, without contention. `written`: bytes that each rank
+    writes to its disk. `hides_from`, T*: the tokens from which full overlap hides all transfers behind compute.
     """
 
     schedule: str
@@ -121,22 +125,22 @@ class Prediction:
 
     @property
     def without_overlap(self) -> float:
-        """The efficiency of the ZeRO-Infinity paper, whose copies run beside nothing: T / (T + T*)."""
+        """The efficiency without overlap, as the ZeRO-Infinity paper counts it: T / (T + T*)."""
         return efficiency(self.tokens, 1.0, self.hides_from)
 
     @property
     def with_overlap(self) -> float:
-        """What is left of full speed where all copies run beside compute: T / T*, and at most all of it."""
+        """The efficiency with full overlap: T / T*, at most 1."""
         return min(1.0, self.tokens / self.hides_from) if self.hides_from else 1.0
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicts what a plan's steps take on a machine; printed, as tables.
+    """Predicts the steps of a plan on a machine. Its text is tables.
 
-    `needed`: by schedule and share of the step, from how many tokens on the device computes for so much of it.
-    `hidings`: by schedule, what moves in a step where parameters rest off the device, or state on the disk.
-    `flops`: for each token and parameter. `leaves_out`: what moves in a step and has no part in its time.
+    `needed`: by schedule and share of the step, the tokens from which the device computes for that share of it.
+    `hidings`: by schedule, what a step moves if parameters rest off the device, or state on disk. `flops`: per token
+    and parameter. `leaves_out`: transfers that the prediction does not time.
     """
 
     title: str
@@ -189,7 +193,8 @@ class Forecast:
             alone = row.schedule == NO_OFFLOAD
             cells += ["-" if alone else f"{row.hidden:.0%}", f"{row.of_resident:.0%}"]
             if self.hidings:
-                cells += ["-"] * 3 if alone else [f"{row.without_overlap:.0%}", f"{row.with_overlap:.0%}", _a_day(row)]
+                written = f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
+                cells += ["-"] * 3 if alone else [f"{row.without_overlap:.0%}", f"{row.with_overlap:.0%}", written]
             rows.append(cells)
         header = ["tokens", "schedule", "step", "tokens/s", "hidden", "of no offload"]
         header += ["T / (T + T*)", "min(1, T / T*)", "written a day"] if self.hidings else []
@@ -211,7 +216,7 @@ class Forecast:
 
 
 def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
-    """Returns a table of the tokens from which each link is hidden, by schedule, without repetitions."""
+    """Returns a table of the tokens from which each link is hidden, by schedule; equal rows are one."""
     if not found:
         return []
     whose: dict[tuple[str, int], list[str]] = {}
@@ -226,12 +231,8 @@ def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
     return ["What has to hide beside compute, alone and at the machine's rates:", table_of(header, told, left=2)]
 
 
-def _a_day(row: Prediction) -> str:
-    return f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
-
-
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
-    """Predicts every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
+    """Predicts every schedule at every number of tokens, whatever the plan's own schedule and tier are."""
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 1:
             raise ValueError(got("tokens", token, "whole numbers of tokens per rank and step, from 1 on"))
@@ -243,15 +244,15 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
-    moving = names if shape.tells else []
+    moving = names if shape.has_transfers else []
     hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
 def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None = None) -> StepProgram:
-    """Returns the step that is simulated, of one rank; with its machine's share (`Machine.shared_by`), in as long.
+    """Returns the step of one rank that a prediction simulates, on its share of the machine (`Machine.shared_by`).
 
-    `spans`: in about so many parts, instead of as many as a prediction has.
+    `spans`: about how many parts it has, instead of as many as in a prediction.
 
     >>> sorted({op.verb for op in step_program(zk.plan("1B"), "delayed", 4096).ops})
     ['Backward', 'Fetch', 'Forward', 'Norm', 'Publish', 'Step', 'Store']
@@ -269,7 +270,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     spans = shape.spans(tokens)
     if name == NO_OFFLOAD:
         return resident(shape.at_once(spans))
-    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, passes=shape.passes)
+    on_disk = shape.plan.recipe.tier == "nvme"
+    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, on_disk=on_disk, passes=shape.passes)
 
 
 def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], tokens: int) -> Iterator[Prediction]:
@@ -298,7 +300,7 @@ def _compute(program: StepProgram, machine: Machine) -> float:
 
 
 def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | None]:
-    """Returns the least number of tokens, to 2 %, at which the device computes for such a share of the step."""
+    """Returns the fewest tokens, to 2 %, at which the device computes for each of `SHARES` of the step."""
 
     @cache
     def computes(tokens: int) -> float:
@@ -309,7 +311,7 @@ def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | 
 
 
 def _least(computes: Callable[[int], float], share: float) -> int | None:
-    """The more tokens, the less is left that does not run beside them.
+    """Returns the fewest tokens at which `computes`, which grows with them, reaches a share; None if it never does.
 
     >>> _least(lambda tokens: tokens / (tokens + 1000), 0.9), _least(lambda tokens: 0.5, 0.9)
     (9000, None)
@@ -318,7 +320,7 @@ def _least(computes: Callable[[int], float], share: float) -> int | None:
         return None
 
     def would_do(tokens: int) -> int:
-        """If as much were left as at so many tokens."""
+        """Returns the tokens that reach the share if the rest of the step took as long as at `tokens`."""
         return min(_MOST, max(1, round(tokens * (1 / computes(tokens) - 1) * share / (1 - share))))
 
     low = would_do(_MOST)
@@ -337,3 +339,133 @@ def _time(seconds: float) -> str:
     ('12.3 ms', '12.3 s')
     """
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """Elements that are fetched, updated and stored together, `own_numel` of them by this rank. `encloses`: they belong
+    to no unit, and are needed by all."""
+
+    numel: int
+    own_numel: int
+    dtype: str
+    trainable: bool
+    rests: bool = False
+    encloses: bool = False
+
+
+class StepShape:
+    """A plan's buckets as at most about `count` spans, for steps of any number of tokens."""
+
+    def __init__(self, plan: Footprint, count: int) -> None:
+        self.plan = plan
+        self.accumulate = plan.settings.accumulate
+        rests = plan.recipe.rests
+        self.flops = 6 if plan.recipe.keep is None else 8
+        self.passes = self.accumulate if rests else 1
+        count = max(4, count // self.passes)
+        self.has_transfers = rests or plan.recipe.tier == "nvme"
+        self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
+        self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
+        self.kept = plan.kept // self.passes
+
+    def _stays(self, last: int) -> Iterator[int]:
+        """Yields, for each part from the last on, the bytes that stay from forward to backward: those of the last unit
+        and of the root."""
+        for part in reversed(self.parts):
+            nbytes = part.own_numel * itemsize(part.dtype)
+            yield nbytes if part.encloses else min(last, nbytes)
+            last -= min(last, nbytes)
+
+    def spans(self, tokens: int) -> list[Span]:
+        """Returns the spans. Gradients leave in the last micro-batch, whose backward begins with the compute of earlier
+        ones."""
+        last = tokens / self.accumulate
+        spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
+        if self.plan.recipe.rests:
+            return spans
+        before = sum(span.forward_flops + span.backward_flops for span in spans) * (self.accumulate - 1)
+        return [*spans[:-1], replace(spans[-1], backward_flops=spans[-1].backward_flops + before)]
+
+    def at_once(self, spans: Sequence[Span]) -> list[Span]:
+        """Returns the same spans with all passes merged, as a step without offload has them."""
+        times = self.passes
+        return [
+            replace(span, forward_flops=times * span.forward_flops, backward_flops=times * span.backward_flops)
+            for span in spans
+        ]
+
+    def _span(self, number: int, part: StepPart, tokens: float) -> Span:
+        recipe, settings, stage = self.plan.recipe, self.plan.settings, self.plan.stage
+        compute = 2.0 * part.numel * tokens
+        again = compute if self.flops > 6 else 0.0
+        at_rest = self._at_rest(number, part)
+        if not part.trainable:
+            return Span(f"{number}", 0, forward_flops=compute, backward_flops=compute + again, **at_rest)
+        wire = itemsize(recipe.wire_dtype(part.dtype))
+        sent = (settings.world - 1) / settings.world
+        crosses = not (recipe.rests and settings.device == "cpu")
+        reductions = 1 if settings.no_sync else settings.accumulate
+        reduced = part.numel * wire * sent * reductions * (1 if shards_state(stage) else 2)
+        left = part.numel / settings.world if shards_state(stage) else part.numel
+        reduced += 2 * left * wire * (settings.replicate - 1) / settings.replicate * reductions
+        gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
+        return Span.of(
+            f"{number}",
+            part.own_numel,
+            grad_nbytes=part.own_numel * wire,
+            param_nbytes=part.own_numel * itemsize(part.dtype),
+            state_nbytes=part.own_numel * recipe.state_nbytes(part.dtype),
+            own_master=recipe.master_of(part.dtype) != "fp32",
+            forward_flops=compute,
+            fetched=crosses,
+            stored=crosses and not part.rests,
+            backward_flops=2 * compute + again,
+            reduce_nbytes=round(reduced),
+            gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
+            gathered_again=shards_parameters(stage),
+            unit=ROOT if part.encloses else None,
+            **at_rest,
+        )
+
+    def _at_rest(self, number: int, part: StepPart) -> dict[str, Any]:
+        """Returns the bytes of a part that rest off the device, and the lanes that they are fetched through."""
+        recipe, settings = self.plan.recipe, self.plan.settings
+        found: dict[str, Any] = {}
+        if part.trainable and recipe.tier == "nvme":
+            found["record_nbytes"] = round(part.own_numel * recipe.state_nbytes(part.dtype))
+        if part.rests:
+            found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
+            found["fetch_lanes"] = lanes_to(recipe.param_tier, settings.device)
+            found["stays_nbytes"] = self.stays[number]
+        if part.trainable and settings.spills:
+            found["spill_nbytes"] = part.own_numel * itemsize(recipe.wire_dtype(part.dtype))
+        if self.kept and recipe.rests:
+            found["keep_nbytes"] = self.kept // max(1, len(self.parts) - 1)
+            found["keep_lanes"] = lanes_to(recipe.keep, settings.device)
+        return found
+
+
+def _parts(plan: Footprint) -> Iterator[StepPart]:
+    """Yields each bucket as one part; a count of equal buckets as at most `SPANS` parts."""
+    for load in plan.buckets.sizes:
+        count, encloses = min(SPANS, max(load.count, 1)), plan.buckets.in_units and load.unit == ROOT
+        for number in range(count):
+            numel, own = (n * (number + 1) // count - n * number // count for n in (load.numel, load.own_numel))
+            own = own if shards_state(plan.stage) else numel
+            yield StepPart(numel, own, load.dtype, load.trainable, plan.recipe.rests, encloses)
+
+
+def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
+    """Merges neighbours of one kind until they have at least this many elements."""
+    held: StepPart | None = None
+    for part in parts:
+        kind = part.dtype, part.trainable, part.encloses
+        if held is not None and (held.dtype, held.trainable, held.encloses) == kind and held.numel < least:
+            held = replace(held, numel=held.numel + part.numel, own_numel=held.own_numel + part.own_numel)
+            continue
+        if held is not None:
+            yield held
+        held = part
+    if held is not None:
+        yield held

@@ -1,4 +1,4 @@
-"""`zk.measure`: bytes that a rank really holds, by role, to compare with its plan."""
+"""`zk.measure`: measures the bytes that a rank holds, by role, to compare them with its plan."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from zerokern.zero.shard import shard_of
 
 if TYPE_CHECKING:
     from zerokern.memory import Rest
-    from zerokern.zero.sharding import Sharding
 
 __all__ = ["Measured", "measure"]
 
 
 @dataclass(frozen=True)
 class Measured(HeldMemory):
-    """Bytes that this rank holds now, by role and tier: a sum over distinct storages.
+    """Bytes that this rank holds now, by role and tier, summed over distinct storages.
 
-    `pinned`: bytes that the optimizer has locked in host memory, in whole pages: what `Plan.pinned` says.
+    `pinned`: bytes that the optimizer has locked in host memory, in whole pages, as in `Plan.pinned`.
 
     >>> import zerokern as zk
     >>> held = zk.measure(torch.nn.Linear(256, 255))
@@ -83,9 +82,18 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
     shardings = shardings_of(map(shard_of, params))
-    tally = _Tally(params[0].device.type, _resting_of(shardings))
-    for role, tensor in _of_model(params, shardings):
-        tally.add(role, tensor)
+    memories = [one for sharding in shardings for one in (*sharding.memories, *sharding.gradient_buckets)]
+    rests = [rest for memory in memories if (rest := getattr(memory, "rest", None)) is not None]
+    tally = _Tally(params[0].device.type, rests)
+    for sharding in shardings:
+        for role, tensors in sharding.holdings().items():
+            for tensor in tensors:
+                tally.add(role, tensor)
+    for param in params:
+        if shard_of(param) is None:
+            tally.add("parameters", param.detach())
+        if param.grad is not None:
+            tally.add("gradients", param.grad)
     if opt is not None:
         _of_optimizer(opt, tally)
     world = max((sharding.group.size for sharding in shardings), default=1)
@@ -96,9 +104,9 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
 
 
 class _Tally:
-    """Adds up bytes by (role, format, tier); a storage counts once, for the first role that has it.
+    """Adds up bytes by (role, format, tier). A storage counts once, for the first role that has it.
 
-    What rests on disk counts there, and in memory too while it is fetched.
+    What rests on disk counts there, and also in memory while it is fetched.
     """
 
     def __init__(self, device: str, resting: Iterable[Rest]) -> None:
@@ -133,26 +141,6 @@ class _Tally:
         return (Holding(*key, self._found[key]) for key in keys)
 
 
-def _resting_of(shardings: Iterable[Sharding]) -> Iterator[Rest]:
-    """Yields where parameters and gradients are that rest on a disk."""
-    for sharding in shardings:
-        for memory in (*sharding.memories, *sharding.gradient_buckets):
-            rest = getattr(memory, "rest", None)
-            if rest is not None:
-                yield rest
-
-
-def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> Iterator[tuple[str, Tensor]]:
-    for sharding in shardings:
-        for role, tensors in sharding.holdings().items():
-            yield from ((role, tensor) for tensor in tensors)
-    for param in params:
-        if shard_of(param) is None:
-            yield "parameters", param.detach()
-        if param.grad is not None:
-            yield "gradients", param.grad
-
-
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     here = opt.holdings if isinstance(opt, FusedOptimizer) else None
     host = None if here is None else here.shards.host
@@ -177,7 +165,7 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
 
 
 def _role(key: str, value: Tensor) -> tuple[str, Tensor, str]:
-    """Returns the role, the tensor and its format; codes of int8 and their scales have one role."""
+    """Returns the role, the tensor and its format; int8 codes and their scales have one role."""
     role = key.removesuffix("_scale")
     return role, value, "int8" if role != key or value.dtype is torch.uint8 else _format(value)
 

@@ -1,4 +1,4 @@
-"""The model that is planned: its parameters in units, and the buckets that `zk.shard` would make of them."""
+"""Describes the model that is planned: its parameters by unit, and the buckets that `zk.shard` would make of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK
+from zerokern.core.units import BLOCK, itemsize
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.recipe import Recipe, itemsize
+from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state
@@ -27,9 +27,9 @@ _SUMMED = ("count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel
 
 @dataclass(frozen=True)
 class BucketSize:
-    """Counts the elements of a bucket, or of `count` buckets together: of the parameters, with padding, of rank 0.
+    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and of rank 0.
 
-    `blocks` are those of the int8 state. `largest_numel`: padded elements of the largest of the buckets.
+    `blocks`: of int8 state. `largest_numel`: padded elements of the largest of the buckets.
     """
 
     unit: int
@@ -63,7 +63,7 @@ class BucketSize:
 
     @classmethod
     def bare(cls, numel: int, dtype: str, world: int, bucket_bytes: int) -> BucketSize:
-        """Returns the size of all buckets of a model of which only the number of parameters is known.
+        """Returns the size of all buckets of a model that is only a number of parameters.
 
         >>> size = BucketSize.bare(7_500_000_000, "bfloat16", 64, 32 << 20)
         >>> size.shard_numel, size.padded_numel - size.numel, size.largest_numel * 2 >> 20, size.count
@@ -117,7 +117,7 @@ class Buckets:
 
     @cached_property
     def root(self) -> list[BucketSize]:
-        """Of a model in units: what belongs to none of them."""
+        """The buckets of no unit, in a model that has units."""
         return [bucket for bucket in self.sizes if bucket.unit == ROOT and self.in_units]
 
     @cached_property
@@ -127,12 +127,12 @@ class Buckets:
 
     @cached_property
     def beside_root(self) -> list[list[BucketSize]]:
-        """The buckets of each unit that is gathered and resharded by itself: all of them where units are unknown."""
+        """The buckets of each unit that is gathered and resharded by itself; all buckets if units are unknown."""
         return [sizes for sizes in self.by_unit if sizes[0].unit != ROOT or not self.in_units]
 
     @cached_property
     def last_unit_nbytes(self) -> int:
-        """Bytes of this rank's shard of the last unit; 0 where units are unknown."""
+        """Bytes of this rank's shard of the last unit; 0 if units are unknown."""
         last = self.beside_root[-1:] if self.in_units else []
         return sum(bucket.shard_nbytes for bucket in chain(*last))
 
@@ -143,7 +143,7 @@ class Buckets:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Most bytes of whole parameters at a time: the root's, and of two neighbours, one of them on its way."""
+        """The most bytes of unsharded parameters at a time: the root and two neighbours, one being prefetched."""
         units: dict[int, int] = {}
         for bucket in self.sizes:
             units[bucket.unit] = units.get(bucket.unit, 0) + bucket.nbytes
@@ -160,10 +160,10 @@ def _together(sizes: Sequence[BucketSize]) -> BucketSize:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Lists the parameters of a model, in units that are gathered together. `units` empty: only a number is known.
+    """Lists the parameters of a model by unit. `units` is empty if only their number is known.
 
-    `order`: members as an optimizer has them; empty for their own order. `tp`: ranks that have other parts of each
-    parameter, which a module's DTensors know.
+    `order`: the optimizer's order of the members; empty for their own. `tp`: ranks that hold other parts of each
+    parameter, as a module's DTensors say.
     """
 
     called: str
@@ -179,13 +179,13 @@ class ModelSpec:
 
     @property
     def title(self) -> str:
-        """The model's name, and the size of the batch where activations are known."""
+        """The model's name, and the size of the batch if activations are known."""
         shape = self.activated
         return self.called if shape is None else f"{self.called}, batch {shape.batch:,} x {shape.seq:,} on a rank"
 
     @property
     def activated(self) -> Transformer | None:
-        """The transformer whose activations are known; None where there is none."""
+        """The transformer, if its activations are known."""
         return self.transformer if self.transformer is not None and self.transformer.has_activations else None
 
     def in_batches_of(self, batch: int) -> ModelSpec:
@@ -221,7 +221,7 @@ class ModelSpec:
         return self._divided[key]
 
     def pieces(self, stage: int, world: int, bucket_bytes: int) -> list[tuple[int, str]]:
-        """Returns elements and dtype of what rank 0 updates of each trained parameter, in the optimizer's order.
+        """Returns the elements that rank 0 updates of each trained parameter, with its dtype, in the optimizer's order.
 
         >>> from zerokern.planner.recipe import Recipe
         >>> model_spec(1000, Recipe(), None).pieces(2, 4, 1 << 20)
@@ -251,7 +251,7 @@ class ModelSpec:
 
 
 def model_spec(what: Any, recipe: Recipe, units: Any, tp: int = 1, pp: int = 1) -> ModelSpec:
-    """Reads what users pass: a number or text, a `Transformer`, or a module. Of the first two one of tp x pp parts.
+    """Reads what users pass: a number or text, a `Transformer`, or a module; of the first two, one of tp x pp parts.
 
     >>> model_spec("1T", Recipe(), None, tp=4, pp=8).title
     '1T parameters in tp 4 x pp 8 parts of 31.2B'

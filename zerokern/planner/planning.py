@@ -42,9 +42,9 @@ _PLACES = (  # tiers of parameters and of state, the cheapest first
 
 @dataclass(frozen=True)
 class Plan(Footprint):
-    """Bytes per rank by role and tier, and what moves in a step: at one stage, with all others beside it.
+    """Bytes per rank by role and tier, and what moves in a step, at one stage; `at(stage)` is the same run at another.
 
-    Its text is a table for a design document. `at(stage)` is the same run at another stage.
+    Its text is a table for a design document.
 
     >>> import zerokern as zk
     >>> plan = zk.plan("7.5B", stage=2, world=64, master_format="fp32")
@@ -225,7 +225,7 @@ def plan(
 def _budget(
     host_memory: int | str | None, disk: int | str | None, world: int, ranks_per_host: int | None
 ) -> dict[str, int]:
-    """Returns what one rank has of a host's memory and of its disk."""
+    """Returns one rank's share of a host's memory and disk."""
     ranks = min(world, _RANKS_PER_HOST) if ranks_per_host is None else ranks_per_host
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
         raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
@@ -250,13 +250,13 @@ def _advice(plan: Plan) -> str:
 
 
 def _on_each_device(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yields the plan for one device after the other, by name."""
+    """Yields the plan for each device alone, by name."""
     for name, most in plan.device_memory.items():
         yield name, replace(plan, device_memory={name: most})
 
 
 def _advised(plan: Plan) -> list[tuple[str, Plan]]:
-    """Returns what to do on the one device that a plan has: the cheapest exact plan, or what would fit instead."""
+    """Returns the cheapest exact plan for the plan's one device, or else what would fit."""
     exact = _cheapest(plan)
     if exact is not None:
         return [(_CHEAPEST, exact)]
@@ -269,7 +269,7 @@ def _advised(plan: Plan) -> list[tuple[str, Plan]]:
 
 
 def _why_nothing_fits(plan: Plan) -> str:
-    """Says why nothing fits: activations of one sequence, where all fits without them."""
+    """Says why nothing fits; names the activations of one sequence if everything fits without them."""
     shape, bare = plan.subject.activated, replace(plan, subject=replace(plan.subject, transformer=None))
     if shape is None or not (_cheapest(bare) or _cheapest(bare, lossy=True) or _more_ranks(bare)):
         return (
@@ -330,7 +330,7 @@ def _fewer_activations(plan: Plan) -> Plan | None:
     keeps = ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme")
     for slices in _slices(plan.settings.micro, batch):
         in_slices = replace(plan, settings=replace(plan.settings, micro=slices))
-        for here in (in_slices, _accumulated(plan, batch, slices)) if slices > 1 else (plan,):
+        for here in (in_slices, _with_micro_batches(plan, batch, slices)) if slices > 1 else (plan,):
             for keep in keeps:
                 recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
                 found = _cheapest(replace(here, recipe=recipe))
@@ -339,15 +339,16 @@ def _fewer_activations(plan: Plan) -> Plan | None:
     return None
 
 
-def _accumulated(plan: Plan, batch: int, passes: int) -> Plan:
-    """Returns a plan with the same batch in so many backward passes before each step."""
+def _with_micro_batches(plan: Plan, batch: int, passes: int) -> Plan:
+    """Returns a plan with the same batch in this many backward passes before each step."""
     batch, now = -(-batch // passes), plan.settings
     settings = replace(now, accumulate=now.accumulate * passes, micro=min(now.micro, batch))
     return replace(plan, subject=plan.subject.in_batches_of(batch), settings=settings)
 
 
 def _slices(least: int, batch: int) -> Iterator[int]:
-    """
+    """Yields numbers of slices, doubling from `least` up to `batch`.
+
     >>> list(_slices(1, 7)), list(_slices(1, 8)), list(_slices(3, 2))
     ([1, 2, 4, 7], [1, 2, 4, 8], [])
     """
@@ -360,7 +361,7 @@ def _slices(least: int, batch: int) -> Iterator[int]:
 
 
 def _lora(plan: Plan) -> str | None:
-    """Says what LoRA needs where that fits: frozen parameters have neither gradients nor state."""
+    """Says what LoRA needs, if it fits: frozen parameters have neither gradients nor state."""
     room, activated = min(plan.device_memory.values()), plan.subject.activated
     if activated and plan.recipe.keep is None:
         plan = replace(plan, recipe=replace(plan.recipe, keep="device"))
@@ -375,7 +376,7 @@ def _lora(plan: Plan) -> str | None:
 
 
 def _more_ranks(plan: Plan) -> Plan | None:
-    """Returns the exact plan on the fewest ranks, by powers of two, that fits; each rank keeps its host memory."""
+    """Returns the exact plan that fits on the fewest ranks, doubling them; each rank keeps its share of host memory."""
     world = plan.world
     while (world := 2 * world) <= _MOST_RANKS:
         wider = replace(plan, settings=replace(plan.settings, world=world))
@@ -386,7 +387,7 @@ def _more_ranks(plan: Plan) -> Plan | None:
 
 
 def _uncounted(plan: Plan) -> str:
-    """Says what else a device holds of which the plan knows nothing."""
+    """Says what else the device holds that the plan does not count."""
     found = [] if plan.subject.activated else ["activations"]
     found += ["the units that compute"] if shards_parameters(plan.stage) and not plan.subject.members else []
     return f" before {' and '.join(found)}" if found else ""
@@ -413,7 +414,7 @@ def _summary(plan: Plan, asked: Plan) -> str:
 
 
 def _assumed(plan: Plan) -> str:
-    """Says what the answer stands on."""
+    """Lists the assumptions of the answer."""
     shape, dtype = plan.subject.activated, short(plan.subject.main_dtype)
     said = [f"{dtype} parameters and activations" if shape else f"{dtype} parameters"]
     if shape:
@@ -434,7 +435,7 @@ def _assumed(plan: Plan) -> str:
 
 
 def _next_stage(plan: Plan, most: int) -> str:
-    """Says what takes less and moves as much, where little is left for what nobody has counted."""
+    """Names the next stage, which moves as much and takes less, if little room is left for what is not counted."""
     share = _MOST_WITH_ACTIVATIONS if plan.subject.activated else _MOST_WITHOUT_ACTIVATIONS
     if plan.ranks == 1 or plan.stage > 1 or plan.total < share * most:
         return ""
@@ -452,7 +453,11 @@ def _code(plan: Plan) -> str:
     recomputed = keeps.get(recipe.keep or "", "")
     if plan.settings.micro > 1:  # slices alone imply the device
         recomputed = f"{recomputed.replace(keeps['device'], '')}, micro={plan.settings.micro}"
-    model = "zk.shard(model" if _can_be_whole(plan) else "model = zk.build(make_model"
+    # whether the whole model fits before it is sharded: on the device, or in host memory if that is the device
+    rooms = [*plan.device_memory.values()]
+    rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
+    fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
+    model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
     options = places[recipe.tier] + (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
@@ -461,11 +466,3 @@ def _code(plan: Plan) -> str:
     lines = [shard] if plan.ranks > 1 or recipe.rests or recomputed else []
     lines += [f"opt = {recipe.optimizer_class}(model.parameters(){options})"] if recipe.optimizer != "none" else []
     return "; ".join(lines) or "none, the model is trained as it is"
-
-
-def _can_be_whole(plan: Plan) -> bool:
-    """Returns whether the whole model fits before it is divided: on the device, or in the memory of the host that is
-    one."""
-    rooms = [*plan.device_memory.values()]
-    rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
-    return sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)

@@ -1,4 +1,4 @@
-"""A step as the list of what it does between ranks, in order; and what that moves."""
+"""Builds the communication of a step as a program, in order, and sums up what it moves between ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.model import BucketSize
-from zerokern.planner.recipe import Arrangement, Recipe, itemsize
+from zerokern.planner.recipe import Arrangement, Recipe
 from zerokern.schedule import Op, Ref, StepProgram
 from zerokern.schedule.passes import ROOT, step_of
 from zerokern.zero.partition import shards_parameters, shards_state
@@ -31,7 +32,7 @@ def line_of(op: Op) -> str:
 
 @dataclass(frozen=True)
 class Volume:
-    """What a step moves between ranks: elements and bytes of whole buckets, the volume that the papers count in Ψ."""
+    """The volume of a step between ranks, in elements and bytes of whole buckets: what the papers count in Ψ."""
 
     world: int
     reduced_numel: int
@@ -49,7 +50,7 @@ class Volume:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that one rank sends: of each bucket all but its own share."""
+        """Bytes that one rank sends: all of each bucket but its own shard."""
         return self.nbytes // self.world * (self.world - 1)
 
 
@@ -77,12 +78,12 @@ def between_ranks(
 ) -> StepProgram:
     """Builds the communication of one optimizer step: every micro-batch is reduced, or, under `zk.no_sync`, the last.
 
-    What computes follows what it gathered; what is gathered ahead follows the compute that it was called for beside.
+    Compute comes after the gathers of its parameters; a prefetch comes after the compute that it overlaps with.
     """
     step = _Step(loads, names, recipe, stage, settings.world)
     for number in range(settings.accumulate):
         reduces = not settings.no_sync or number == settings.accumulate - 1
-        if settings.pp > 1 and not recipe.rests:  # what a stage of a pipeline has gathered stays for the step
+        if settings.pp > 1 and not recipe.rests:  # a pipeline stage stays unsharded for the whole step
             step.whole(reduces, gathers=() if number else ("Forward",))
         elif shards_parameters(stage) and names:
             step.by_units(reduces)
@@ -94,7 +95,7 @@ def between_ranks(
 
 
 class _Step:
-    """Ops as they are added, each after those that it is told of."""
+    """The ops of a step, added one by one."""
 
     def __init__(
         self, loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, world: int
@@ -106,7 +107,7 @@ class _Step:
             self.of_unit.setdefault(load.unit, []).append(load)
         self._turns: Counter[tuple[str, str]] = Counter()
         self._computed: list[int] = []  # the last Forward or Backward
-        self._gathered: dict[str, int] = {}  # what is whole, by its last Gather
+        self._gathered: dict[str, int] = {}  # what is unsharded, by its last Gather
         self._reduced: list[int] = []
 
     def add(self, verb: str, what: str, lane: str, after: Iterable[int], nbytes: int = 0, numel: int = 0) -> int:
@@ -121,29 +122,27 @@ class _Step:
         self._computed = [self.add(verb, what, "device", [*self._computed, *there])]
 
     def update(self, lane: str) -> None:
-        step = self.add("Step", self._whose(), lane, [*self._computed, *self._reduced])
+        whose = "own shard" if shards_state(self.stage) else "everything"
+        step = self.add("Step", whose, lane, [*self._computed, *self._reduced])
         if shards_state(self.stage) and not shards_parameters(self.stage) and self.world > 1:
             for number, load in enumerate(self.loads):
                 if load.trainable:
                     self.add("Publish", f"bucket {number}", "net", [step], load.nbytes, load.padded_numel)
 
     def in_turn(self) -> Iterator[Op]:
-        """Makes ops without a dependency in this step wait for the update of the one before."""
+        """Yields the ops; those without a dependency in this step wait for the update of the step before."""
         ends = [index for index, op in enumerate(self.ops) if op.verb == "Publish"]
         ends = ends or [index for index, op in enumerate(self.ops) if op.verb == "Step"] or self._computed
         updated = tuple(Ref(index, back=1) for index in ends)
         for op in self.ops:
             yield op if op.after else op._replace(after=updated)
 
-    def _whose(self) -> str:
-        return "own shard" if shards_state(self.stage) else "everything"
-
     def whole(self, reduces: bool, gathers: Sequence[str] = ("Forward", "Backward")) -> None:
-        """Adds gradients in backward order: the last bucket is complete first. A number is one
-        bucket at every stage."""
+        """Adds forward and backward of a model without units. The last bucket's gradients come first."""
         for verb in ("Forward", "Backward"):
-            if verb in gathers:
-                self._gather_whole()
+            if verb in gathers and shards_parameters(self.stage) and self.world > 1:
+                for number, load in enumerate(self.loads):
+                    self._gather(f"bucket {number}", [load])
             self.compute(verb, "model", self._gathered)
         for number, load in reversed(list(enumerate(self.loads))):
             if load.trainable and self.world > 1 and reduces:
@@ -153,49 +152,31 @@ class _Step:
                     what = f"bucket {number}, gradients"
                     self._reduced.append(self.add("Gather", what, "net", [op], wire.nbytes, wire.numel))
 
-    def _gather_whole(self) -> None:
-        if shards_parameters(self.stage) and self.world > 1:
-            for number, load in enumerate(self.loads):
-                what = f"bucket {number}"
-                self._gathered[what] = self.add("Gather", what, "net", self._computed, load.nbytes, load.padded_numel)
-
     def by_units(self, reduces: bool) -> None:
-        """Adds forward and backward of stage 3: a unit is unsharded while it computes, and the next one is being
-        gathered."""
+        """Adds forward and backward of stage 3: a unit is unsharded while it computes, the next one is prefetched."""
         units = [unit for unit in sorted(self.of_unit) if unit != ROOT]
         nbytes = [sum(load.nbytes for load in self.of_unit.get(unit, ())) for unit in range(len(self.names))]
         for verb, unit in step_of(units, nbytes):
-            if verb == "Gather":
-                self._gather(unit)
+            name, loads = self.names[unit] or _ROOT, self.of_unit.get(unit, [])
+            if verb in ("Forward", "Backward"):
+                self.compute(verb, name, self._gathered if unit == ROOT else (_ROOT, name))
+            elif self.world == 1 or not loads:
+                continue
+            elif verb == "Gather":
+                self._gather(name, loads)
             elif verb == "Release":
-                self._release(unit)
-            elif verb == "Reduce":
-                self._reduce_unit(unit, reduces)
-            else:
-                self.compute(verb, self._name(unit), self._gathered if unit == ROOT else (_ROOT, self._name(unit)))
+                self.add("Release", name, "device", self._computed)
+                del self._gathered[name]
+            elif reduces:
+                for load in loads:
+                    if load.trainable:
+                        self._reduce(name, load)
 
-    def _name(self, unit: int) -> str:
-        return self.names[unit] or _ROOT
-
-    def _gather(self, unit: int) -> None:
-        loads = self.of_unit.get(unit, [])
-        if loads and self.world > 1:
-            nbytes, numel = sum(load.nbytes for load in loads), sum(load.padded_numel for load in loads)
-            self._gathered[self._name(unit)] = self.add(
-                "Gather", self._name(unit), "net", self._computed, nbytes, numel
-            )
-
-    def _release(self, unit: int) -> None:
-        if self.world > 1 and unit in self.of_unit:
-            self.add("Release", self._name(unit), "device", self._computed)
-            del self._gathered[self._name(unit)]
+    def _gather(self, what: str, loads: Sequence[BucketSize]) -> None:
+        nbytes, numel = sum(load.nbytes for load in loads), sum(load.padded_numel for load in loads)
+        self._gathered[what] = self.add("Gather", what, "net", self._computed, nbytes, numel)
 
     def _reduce(self, what: str, load: BucketSize) -> int:
         nbytes = load.padded_numel * itemsize(self.recipe.wire_dtype(load.dtype))
         self._reduced.append(self.add("Reduce", what, "net", self._computed, nbytes, load.padded_numel))
         return self._reduced[-1]
-
-    def _reduce_unit(self, unit: int, reduces: bool) -> None:
-        for load in self.of_unit.get(unit, ()) if self.world > 1 and reduces else ():
-            if load.trainable:
-                self._reduce(self._name(unit), load)

@@ -1,4 +1,4 @@
-"""How the model is trained and divided, checked: dtypes, formats, tiers and schedule; ranks and buckets. No torch."""
+"""Checks how a model is trained (dtypes, formats, tiers, schedule) and divided (ranks, buckets). No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STA
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
-__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "itemsize", "mesh_sizes", "short"]
+__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "mesh_sizes", "short"]
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
-_ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
 
@@ -40,7 +38,7 @@ _EXPERT_DIMS = ("ep", "efsdp", "edp", "dp_shard_mod_ep", "dp_shard_in_ep")
 
 @dataclass(frozen=True)
 class StateRole:
-    """One tensor of a parameter's optimizer state: bytes for each element, and for each block of 128."""
+    """One tensor of a parameter's optimizer state: its bytes per element and per block of 128."""
 
     role: str
     format: str
@@ -112,27 +110,15 @@ class Recipe:
             raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, formats))} with {name}"))
         if master_format is not None and master_format not in MASTER_FORMATS:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
-        state_tier, ring_nbytes = _tier("tier", tier)
-        rest, param_ring = _tier("param_tier", param_tier)
-        kept, keep_ring = (None, 0) if keep is None else _tier("keep", keep)
-        return cls(
-            name,
-            None if param_dtype is None else dtype_of("param_dtype", param_dtype),
-            None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype),
-            state_format,
-            master_format,
-            state_tier,
-            ring_nbytes,
-            check_schedule(schedule),
-            rest,
-            param_ring,
-            kept,
-            keep_ring,
-        )
+        param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
+        reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
+        state, params = _tier("tier", tier), _tier("param_tier", param_tier)
+        kept = (None, 0) if keep is None else _tier("keep", keep)
+        return cls(name, param, reduce, state_format, master_format, *state, check_schedule(schedule), *params, *kept)
 
     @property
     def rests(self) -> bool:
-        """Whether parameters rest off the device, and come to it for each forward and backward."""
+        """Whether parameters rest off the device and are fetched for each forward and backward."""
         return self.param_tier != "device"
 
     @property
@@ -140,7 +126,7 @@ class Recipe:
         return isinstance(self.schedule, Delayed)
 
     def is_lossy(self) -> bool:
-        """Returns whether these formats round away what the exact ones keep."""
+        """Returns whether these formats round."""
         return self.state_format != "fp32" or self.master_format in ("split8", "none")
 
     @property
@@ -156,7 +142,7 @@ class Recipe:
         return replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
 
     def on(self, device: str, stage: int) -> Recipe:
-        """Returns the recipe for a kind of device, whose own memory may be the host's; refuses what cannot be."""
+        """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
         here = self
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
@@ -172,7 +158,7 @@ class Recipe:
         return here
 
     def has_host_copies(self, device: str) -> bool:
-        """Returns whether the optimizer updates copies in host memory of parameters on such a device."""
+        """Returns whether the optimizer updates copies in host memory of the parameters."""
         if self.rests:
             return False  # they are updated where they rest
         if device != "cpu" and self.tier == "device" and self.schedule != "sync":
@@ -242,10 +228,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a run is divided: `world` ranks divide one of tp x pp parts of the model, `replicate` times.
+    """How a run is divided: each of tp x pp parts of the model is sharded over `world` ranks, `replicate` times.
 
-    `device` is where collectives run: on CPUs they need memory of their own. `spills`: gradients of parameters at rest
-    wait on the disk.
+    `device` is where collectives run: on CPUs they need scratch memory. `spills`: gradients of parameters at rest wait
+    on disk.
 
     >>> Arrangement(world=0, device="cuda", bucket_bytes=1, accumulate=1, no_sync=False)
     Traceback (most recent call last):
@@ -276,12 +262,12 @@ class Arrangement:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all dimensions together."""
+        """The number of all ranks."""
         return self.world * self.replicate * self.tp * self.pp
 
     @property
     def has_others(self) -> bool:
-        """Whether gradients are reduced at all."""
+        """Whether there are several ranks to reduce gradients over."""
         return self.world * self.replicate > 1
 
     @property
@@ -296,9 +282,9 @@ class Arrangement:
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Reads a mesh: ranks by the fields of `Arrangement`. A mesh without names is one that `zk.shard` takes.
+    """Returns the ranks of a mesh by the fields of `Arrangement`. A mesh without names is read as `zk.shard` reads it.
 
-    What has the same parameters for other tokens (`cp`) divides them as `dp` does.
+    Ranks that have the same parameters and other tokens (`cp`) shard them as `dp` does.
 
     >>> mesh_sizes({"pp": 2, "dp_replicate": 3, "dp_shard": 4, "cp": 2, "tp": 8})
     {'pp': 2, 'replicate': 3, 'world': 8, 'tp': 8}
@@ -340,15 +326,6 @@ def dtype_of(argument: str, value: object) -> str:
     if name not in _BY_NAME:
         raise ValueError(got(argument, value, " | ".join(map(repr, _SHORT.values())) + ", or torch's dtypes"))
     return _BY_NAME[name]
-
-
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of an element.
-
-    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn")
-    (2, 1)
-    """
-    return _ITEMSIZE.get(dtype, 1)
 
 
 def short(dtype: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan as text to paste into a design document, and as numbers for programs."""
+"""Formats a plan as text for a design document, and as numbers for programs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOST_FITTING = 4  # placements that are named where the plan's own does not fit
 
 
 def page(plan: Footprint, *, formats: bool = True) -> str:
-    """Returns all stages side by side, or the one there is where parameters rest off the device; then other formats."""
+    """Returns all stages side by side, or only stage 3 if parameters rest off the device; then other formats."""
     if plan.recipe.rests:
         parts = [stage_page(plan), *(_refusal(plan) if plan.missing else [])]
         heading = "In other formats"
@@ -55,7 +55,7 @@ def page(plan: Footprint, *, formats: bool = True) -> str:
 
 
 def stage_page(plan: Footprint) -> str:
-    """Returns one stage: tiers by role, lanes by role, and what they mean."""
+    """Returns one stage: bytes by role and tier, transfers by role and lane, and notes."""
     parts = [
         f"### {title(plan)}, stage {plan.stage}",
         f"Each rank holds, in GB (10^9 bytes), with {settings(plan)}:",
@@ -68,7 +68,7 @@ def stage_page(plan: Footprint) -> str:
 
 
 def worlds_page(plans: Sequence[Footprint]) -> str:
-    """Returns model states at each number of ranks, as the ZeRO paper has them, and at which stages everything fits."""
+    """Returns model states at each number of ranks, as in the ZeRO paper, and the stages at which everything fits."""
     first = plans[0]
     rows = []
     for plan in plans:
@@ -84,7 +84,7 @@ def worlds_page(plans: Sequence[Footprint]) -> str:
 
 
 def held_page(heading: str, memory: HeldMemory) -> str:
-    """Returns what is held, in one column."""
+    """Returns a table of what is held."""
     several = len(memory.tiers) > 1
     rows = [
         [NAMES.get(holding.role, holding.role), _format(holding, several), gigabytes(holding.nbytes)]
@@ -155,7 +155,7 @@ def _bullets(lines: Sequence[str]) -> str:
 
 
 def _notes(plan: Footprint) -> list[str]:
-    """Returns what the table means, and what it leaves out."""
+    """Returns notes on what the table means, and on what it leaves out."""
     subject, world = plan.subject, plan.world
     said = []
     if world > 1:
@@ -201,7 +201,7 @@ def _notes(plan: Footprint) -> list[str]:
 
 
 def _notes_on_mesh(plan: Footprint) -> Iterator[str]:
-    """Yields what is assumed and left out along mesh dimensions that `zk.shard` does not divide."""
+    """Yields notes on mesh dimensions that `zk.shard` does not shard over: what is assumed, and what is left out."""
     settings, subject = plan.settings, plan.subject
     if not subject.members or subject.transformer is not None:
         if settings.tp * settings.pp > 1:
@@ -449,7 +449,7 @@ def _percent(share: float) -> str:
 
 
 def as_dict(plan: Footprint) -> dict[str, Any]:
-    """Returns numbers alone."""
+    """Returns the plan as numbers."""
     recipe, settings, dtype = plan.recipe, plan.settings, plan.subject.main_dtype
     return {
         "model": plan.subject.title,

@@ -1,4 +1,4 @@
-"""Shapes of transformers: their tensors and activations, from a few sizes, a preset name or a Hugging Face config."""
+"""Computes the tensors and activations of transformers from a few sizes, a preset's name or a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ class Widths:
     attention_dropout: bool = False
 
     def layer(self, itemsize: int, seq: int, attention: str = "sdpa") -> int:
-        """Returns what one layer keeps until its backward."""
+        """Returns what one layer saves for its backward."""
         norms = 2 * self._norm(itemsize) - self.parallel * itemsize * self.hidden
         masks = 2 * self.dropout * self.hidden  # a byte for each element
         return norms + masks + self._attention(itemsize, seq, attention) + self._mlp(itemsize)
 
     def outside(self, itemsize: int) -> int:
-        """Returns the tensors of the last norm, token ids and labels."""
+        """Returns what the last norm saves, with token ids and labels."""
         return self._norm(itemsize) + self.dropout * self.hidden + 3 * 8
 
     def logits(self, itemsize: int) -> int:
-        """Returns the model's output, which a training loop that names it holds while backward runs."""
+        """Returns the logits, which a training loop that has a name for them keeps while backward runs."""
         return itemsize * self.vocabulary
 
     def loss(self, itemsize: int) -> int:
-        """Returns logits, their log-softmax in fp32, and two gradients of that size: the most that exist together."""
+        """Returns the peak of the loss: logits, their log-softmax in fp32, and two gradients of that size."""
         return self.logits(itemsize) + 3 * _FP32 * self.vocabulary
 
     def backward(self, itemsize: int, seq: int, attention: str = "sdpa") -> int:
-        """Returns what backward of one layer allocates at its peak, beyond what is kept."""
+        """Returns what backward of one layer allocates at its peak, beyond what was saved."""
         hidden, scores = itemsize * self.hidden, self.heads * seq
         wide = itemsize * self.wide
         if self.family == "mixtral":  # gradients of the weighted sum are fp32
@@ -86,16 +86,16 @@ class Widths:
         return max(of_mlp, softmax * scores - freed + hidden)
 
     def last_norm(self, itemsize: int) -> int:
-        """Returns what backward of the last norm allocates: for RMSNorm four tensors in fp32."""
+        """Returns what backward of the last norm allocates; for RMSNorm that is four tensors in fp32."""
         return (4 * _FP32 if self._is_rms else 2 * itemsize) * self.hidden
 
     def shared(self, itemsize: int) -> int:
-        """Returns what a layer keeps of its own input, which exists once where checkpoints hold it."""
+        """Returns what a layer saves of its own input, which a checkpoint holds as well."""
         return 0 if self._is_rms and itemsize != _FP32 else itemsize * self.hidden
 
     @staticmethod
     def mask(itemsize: int, seq: int, attention: str = "sdpa") -> int:
-        """Returns the causal mask, an argument of every layer that checkpoints hold; SDPA has none."""
+        """Returns the causal mask, which checkpoints hold as an argument of every layer; SDPA has none."""
         return itemsize * seq if attention == "eager" else 0
 
     @property

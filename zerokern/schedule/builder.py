@@ -92,18 +92,14 @@ class ProgramBuilder:
         nbytes, numel = sum(span.grad_nbytes for span in spans), sum(span.numel for span in spans)
         return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
 
-    def step(
-        self, span: Span, after: Iterable[OpKey], *, read: int = 0, written: int = 0, ahead: Iterable[OpKey] = (NORM,)
-    ) -> list[OpKey]:
+    def step(self, span: Span, after: Iterable[OpKey], *, ahead: Iterable[OpKey] = (NORM,)) -> list[OpKey]:
         """Adds the update of a span. Its part on disk is read after `ahead`, as early as there is room, and written
-        back.
-
-        `read`, `written`: bytes besides the state's and the gradients'.
-        """
+        back."""
+        if not span.is_updated:
+            return list(after)
         after = [*after, *AWAY] if self.on_disk else list(after)
-        read += span.record_nbytes + span.spill_nbytes
-        written += span.record_nbytes
-        after += self.fetch_record(span.name, read, written, ahead)
+        written = span.written_nbytes
+        after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)
         last = self.add("Step", span.name, "cpu", after, span.step_nbytes, span.numel)
         self.store_record(span.name, written, last)
         return last
@@ -130,7 +126,7 @@ class ProgramBuilder:
 
     def gather(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
         """Adds the gather of updated parameters, unless each use gathers them anew."""
-        if span.gathered_again or not span.gather_nbytes:
+        if span.gathered_again or span.fetch_lanes or not span.gather_nbytes:
             return []
         return self.add("Gather", span.name, "net", after, span.gather_nbytes)
 

@@ -371,16 +371,20 @@ class InlineRun:
         self, program: StepProgram, step: int, reach: Reach, actions: Mapping[Key, Action], worker: Worker
     ) -> None:
         self.program = program
-        self.failure: BaseException | None = None
         self._step, self._reach, self._actions, self._worker = step, reach, dict(actions), worker
-        self._todo: Sequence[Key] = list(reach)
+        self.keys: Sequence[Key] = list(reach)  # of the ops that have actions, in the order of the program
         self._begun = 0
         self._launched: dict[Key, tuple[Op, Any, Any]] = {}
         self._failed: OpFailure | None = None
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the run."""
+        return None if self._failed is None else self._failed.error
+
     def done(self) -> bool:
         """Returns whether everything has ended, well or not; `finish` says which."""
-        return self._failed is not None or (self._begun == len(self._todo) and not self._launched)
+        return self._failed is not None or (self._begun == len(self.keys) and not self._launched)
 
     def wait(self, verb: str, what: str) -> None:
         """Runs all ops up to this one and waits until it has ended; raises what failed."""
@@ -391,7 +395,7 @@ class InlineRun:
 
     def finish(self) -> None:
         """Does what is left, and waits until everything has ended; raises what failed."""
-        while self._begun < len(self._todo):
+        while self._begun < len(self.keys):
             self._begin_next()
         while self._launched:
             self._end(next(iter(self._launched)))
@@ -401,7 +405,7 @@ class InlineRun:
     def _begin_next(self) -> None:
         if self._failed is not None:
             self._failed.reraise()
-        key = self._todo[self._begun]
+        key = self.keys[self._begun]
         op = self.program.ops[self.program.index(*key)]
         for back, before in self._reach[key]:  # what came in earlier steps has ended
             if back == 0 and before in self._launched:
@@ -436,12 +440,11 @@ class InlineRun:
 
     def _fail(self, error: BaseException, op: Op) -> None:
         """Ends the run after the launched ops have ended: they would write to memory that others believe to be free."""
-        self._todo, launched, self._launched = self._todo[: self._begun], self._launched, {}
+        self.keys, launched, self._launched = self.keys[: self._begun], self._launched, {}
         self._actions.clear()
         for _, ticket, _ in launched.values():
             with contextlib.suppress(BaseException):
                 ticket.wait()
-        self.failure = error
         self._failed = OpFailure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
 
 

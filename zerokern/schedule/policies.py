@@ -9,7 +9,7 @@ from zerokern.core.errors import got
 
 from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
-from .resting import resting
+from .resting import compute_resting, gradients, spilled
 
 __all__ = ["Delayed", "check_schedule", "program_of", "resident"]
 
@@ -94,19 +94,26 @@ def program_of(
     check_schedule(schedule)
     if not spans:
         raise ValueError(got("spans", list(spans), "at least one span"))
-    if any(span.fetch_lanes for span in spans):
-        return resting("delayed" if isinstance(schedule, Delayed) else schedule, spans, passes)
+    resting = passes if any(span.fetch_lanes for span in spans) else 0
     if schedule == "sync":
-        return _sync(spans, on_disk)
-    return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
+        return _sync(spans, on_disk, resting)
+    if schedule == "overlap":
+        return _overlap(spans, at_once, on_disk, resting)
+    return _delayed(spans, shadow and not resting, on_disk, resting)
 
 
 def resident(
-    spans: Sequence[Span], lane: str = "device", *, record_nbytes: int = 0, spill_nbytes: int = 0
+    spans: Sequence[Span],
+    lane: str = "device",
+    *,
+    record_nbytes: int = 0,
+    spill_nbytes: int = 0,
+    on_disk: bool = False,
 ) -> StepProgram:
     """Builds the program of an update that runs at once, where parameters and state are: "sync" without offload.
 
     `lane`: "cpu" if the compute device is the host. `record_nbytes`, `spill_nbytes`: those of all spans together.
+    `on_disk`: as in `program_of`.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
@@ -114,7 +121,7 @@ def resident(
      1 device Backward a                        after 0
      2 device Step     all  280 B, 10 elements  after 1
     """
-    builder = ProgramBuilder("resident")
+    builder = ProgramBuilder("resident", on_disk)
     updated = OpKey("Step", "all", 1)
     builder.compute(
         spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _is_gathered_once(spans[place]) else updated]
@@ -124,22 +131,32 @@ def resident(
     there = builder.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
     last = builder.add("Step", "all", lane, there or ready, nbytes, numel)
     builder.store_record("all", record_nbytes, last)
+    last += builder.store_state()  # before other ranks gather it
     for span in spans:
         builder.gather(span, last)
     return builder.program()
 
 
-def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
-    """Builds it in order: all gradients down, then all updates, then all parameters up."""
+def _sync(spans: Sequence[Span], on_disk: bool, resting: int) -> StepProgram:
+    """Builds it in order: all gradients down, then all updates, then all parameters up. `resting`: passes of a model
+    whose parameters rest off the device."""
     builder = ProgramBuilder("sync", on_disk)
-    builder.compute(spans, lambda place: [OpKey("Publish", spans[-1].name, 1)] if place == 0 else [])
+    begin: list[OpKey] = [OpKey("Publish", spans[-1].name, 1)]
     last: list[OpKey] = [reduced(span) for span in spans]
-    for span in reversed(spans):
-        last = builder.fetch(span, last) or last
-    last = builder.norm(spans, last)
-    for add in (builder.step, builder.store):
-        for span in spans:
-            last = add(span, last) or last
+    if resting:
+        begin += [OpKey("Store", f"{span.name} record", 1) for span in spans if span.numel and span.written_nbytes]
+        compute_resting(builder, spans, lambda place: begin if place == 0 else [], resting)
+        last = list(gradients(spans, resting))
+    else:
+        builder.compute(spans, lambda place: begin if place == 0 else [])
+        for span in reversed(spans):
+            last = builder.fetch(span, last) or last
+    norm = builder.norm(spans, last)
+    last = norm
+    for span in spans:
+        last = builder.step(span, last, ahead=[*norm, *spilled(span, resting)])
+    for span in spans:
+        last = builder.store(span, last) or last
     last += builder.store_state()  # before other ranks gather it
     last = [key for span in spans for key in builder.gather(span, last)] or last
     for span in spans:
@@ -147,7 +164,7 @@ def _sync(spans: Sequence[Span], on_disk: bool) -> StepProgram:
     return builder.program()
 
 
-def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> StepProgram:
+def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool, resting: int) -> StepProgram:
     """Builds it so that gradients leave during backward, and each forward waits only for its own parameters."""
     published: list[OpKey] = [OpKey("Publish", span.name, 1) for span in spans]
 
@@ -157,42 +174,49 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> StepProgram
         return [published[place]]
 
     builder = ProgramBuilder("overlap", on_disk)
-    builder.compute(spans, begin, fetched=True)
-    norm = builder.norm(spans, map(fetched, spans))
+    if resting:
+        compute_resting(builder, spans, begin, resting, hands_over=True)
+    else:
+        builder.compute(spans, begin, fetched=True)
+    norm = builder.norm(spans, gradients(spans, resting) if resting else map(fetched, spans))
     for span in spans:
-        last = builder.step(span, norm)
+        last = builder.step(span, norm, ahead=[*norm, *spilled(span, resting)])
         last = builder.store(span, last) or last
         last = builder.gather(span, last) or last
         builder.publish(span, last)
     return builder.program()
 
 
-def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> StepProgram:
+def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool, resting: int) -> StepProgram:
     """Builds it so that an update runs beside the next step's compute, and is published at that step's end.
 
     Gathers of updated values then run beside nothing.
     """
     seen: list[OpKey] = [OpKey("Gather" if _is_gathered_once(span) else "Publish", span.name, 1) for span in spans]
-    stored = [OpKey("Store" if span.param_nbytes else "Step", span.name, 1) for span in spans]
+    stored = [OpKey("Store" if span.param_nbytes else "Step", span.name, 1) for span in spans if span.is_updated]
     builder = ProgramBuilder("delayed", on_disk)
-    builder.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
+    if resting:
+        compute_resting(builder, spans, lambda place: seen if place == 0 else [], resting, behind=2)
+    else:
+        builder.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
     # All of it is stored before the first is published. The others follow that one, so that edges stay linear.
-    ready: list[OpKey] = [OpKey("Backward", spans[0].name), *stored]
+    ready: list[OpKey] = [OpKey("Backward", spans[0].name, turn=max(resting, 1) - 1), *stored]
     published: list[OpKey] = []
     for span in spans:
         published += builder.publish(span, published[:1] or ready, span.param_nbytes if shadow else 0)
     after = published
     for span in spans:
         after = builder.gather(span, after) or after
-    norm = builder.norm(spans, map(fetched, spans))
+    norm = builder.norm(spans, gradients(spans, resting) if resting else map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: OpKey = OpKey("Publish", span.name)
         read: list[OpKey] = [OpKey("Store", span.name, 1)] if span.param_nbytes else []
-        last = builder.step(span, [*norm, *read] if shadow else [*norm, free])
+        ahead = [*norm, *spilled(span, resting)]
+        last = builder.step(span, [*norm, *read] if shadow else [*norm, free], ahead=ahead)
         builder.store(span, [*last, free])
     return builder.program()
 
 
 def _is_gathered_once(span: Span) -> bool:
     """Returns whether ranks gather updated values once before the next forward."""
-    return bool(span.gather_nbytes) and not span.gathered_again
+    return bool(span.gather_nbytes) and not span.gathered_again and not span.fetch_lanes

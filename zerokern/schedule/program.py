@@ -97,6 +97,16 @@ class Span:
     keep_lanes: tuple[str, ...] = ()
     """how they come back"""
 
+    @property
+    def is_updated(self) -> bool:
+        """Whether there is an update of it: of a resting span that is frozen there is none."""
+        return bool(self.numel) or not self.fetch_lanes
+
+    @property
+    def written_nbytes(self) -> int:
+        """What an update reads from the disk and writes back: state, and parameters that rest there."""
+        return self.record_nbytes + (self.fetch_nbytes if "read" in self.fetch_lanes else 0)
+
     @classmethod
     def of(
         cls,

@@ -1,6 +1,7 @@
 """Times a program on a described machine: what runs when, how long a step takes, how much of it is hidden. No torch.
 
-A lane runs one op at a time, in the order of the program; an op begins when its dependencies have ended. Rates change
+A lane runs one op at a time, in the order of the program, but for the disk's, whose time the model and the update
+share; an op begins when its dependencies have ended. Rates change
 while an op runs, as other lanes begin and end: links that are slower in both directions, memory that is shared.
 """
 
@@ -107,8 +108,8 @@ def flow_bound(program: StepProgram, machine: Machine) -> float:
 
 def _queue(op: Op) -> tuple[str, bool]:
     """Returns the queue whose ops run one by one. Publishing has its own, because it runs in the thread that waits for
-    it."""
-    return (op.lane, op.verb == "Publish")
+    it; and so has what an update reads and writes of the disk, because its worker asks for that."""
+    return (op.lane, op.verb == "Publish" or op.what.endswith(" record"))
 
 
 Ran = tuple[int, Op, float, float]
@@ -166,8 +167,12 @@ class _Simulation:
 
     def _left(self) -> dict[int, float]:
         """Returns, by queue, how long its op would take from now on if nothing else changed."""
-        lanes = frozenset(self.ops[index].lane for _, index, _, _ in self.running.values())
-        return {number: share * self._seconds(index, lanes) for number, (_, index, share, _) in self.running.items()}
+        running = [self.ops[index].lane for _, index, _, _ in self.running.values()]
+        lanes, disk = frozenset(running), {lane: running.count(lane) for lane in ("read", "write")}
+        return {
+            number: share * self._seconds(index, lanes) * disk.get(self.ops[index].lane, 1)
+            for number, (_, index, share, _) in self.running.items()
+        }
 
     def _seconds(self, index: int, lanes: frozenset[str]) -> float:
         key = (index, lanes)

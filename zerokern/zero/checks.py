@@ -14,8 +14,7 @@ import warnings
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
 from zerokern.zero.params import sharded_parameter_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.publishing import without_waiting
-from zerokern.zero.shard import Shard, give_shard, shard_of
+from zerokern.zero.shard import Shard, give_shard, refuse_unfrozen, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import PLACE, UnitSpec
 
@@ -46,15 +45,15 @@ __all__ = [
     "mixed",
     "model",
     "no_other_wrapper",
-    "no_writes_of_one_rank",
     "not_reduced_by_ddp",
-    "one_unit",
     "reduce",
     "refuse_materialized",
+    "refuse_max_norm",
     "refuse_stranger",
     "same_on_all_ranks",
     "thawed",
     "unreduced",
+    "warn_of_large_units",
 ]
 
 
@@ -88,8 +87,8 @@ def model(module: object, units: Sequence[UnitSpec], group: Group, *, built: boo
     if not params:
         raise ValueError(f"{type(module).__name__} has no parameters; allowed: a module with something to shard")
     for name, param in params:
-        _one(name, param, built)
-    _no_overlap(params)
+        _check_parameter(name, param, built)
+    _check_overlap(params)
     if built:
         return group.device
     devices = sorted({str(param.device) for _, param in params})
@@ -140,7 +139,7 @@ def not_reduced_by_ddp(module: nn.Module) -> None:
         )
 
 
-def one_unit(units: Sequence[UnitSpec]) -> None:
+def warn_of_large_units(units: Sequence[UnitSpec]) -> None:
     """Warn of a unit with most of a large model in it: at stage 3 all of it is gathered at once.
 
     A unit that would not be much smaller without its largest module is as it must be: an embedding, say.
@@ -163,8 +162,8 @@ def one_unit(units: Sequence[UnitSpec]) -> None:
         )
 
 
-def no_writes_of_one_rank(module: nn.Module, group: Any) -> None:
-    """Lookups that renormalize what they look up write to other rows on each rank."""
+def refuse_max_norm(module: nn.Module, group: Any) -> None:
+    """Lookups that renormalize what they check up write to other rows on each rank."""
     lookups = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     for name, one in lookups:
         if one.max_norm is not None and one.weight.requires_grad and group.size > 1:
@@ -231,7 +230,7 @@ def unreduced(names: Sequence[str]) -> NoReturn:
     )
 
 
-def _one(name: str, param: nn.Parameter, built: bool) -> None:
+def _check_parameter(name: str, param: nn.Parameter, built: bool) -> None:
     if shard_of(param) is not None:
         raise StateError(f"{name!r} is sharded already; shard a model once, as a whole")
     if built and is_placed(param):
@@ -258,10 +257,10 @@ def _one(name: str, param: nn.Parameter, built: bool) -> None:
         raise StateError(f"{name!r} has a gradient; call zero_grad() before zk.shard")
 
 
-def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
+def _check_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
     """Two parameters that share memory would no longer share it afterwards."""
     locals_of = [(name, local_of(param)) for name, param in params]
-    spans = sorted((*_where(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
+    spans = sorted((*_address(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
     for (kind, begin, nbytes, left), (other, after, _, right) in itertools.pairwise(spans):
         if kind == other and begin + nbytes > after:
             raise ValueError(
@@ -270,7 +269,7 @@ def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
             )
 
 
-def _where(param: Tensor) -> tuple[int, int]:
+def _address(param: Tensor) -> tuple[int, int]:
     """An address; of memory that is emptied until its unit is built, its place within that."""
     storage = param.untyped_storage()
     return (0, param.data_ptr()) if storage.nbytes() else (storage._cdata, int(param.storage_offset()) * param.itemsize)
@@ -281,9 +280,10 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
     if group.alone:
         return
     rows = [
-        (name, _shown(param), str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
+        (name, [*param.shape, *placements], str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
         for unit in units
         for name, param in unit.params
+        for placements in [map(str, param.placements) if is_placed(param) else ()]
     ]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     found = group.exchange([settings, len(rows), digest])
@@ -311,23 +311,18 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
 def _first_difference(group: Any, rows: list[Any]) -> str:
     everyone = group.exchange(rows)
     for rank, theirs in enumerate(everyone):
-        for number in range(max(len(theirs), len(everyone[0]))):
-            here, there = (_row(some, number) for some in (everyone[0], theirs))
-            if here != there:
+        for number, pair in enumerate(itertools.zip_longest(everyone[0], theirs)):
+            if pair[0] != pair[1]:
+                here, there = map(_in_words, pair)
                 return f"parameter {number} is {here} on rank 0, {there} on rank {rank}"
     return "the units differ"
 
 
-def _row(rows: list[Any], number: int) -> str:
-    if number >= len(rows):
+def _in_words(row: list[Any] | None) -> str:
+    if row is None:
         return "missing"
-    name, shape, dtype, trained, unit = rows[number]
+    name, shape, dtype, trained, unit = row
     return f"{name!r} {tuple(shape)} {dtype} {trained} in unit {unit or 'root'!r}"
-
-
-def _shown(param: Any) -> list[Any]:
-    """Its shape; of a DTensor, where its parts are too."""
-    return [*param.shape, *map(str, param.placements)] if is_placed(param) else list(param.shape)
 
 
 # torch's optimizers whose update of an element depends on others
@@ -343,12 +338,8 @@ _reference_of = operator.attrgetter("_zk_shard")
 def install() -> None:
     """Once for the process, when the first model is sharded."""
     hooks.on_optimizer_steps(before=_before, after=_after)
-    hooks.on_registration(_known_to_the_user)
-
-
-def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
-    """A module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there."""
-    return sharded_parameter_of(param)
+    # a module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there
+    hooks.on_registration(sharded_parameter_of)
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
@@ -421,10 +412,9 @@ class Guard:
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
         self._bodies = TensorBodies(self._params)
         self._addresses = self._whereabouts()
-        self._versions = self._bodies.versions()
         if self._params:
             for module in sharding.module.modules():
-                hooks.after_loading(module, hooks.weakly(self.attend))
+                hooks.after_loading(module, hooks.weakly(self.check_memory))
 
     @property
     def sharding(self) -> Any:
@@ -432,19 +422,19 @@ class Guard:
         assert sharding is not None
         return sharding
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
         for check in self.before_forward:
             check()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
         if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
-            self._walk()
+            self._check_parameters()
         if any(map(_is_trained, self._frozen)):
             self._refuse_unfrozen()
         with without_waiting():
-            self.attend()
+            self.check_memory()
 
-    def _walk(self) -> None:
+    def _check_parameters(self) -> None:
         """What takes a parameter's place and is none (functional_call puts plain tensors there) is to compute."""
         known = self.sharding.entries
         there = set()
@@ -470,18 +460,13 @@ class Guard:
         self._found = list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _refuse_unfrozen(self) -> None:
-        entries = [entry for memory in self.sharding.memories for entry in memory.entries]
-        known = set(map(id, self._frozen))
-        name = next(one.name for one in entries if id(one.param) in known and one.param.requires_grad)
-        raise ShardError(
-            f"{name!r} was frozen when the model was sharded, and has no place for gradients; "
-            "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
-        )
+        frozen = (one for one in self.sharding.memories if not one.bucket.trainable)
+        refuse_unfrozen(next(one.name for memory in frozen for one in memory.entries if one.param.requires_grad))
 
     def _whereabouts(self) -> array[int]:
         return array("Q", map(_pointer_of, map(local_of, self._params) if self._has_dtensors else self._params))
 
-    def attend(self) -> None:
+    def check_memory(self) -> None:
         """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
         in_place = not self._has_dtensors and self._bodies.are_at(self._addresses)
         addresses = self._addresses if in_place else self._whereabouts()
@@ -494,22 +479,17 @@ class Guard:
                 "Move, convert and parametrize a model before it is sharded. Under Hugging Face use "
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
-        versions = self._bodies.versions()
         try:
-            here = all(map(operator.is_, map(_reference_of, self._params), self._references))
+            if all(map(operator.is_, map(_reference_of, self._params), self._references)):
+                return
         except AttributeError:  # one of them lost it
-            here = False
-        if here and versions == self._versions:
-            return
-        whose = list(map(shard_of, self._params))
-        for place, (param, shard) in enumerate(zip(self._params, self._shards, strict=True)):
-            if versions[place] != self._versions[place] or whose[place] is not shard:
-                self._take_back(param, shard)
-        self._versions = versions
+            pass
+        for param, shard in zip(self._params, self._shards, strict=True):
+            if shard_of(param) is not shard:
+                self._restore_shard(param, shard)
+        self._references = list(map(_reference_of, self._params))
 
-    def _take_back(self, param: nn.Parameter, shard: Shard) -> None:
-        if shard_of(param) is shard:
-            return
+    def _restore_shard(self, param: nn.Parameter, shard: Shard) -> None:
         give_shard(param, shard)  # with it went what hears of its gradients
         if shard.gradients is None:
             return
@@ -519,17 +499,6 @@ class Guard:
             param.grad_dtype = dtype
         shard.take_arrived(param)
         param.requires_grad_(trained)
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """The versions that rise within are no sign of anything."""
-        before = self._bodies.versions()
-        yield
-        after = self._bodies.versions()
-        if before != self._versions:
-            pairs = zip(self._versions, before, after, strict=True)
-            after = array("q", [now if known == was else known for known, was, now in pairs])
-        self._versions = after
 
 
 def is_trained(param: Tensor | None) -> bool:

@@ -32,7 +32,7 @@ class MaterializedParameter:
         self._unit, self._entry, self._shard = unit, entry, shard
         self.kept = False
         self._body = nn.Parameter(entry.show(values), requires_grad=False)
-        self._body.__dict__.update(_of_the_user(entry.param))
+        self._body.__dict__.update(_user_attributes(entry.param))
         self._node: object = None
         if values.is_floating_point():
             self._body.grad_dtype = entry.param.grad_dtype
@@ -48,7 +48,7 @@ class MaterializedParameter:
         self._dropped = False
 
     def begin(self) -> None:
-        _exchange(self._entry.param, self._body)
+        _swap_contents(self._entry.param, self._body)
         self._unit.materialized += 1
         self._shard.materialized = self
 
@@ -57,21 +57,21 @@ class MaterializedParameter:
         param, body = self._entry.param, self._body
         self._unit.materialized -= 1
         self._shard.materialized = None
-        _exchange(param, body)
-        param.__dict__.update(_of_the_user(body))
+        _swap_contents(param, body)
+        param.__dict__.update(_user_attributes(body))
         if param.requires_grad != body.requires_grad:
             param.requires_grad_(body.requires_grad)
         if not self._changed:
             param.grad = body.grad if self._on_same_device else param.grad
             self._dropped = not self.kept and body._version != self._version
             if self.kept:
-                self._keep()
+                self._keep_written()
 
     @property
     def _changed(self) -> bool:
         return _kind(self._body) != self._was
 
-    def _keep(self) -> None:
+    def _keep_written(self) -> None:
         """Copies this rank's span of what was written into the shard."""
         shard = self._shard
         with torch.no_grad(), present(shard.piece, written=True):
@@ -103,7 +103,7 @@ def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[Non
         if sharding.runner is not None
         for unit in sharding.runner.units
         for memory in unit.memories
-        for one in _materialize(unit, memory, [entry for entry in memory.entries if id(entry.param) in asked])
+        for one in _gather_copies(unit, memory, [entry for entry in memory.entries if id(entry.param) in asked])
     ]
     begun: list[MaterializedParameter] = []
     try:
@@ -114,7 +114,7 @@ def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[Non
             sharding.publisher.finish()
         yield
         if write:
-            _keep(params)
+            _keep_written(params)
     finally:
         for one in begun:
             one.end()
@@ -130,7 +130,7 @@ def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[Non
         )
 
 
-def _materialize(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEntry]) -> list[MaterializedParameter]:
+def _gather_copies(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEntry]) -> list[MaterializedParameter]:
     """Gathers full values into memory of their own, which lives for as long as anything refers to it."""
     if not entries:
         return []
@@ -144,7 +144,7 @@ def _materialize(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEntry
     return [MaterializedParameter(unit, entry, alias(full, entry.place.offset, entry.shape)) for entry in entries]
 
 
-def _keep(params: Sequence[nn.Parameter]) -> None:
+def _keep_written(params: Sequence[nn.Parameter]) -> None:
     """Keeps what was written: here, or when the context ends that materialized a parameter."""
     shards = [shard_of(param) for param in params]
     for shard in shards:
@@ -154,7 +154,7 @@ def _keep(params: Sequence[nn.Parameter]) -> None:
     torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
 
 
-def _of_the_user(param: Tensor) -> dict[str, object]:
+def _user_attributes(param: Tensor) -> dict[str, object]:
     return {key: value for key, value in param.__dict__.items() if key not in _OF_THE_SHARDED}
 
 
@@ -166,7 +166,7 @@ def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     return f"{kind[1]} of shape {tuple(kind[0])} on {kind[2]}"
 
 
-def _exchange(left: Tensor, right: Tensor) -> None:
+def _swap_contents(left: Tensor, right: Tensor) -> None:
     """Swaps the contents of two tensors, as `torch.utils.swap_tensors`, which refuses what graphs refer to."""
     slots = SLOTS if is_placed(left) or is_placed(right) else ()
     left.__class__, right.__class__ = right.__class__, left.__class__

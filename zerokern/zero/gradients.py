@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from zerokern.comm import Handle
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
 from zerokern.zero.kinds import local_of
-from zerokern.zero.params import BucketEntry, BucketMemory, whole_like
+from zerokern.zero.params import BucketEntry, BucketMemory, gather_full
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
-from zerokern.zero.shard import Shard, alias, strides
+from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
 from zerokern.zero.tiers import fetched
 
@@ -94,7 +95,7 @@ class GradientBucket:
         self._versions_of = TensorBodies([]).versions
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
-        self._spots = [(entry.shape, strides(entry.shape), entry.place.offset) for entry in self.entries]
+        self._spots = [(entry.shape, contiguous_strides(entry.shape), entry.place.offset) for entry in self.entries]
         self._spans: list[Tensor] = []  # of the buffer, by place
         self._places = frozenset(range(len(self.entries)))
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
@@ -502,7 +503,7 @@ class GradientBucket:
             named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
             named.settle = self._settle_shown
             named.receive = None if self.receive is None else partial(self.receive, number)
-            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, entry.place, entry.placed)
+            named.gather_full = partial(gather_full, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
             del named, local
         self.times_shown += 1

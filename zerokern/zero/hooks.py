@@ -58,6 +58,7 @@ __all__ = [
     "share_hooks",
     "top_saved_hooks",
     "weakly",
+    "when_backward_begins",
     "when_gradient_is_there",
     "within_pass",
     "wrap_forward",
@@ -355,6 +356,12 @@ def when_gradient_is_there(tensor: Tensor, call: Callable[[], None]) -> None:
     tensor.register_hook(_Own(lambda _: call()))
 
 
+def when_backward_begins(result: Any, call: Callable[[], None]) -> None:
+    """Calls when the gradient of any tensor that a forward returned is there, for each of them."""
+    for output in graph_tensors(result):
+        when_gradient_is_there(output, call)
+
+
 def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] = lambda: None) -> None:
     """Calls `call` when the pass that is running is over, or `broken` as soon as an error has ended it."""
     torch.autograd.Variable._execution_engine.queue_callback(_End(call, broken))
@@ -402,7 +409,7 @@ def pop_saved_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def wrap_forward(module: nn.Module, before: Before, after: After) -> None:
+def wrap_forward(module: nn.Module, before: Before = _nothing, after: After = _nothing) -> None:
     """Call `before(args, kwargs)` first of all and `after(result)` last, also when the forward raised (then of None).
 
     A module that was compiled in place (`module.compile()`) traces its own hooks: there the call around it is wrapped.

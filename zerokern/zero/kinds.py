@@ -17,13 +17,14 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zerokern.core.errors import StateError
 from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.memory.here import Here
 from zerokern.memory.rest import Rest
-from zerokern.zero.sharded import Sharded, Spanned
+from zerokern.zero.sharded import Sharded, Spanned, known_shard
 
 __all__ = [
     "SLOTS",
@@ -34,7 +35,6 @@ __all__ = [
     "is_divided",
     "is_placed",
     "is_replicated",
-    "known_shard",
     "largest_local_numel",
     "local_of",
     "over",
@@ -49,16 +49,6 @@ __all__ = [
 
 Distributed: Any = DTensor  # the base of what takes the place of one
 SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
-
-
-def known_shard(tensor: Tensor | None) -> Any:
-    """What zk.shard knows of a parameter or of a piece of one, as long as the sharded model lives.
-
-    >>> known_shard(torch.ones(2)) is None
-    True
-    """
-    reference = getattr(tensor, "_zk_shard", None)
-    return None if reference is None else reference()
 
 
 def here_of(tensor: Tensor) -> Here:
@@ -312,13 +302,9 @@ def _holds(shown: DTensor, value: Tensor) -> bool:
 def over(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]
 ) -> DTensor:
-    """A DTensor over that very memory, wherever it is: `from_local` alone would move it to the mesh's device."""
-    if local.device.type == mesh.device_type or local.is_meta:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
-    like = DTensor.from_local(
-        torch.empty_like(local, device="meta"), mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
-    )
-    return DTensor(local, like._spec, requires_grad=False)
+    """Makes a DTensor over that very memory, wherever it is: `from_local` would move it to the mesh's device."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), local.dtype))
+    return DTensor(local.view_as(local), spec, requires_grad=False)
 
 
 def shardings_of(shards: Iterable[Any]) -> list[Any]:

@@ -37,12 +37,12 @@ __all__ = [
     "BucketMemory",
     "Gathered",
     "exchange_bodies",
+    "gather_full",
     "leaf_over",
     "mark_gathered",
     "mark_released",
     "place",
     "sharded_parameter_of",
-    "whole_like",
 ]
 
 
@@ -157,7 +157,7 @@ class BucketEntry:
         return local if self.placed is None else self.placed.show(local)
 
 
-def whole_like(group: Group, shard_numel: int, place: Piece, placed: Placed | None, one: Sharded) -> Tensor:
+def gather_full(group: Group, shard_numel: int, place: Piece, placed: Placed | None, one: Sharded) -> Tensor:
     """Gathers all elements of a tensor that is sharded as a parameter of a bucket is; all ranks call it.
 
     Of a DTensor, `placed` as that is, all that this rank has of it without zk.shard.
@@ -466,7 +466,7 @@ def _shard(entry: BucketEntry, memory: BucketMemory, shard: Shard) -> None:
     local = shard.piece.detach()
     body = (Sharded if entry.placed is None else ShardedDTensor).of(local, shard.here, name=shard.name)
     shard.rest = local.zk_rest = memory.rest
-    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, entry.place, entry.placed)
+    body.gather_full = partial(gather_full, memory.group, memory.bucket.shard_numel, entry.place, entry.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)
     body._is_param = True

@@ -80,14 +80,9 @@ class Bucket:
         >>> bucket.pieces(0), bucket.pieces(1)
         ((Piece(param=0, start=0, numel=128, offset=0),), (Piece(param=0, start=128, numel=72, offset=0),))
         """
-        begin = rank * self.shard_numel
-        return tuple(self._cut(begin, begin + self.shard_numel))
-
-    def _cut(self, begin: int, end: int) -> Iterator[Piece]:
-        for place in self.places:
-            first, last = max(place.offset, begin), min(place.offset + place.numel, end)
-            if first < last:
-                yield Piece(place.param, first - place.offset, last - first, first - begin)
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        spans = ((at, max(at.offset, begin), min(at.offset + at.numel, end)) for at in self.places)
+        return tuple(Piece(at.param, a - at.offset, b - a, a - begin) for at, a, b in spans if a < b)
 
 
 def partition(members: Sequence[Member], world: int | Sequence[int], bucket_numel: int | None = None) -> list[Bucket]:

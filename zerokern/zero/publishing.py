@@ -19,7 +19,7 @@ from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Distributed, known_shard
+from zerokern.zero.kinds import Distributed
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import leaves
@@ -76,7 +76,7 @@ _UPDATED: dict[type, type] = {updating: usual for usual, updating in _UPDATING.i
 
 
 def _wait_for(param: Any) -> None:
-    shard = known_shard(param)
+    shard = shard_of(param)
     if shard is not None:
         shard.sharding.publisher.wait_for_bucket(shard.gradients.number)
     mark_updated([param])

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,12 @@ from zerokern.kernels import join
 from zerokern.memory.here import Here
 from zerokern.memory.rest import Rest
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, known_shard, over, present, take, version_of
+from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, over, present, take, version_of
 from zerokern.zero.partition import shards_parameters
-from zerokern.zero.sharded import Sharded, Spanned
+from zerokern.zero.sharded import Sharded, Spanned, known_shard
 
 __all__ = ["DTensorRanks", "Shard", "alias", "gradients_of_dtensors", "here_of_state", "shard_of"]
-__all__ += ["give_shard", "plain_shard", "shard_changes", "shards_of", "strides"]
+__all__ += ["give_shard", "plain_shard", "refuse_unfrozen", "shard_changes", "shards_of"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -55,14 +55,7 @@ def give_shard(param: Tensor, shard: Shard) -> None:
     param._zk_shard = _Reference(shard)  # type: ignore[attr-defined]
 
 
-def shard_of(param: Tensor) -> Shard | None:
-    """What zk.shard has made of a parameter; None for one that it has never seen, or whose sharded model is gone.
-
-    >>> shard_of(torch.nn.Parameter(torch.ones(2))) is None
-    True
-    """
-    found: Any = known_shard(param)
-    return found
+shard_of: Callable[[Tensor | None], Shard | None] = known_shard
 
 
 def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -71,20 +64,7 @@ def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> T
     Views of one bucket share a counter: a write to one parameter would read as a write to all of them.
     """
     fresh = torch.tensor([], dtype=memory.dtype, device=memory.device)
-    return fresh.set_(memory.untyped_storage(), int(memory.storage_offset()) + offset, shape, strides(shape))
-
-
-def strides(shape: torch.Size | tuple[int, ...]) -> list[int]:
-    """Those of a tensor whose elements follow each other.
-
-    >>> strides((2, 3, 4))
-    [12, 4, 1]
-    """
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= max(size, 1)
-    return found[::-1]
+    return fresh.set_(memory.untyped_storage(), int(memory.storage_offset()) + offset, shape)  # type: ignore[call-overload]  # it knows of no default
 
 
 def here_of_state(param: Tensor) -> Here:
@@ -216,7 +196,7 @@ class Shard:
         self._stages = stages
 
     @property
-    def whole(self) -> Tensor | None:
+    def param_in_bucket(self) -> Tensor | None:
         """The model's parameter, where its values lie in the same memory as the piece."""
         if self.gradients is None or shards_parameters(self.sharding.stage):
             return None
@@ -230,9 +210,9 @@ class Shard:
             return known is self if known is not None else param is self.piece and not is_divided(param)
         return param is self._param and isinstance(param, DTensor) and _where(param) == self._where
 
-    def look(self, param: Tensor) -> None:
-        """Writes to the parameter count as writes to the piece; our own have been accounted for by `publish`."""
-        source = self.whole if param is self.piece else param
+    def count_writes(self, param: Tensor) -> None:
+        """Counts writes to the parameter as writes to the piece; our own have been accounted for by `publish`."""
+        source = self.param_in_bucket if param is self.piece else param
         if source is None or self.materialized is not None:  # that is another body, whose versions count from 0
             return
         version = version_of(source)
@@ -331,15 +311,8 @@ class Shard:
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:
-            raise ShardError(
-                f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
-                "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
-            )
+            refuse_unfrozen(self.name)
         return (None,)
-
-    def call_after_reduction(self, call: Callable[[Tensor], None]) -> Any:
-        """What to call when the gradient has been reduced; the result's `remove()` ends that."""
-        return hooks.keep_hook(self.after_reduction, call)
 
     @property
     def hooks(self) -> tuple[dict[int, Callable[[Tensor], None]], ...]:
@@ -440,6 +413,14 @@ def gradients_of_dtensors(params: Iterable[Tensor]) -> list[tuple[MeshGroups, li
         if grad is not None:
             found.setdefault((param.device_mesh, _dims(name, param)), []).append(grad)
     return [(MeshGroups(mesh, dims), grads) for (mesh, dims), grads in found.items()]
+
+
+def refuse_unfrozen(name: str) -> NoReturn:
+    """Raises: a parameter is trained that has no place in any gradient bucket."""
+    raise ShardError(
+        f"{name!r} was frozen when the model was sharded, and has no place for gradients; "
+        "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
+    )
 
 
 def _parameter(piece: Tensor, name: str, param: Tensor) -> nn.Parameter:

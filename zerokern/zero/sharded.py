@@ -16,6 +16,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.here import Cuboid, Here, chunk_list, write_items
 from zerokern.memory.rest import Rest
 from zerokern.zero import hooks
+from zerokern.zero.containers import mapped
 from zerokern.zero.sharded_ops import (
     BELOW_DISPATCH,
     FREEZING,
@@ -33,13 +34,23 @@ from zerokern.zero.sharded_ops import (
     targets,
     written_arguments,
 )
-from zerokern.zero.tiers import by_rests, fetched, goes_by_rests
+from zerokern.zero.tiers import by_rests, fetched
 
-__all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "leaves"]
+__all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "known_shard", "leaves"]
 
 
 ADD_ = torch.ops.aten.add_.Tensor
 KINDS = ("parameter", "gradient", "state")
+
+
+def known_shard(tensor: Tensor | None) -> Any:
+    """Returns the `Shard` of a parameter, or of a piece of one; None if it has none, or its sharded model is gone.
+
+    >>> known_shard(torch.ones(2)) is None
+    True
+    """
+    reference = getattr(tensor, "_zk_shard", None)
+    return None if reference is None else reference()
 
 
 @dataclass(frozen=True)
@@ -94,10 +105,10 @@ class Sharded(torch.Tensor):
     #: asked for a result where the full tensor is needed: ``use(func, args, kwargs)``, which may return NotImplemented
     use: Callable[[Callable, tuple, dict], Any] | None = None
     #: says that a forward is running, where even element-wise results have to meet full tensors
-    in_forward: Callable[[], bool] | None = None
-    settle: Callable[[], None] | None = None  # returns once no update of it is under way
-    #: all elements of it, or of another tensor that is sharded alike, from all ranks
-    whole: Callable[[Sharded], torch.Tensor] | None = None
+    in_forward: Callable[[], bool] = staticmethod(lambda: False)
+    settle: Callable[[], None] = staticmethod(lambda: None)  # returns once no update of it is under way
+    #: gathers all elements of it, or of another tensor that is sharded alike, from all ranks
+    gather_full: Callable[[Sharded], torch.Tensor] | None = None
     original: Sharded | None = None  # what it was detached of
     receive: Callable[[torch.Tensor], None] | None = None  # a gradient is given what autograd adds to it
 
@@ -161,11 +172,6 @@ class Sharded(torch.Tensor):
             self.zk_rest.watch(self.span) if counts else self.zk_rest.change()
             return self.zk_rest.lend(self.span)
 
-    @property
-    def handed_out(self) -> bool:
-        """Whether anybody was given `local`, of this or of what is over the same memory."""
-        return getattr(self.span, "zk_handed_out", False)
-
     def is_same_layout(self, other: object) -> bool:
         """Whether ``other`` is sharded and holds the same elements of the same shape here.
 
@@ -196,7 +202,7 @@ class Sharded(torch.Tensor):
         Sharded(state, shape (2, 3), elements 4:6 of 6 here, torch.float32)
         """
         made = Sharded.of(local, self.here, name=self.name, kind=self.kind, dtype=dtype)
-        made.whole, made.in_forward, made.receive = self.whole, self.in_forward, self.receive
+        made.gather_full, made.in_forward, made.receive = self.gather_full, self.in_forward, self.receive
         if self.zk_rest is not None and local.untyped_storage()._cdata == self.span.untyped_storage()._cdata:
             local.zk_rest = self.zk_rest  # type: ignore[attr-defined]
         return made
@@ -217,23 +223,17 @@ class Sharded(torch.Tensor):
         """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
         if self._leaf is None:
             refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
-        return self._known_shard.call_after_reduction(hook)
+        return hooks.keep_hook(known_shard(self).after_reduction, hook)
 
     @property
     def _leaf(self) -> torch.Tensor | None:
-        return getattr(self._known_shard, "leaf", None)
-
-    @property
-    def _known_shard(self) -> Any:
-        reference = getattr(self, "_zk_shard", None)
-        return None if reference is None else reference()
+        return getattr(known_shard(self), "leaf", None)
 
     def __deepcopy__(self, memo: dict) -> Sharded:
         """Of what a state_dict holds; a module that is copied would be of no use with its parameters' parts."""
         if isinstance(self, torch.nn.Parameter):
             refuse("copy.deepcopy", self, "copy")
-        if self.settle is not None:
-            self.settle()
+        self.settle()
         with nullcontext() if self.zk_rest is None else self.zk_rest.used():
             memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
         return copied
@@ -242,8 +242,7 @@ class Sharded(torch.Tensor):
         refuse("pickling (torch.save, copy.copy, multiprocessing)", self, "save")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        if self.settle is not None:
-            self.settle()
+        self.settle()
         return write_items(fqn, self.shape, self.span.dtype, self._boxes())
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -251,8 +250,7 @@ class Sharded(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """A box, as a view of what is here."""
-        if self.settle is not None:
-            self.settle()
+        self.settle()
         for at, sizes, first in self._boxes():
             if index.offset is None or at == tuple(index.offset):
                 return self._shown().detach()[first : first + torch.Size(sizes).numel()].view(sizes)
@@ -271,60 +269,50 @@ class Sharded(torch.Tensor):
     ) -> Any:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                reference = getattr(args[0], "_zk_shard", None) if func in FREEZING else None
-                if reference is not None and (shard := reference()) is not None:
+                if func in FREEZING and (shard := known_shard(args[0])) is not None:
                     shard.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up
             return rebind(*args)
         given = dict(kwargs or {})
-        found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
-        if func not in UNFETCHED_CALLS and any(one.zk_rest is not None for one in found):
-            run = functools.partial(Sharded.present, func)
-            return by_rests(run, args, given) if goes_by_rests(func) else run(args, given)
-        return Sharded.perform(func, args, given, found)
+        if func in UNFETCHED_CALLS or not rests((args, given)):
+            return Sharded.perform(func, args, given)
+        return with_values(Sharded.perform, targets, func, args, given)
 
     @staticmethod
-    def present(func: Callable, args: tuple, given: dict) -> Any:
-        """As `perform`, of what may rest elsewhere."""
-        found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
-        with fetched(found, written=targets(func, args, given)):
-            return Sharded.perform(func, args, given, found)
-
-    @staticmethod
-    def perform(func: Callable, args: tuple, given: dict, found: list[Sharded]) -> Any:
+    def perform(func: Callable, args: tuple, given: dict) -> Any:
         """What a call on sharded tensors comes to."""
+        sharded = sharded_among((args, given))
         op, topic = BELOW_DISPATCH.get(func, ("", ""))
         if topic not in ("", "values", "autograd"):
-            refuse(op, found[0], topic)
-        for one in found:
-            if one.settle is not None:
-                one.settle()
-        users = [one for one in found if one.use is not None]
-        written = writes(func, args, given)
-        if written and not any(one.in_forward is not None and one.in_forward() for one in users):
+            refuse(op, sharded[0], topic)
+        for one in sharded:
+            one.settle()
+        users = [one for one in sharded if one.use is not None]
+        # done on a gathered copy, what is written into a sharded tensor would be lost
+        writes = any(isinstance(one, Sharded) for one in targets(func, args, given))
+        if writes and not any(one.in_forward() for one in users):
             users = []
         if any(wants_full(func, one) for one in users):
-            result = ask(users, func, *made_whole((args, given)))
+            result = ask(users, func, *with_full((args, given)))
             if result is not NotImplemented:
                 return result
             users = []
-        elif not users and not written and is_traced((args, given)):
-            args, given = made_whole((args, given))
+        elif not users and not writes and is_traced((args, given)):
+            args, given = with_full((args, given))
         try:
             if topic:
-                refuse(op, found[0], topic)
+                refuse(op, sharded[0], topic)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **given)
         except ShardedUseError:
             # a plain tensor that is written to takes all (SAM's `p.add_(p.grad)` below stage 3), and so does a forward
-            running = any(one.in_forward is not None and one.in_forward() for one in found)
-            if not written and (running or targets(func, args, given)):
-                args, given = made_whole((args, given))
+            if not writes and (any(one.in_forward() for one in sharded) or targets(func, args, given)):
+                args, given = with_full((args, given))
             result = ask(users, func, args, given)
             if result is not NotImplemented:
                 return result
-            if any(isinstance(one, Sharded) for one in leaves((args, given))):
+            if sharded_among((args, given)):
                 raise
             return func(*args, **given)
         # torch's operators do not let a TypeError through
@@ -343,30 +331,46 @@ class Sharded(torch.Tensor):
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
         given = dict(kwargs or {})
-        resting = any(one.zk_rest is not None for one in leaves((args, given)) if isinstance(one, Sharded))
-        if not resting or rule_for(func) in UNFETCHED_RULES:
-            return rule_for(func)(Sharded, func, args, given)
-        run = functools.partial(Sharded.operate, func)
-        return by_rests(run, args, given) if goes_by_rests(func) else run(args, given)
+        if rule_for(func) in UNFETCHED_RULES or not rests((args, given)):
+            return Sharded.operate(func, args, given)
+        return with_values(Sharded.operate, written_arguments, func, args, given)
 
     @staticmethod
     def operate(func: Any, args: tuple, given: dict) -> Any:
-        """An operator on what may rest elsewhere; within DisableTorchFunctionSubclass nobody has fetched it yet."""
-        found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
-        with fetched(found, written=leaves(written_arguments(func, args, given))):
-            return rule_for(func)(Sharded, func, args, given) if found else func(*args, **given)
+        """What an operator does below autograd."""
+        return rule_for(func)(Sharded, func, args, given)
 
 
-def writes(func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether the call writes into a sharded tensor: done on a gathered copy, what it writes would be lost."""
-    return any(isinstance(one, Sharded) for one in targets(func, args, kwargs))
+def sharded_among(arguments: Any) -> list[Sharded]:
+    return [one for one in leaves(arguments) if isinstance(one, Sharded)]
+
+
+def rests(arguments: Any) -> bool:
+    """Whether any of these rests elsewhere while nobody uses it."""
+    return any(one.zk_rest is not None for one in sharded_among(arguments))
+
+
+Call = Callable[[Any, tuple, dict], Any]
+
+
+def with_values(run: Call, written: Call, func: Any, args: tuple, given: dict) -> Any:
+    """Calls `run` when what it is given has been fetched; for a foreach op, for one part of its lists after the other.
+
+    `written`: what of it the call writes to. Within DisableTorchFunctionSubclass operators alone know what to fetch.
+    """
+
+    def call(args: tuple, given: dict) -> Any:
+        sharded = sharded_among((args, given))
+        with fetched(sharded, written=leaves(written(func, args, given))):
+            return run(func, args, given) if sharded else func(*args, **given)
+
+    is_foreach = getattr(func, "__name__", "").startswith("_foreach_")
+    return by_rests(call, args, given) if is_foreach else call(args, given)
 
 
 def wants_full(func: Callable, one: Sharded) -> bool:
     """A result that autograd will trace, or that a running forward asks for, has to be a full tensor from the start."""
-    if one.in_forward is not None and one.in_forward():
-        return True
-    return one.requires_grad and torch.is_grad_enabled() and func not in UNTRACED
+    return one.in_forward() or (one.requires_grad and torch.is_grad_enabled() and func not in UNTRACED)
 
 
 def is_traced(arguments: Any) -> bool:
@@ -375,24 +379,18 @@ def is_traced(arguments: Any) -> bool:
     return torch.is_grad_enabled() and any(one.requires_grad for one in plain)
 
 
-def made_whole(value: Any) -> Any:
-    """What stands beside parameters, averages and gradients of them, with all elements."""
-    if isinstance(value, Sharded):
-        return value.whole(value) if value.use is None and value.whole is not None else value
-    if isinstance(value, dict):
-        return {key: made_whole(item) for key, item in value.items()}
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)(map(made_whole, value))
-    return value
+def with_full(arguments: Any) -> Any:
+    """Gathers what stands beside parameters: averages and gradients of them."""
+
+    def full(one: Sharded) -> torch.Tensor:
+        return one if one.use is not None or one.gather_full is None else one.gather_full(one)
+
+    return mapped(arguments, full, Sharded)
 
 
 def ask(users: list[Sharded], func: Callable, args: tuple, kwargs: dict) -> Any:
-    for one in users:
-        if one.use is not None:
-            result = one.use(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-    return NotImplemented
+    answers = (one.use(func, args, kwargs) for one in users if one.use is not None)
+    return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
 
 
 def rebind(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -401,7 +399,7 @@ def rebind(target: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(value, Sharded) and value.span is target.span:
             return
         alike = (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)
-        if alike and target.in_forward is not None and target.in_forward():  # momentum encoders are written so
+        if alike and target.in_forward():  # momentum encoders are written so
             with torch.no_grad():
                 target.copy_(value)
             return

@@ -200,17 +200,16 @@ def rule_for(func: Any) -> Rule:
     """The rule of one op (``torch.ops.aten.mul.Tensor``).
 
     >>> [rule_for(op).__name__ for op in (aten.mul.Tensor, aten._foreach_zero_.default, aten.sum.default)]
-    ['elementwise', 'each', 'refused']
+    ['elementwise', 'elementwise', 'refused']
     """
     if func in RULES:
         return RULES[func]
-    name = name_of(func)
-    if name.startswith("_foreach_"):
-        return each if is_elementwise(name.removeprefix("_foreach_").rstrip("_")) else refused
     if torch.Tag.nondeterministic_seeded in func.tags or not tensors_only(func):
         return refused
-    in_place = name.endswith("_") and is_elementwise(name.rstrip("_"))  # torch tags `eq`, and not `eq_`
-    return elementwise if torch.Tag.pointwise in func.tags or in_place else refused
+    name = name_of(func)
+    derived = name.startswith("_foreach_") or name.endswith("_")  # torch tags `eq`, and neither `eq_` nor its foreach
+    base = name.removeprefix("_foreach_").rstrip("_")
+    return elementwise if torch.Tag.pointwise in func.tags or (derived and is_elementwise(base)) else refused
 
 
 def name_of(func: Any) -> str:
@@ -219,7 +218,7 @@ def name_of(func: Any) -> str:
 
 def tensors_only(func: Any) -> bool:
     """torch tags `equal` as pointwise too."""
-    return all(str(one.type) == "Tensor" for one in func._schema.returns)
+    return all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in func._schema.returns)
 
 
 def is_elementwise(base: str) -> bool:
@@ -227,68 +226,36 @@ def is_elementwise(base: str) -> bool:
     if base in ("max", "min"):
         return False
     packet = getattr(aten, base, None)
-    overloads = [getattr(packet, one) for one in packet.overloads()] if packet is not None else []
-    return base in ("zero", "copy") or any(torch.Tag.pointwise in one.tags for one in overloads)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return base in ("zero", "copy") or any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def elementwise(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    sharded = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
-    first = sharded[0]
-    written = written_arguments(func, args, kwargs)
-    for one in written:
-        if not isinstance(one, cls):
-            refuse_written(func, first, one)
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Tensor):
+    """Computes on this rank's elements; of a foreach op position by position, where plain tensors may be among them."""
+    values, written = [*args, *kwargs.values()], written_arguments(func, args, kwargs)
+    many = name_of(func).startswith("_foreach_")
+    tensors = [value for value in values if is_tensors(value) or isinstance(value, torch.Tensor)]
+    columns: list[Any] = list(zip(*filter(is_tensors, tensors), strict=True)) if many else [tensors]
+    targets = list(zip(*written, strict=True)) if many and written else [written] * len(columns)
+    firsts = [next((one for one in column if isinstance(one, cls)), None) for column in columns]
+    for first, column, target in zip(firsts, columns, targets, strict=True):
+        for one in column if first is not None else ():
+            if not isinstance(one, cls) and any(one is out for out in target):
+                refuse(label(func), first, "alike", f", to be written into a plain tensor of shape {tuple(one.shape)}")
+        for one in column if first is not None else ():
             check_beside(func, first, one, cls)
-    spans = functools.partial(span, first, cls)
-    result = func(*map(spans, args), **{key: spans(one) for key, one in kwargs.items()})
+
+    def here(value: Any) -> Any:
+        if not many:
+            return span(firsts[0], cls, value)
+        return list(map(span, firsts, [cls] * len(firsts), value)) if is_tensors(value) else value
+
+    result = func(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
+    wrote([one.span for target in targets for one in target if isinstance(one, cls)])
     if written:
-        wrote(one.span for one in written)
-        return written[0] if len(written) == 1 else tuple(written)
-    return dress(first, sharded, result)
-
-
-def each(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """A foreach op: position by position as the op on single tensors; plain tensors may be among the sharded ones."""
-    lists = [one for one in (*args, *kwargs.values()) if is_tensors(one)]
-    written = [one for many in written_arguments(func, args, kwargs) for one in many]
-    columns = []
-    for at, column in enumerate(zip(*lists, strict=True)):
-        sharded = [one for one in column if isinstance(one, cls)]
-        columns.append(sharded)
-        if sharded and written and not isinstance(written[at], cls):
-            refuse_written(func, sharded[0], written[at])
-        for one in column if sharded else ():
-            check_beside(func, sharded[0], one, cls)
-    spans = functools.partial(span_list, columns, cls)
-    result = func(*map(spans, args), **{key: spans(one) for key, one in kwargs.items()})
-    wrote(one.span for one in written if isinstance(one, cls))
-    if result is None:
-        return None
-    return [dress(sharded[0], sharded, one) if sharded else one for one, sharded in zip(result, columns, strict=True)]
-
-
-def copied(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    target, source = args[:2]
-    if not isinstance(target, cls):
-        refuse_written(func, source, target)
-    if isinstance(source, torch.Tensor):
-        if not isinstance(source, cls) and source.shape == target.shape:
-            source = target.span_of(source)
-        else:
-            check_beside(func, target, source, cls)
-    target.span.copy_(bare(source, cls), *args[2:], **kwargs)
-    wrote([target.span])
-    return target
-
-
-def copied_each(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
-    for target, source in zip(args[0], args[1], strict=True):
-        if isinstance(target, cls) or isinstance(source, cls):
-            copied(cls, aten.copy_.default, (target, source, *args[2:]), kwargs)
-        else:
-            target.copy_(source, *args[2:], **kwargs)
+        return None if many else written[0] if len(written) == 1 else tuple(written)
+    dressed = [dress(column, cls, one) for column, one in zip(columns, result if many else [result], strict=True)]
+    return dressed if many else dressed[0]
 
 
 def same_body(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -378,16 +345,10 @@ def bare(one: Any, cls: Any) -> Any:
 
 
 def span(first: Any, cls: Any, one: Any) -> Any:
-    """This rank's elements: of what is sharded alike, or of a plain tensor of the whole shape."""
+    """This rank's elements of what stands beside `first`: sharded alike, or a plain tensor of its shape."""
     if isinstance(one, cls):
         return one.span
-    return first.span_of(one) if isinstance(one, torch.Tensor) and one.ndim else one
-
-
-def span_list(columns: list[list[Any]], cls: Any, many: Any) -> Any:
-    if not is_tensors(many):
-        return many
-    return [span(found[0], cls, one) if found else one for one, found in zip(many, columns, strict=True)]
+    return first.span_of(one) if first is not None and isinstance(one, torch.Tensor) and one.ndim else one
 
 
 def is_tensors(one: Any) -> bool:
@@ -396,19 +357,15 @@ def is_tensors(one: Any) -> bool:
 
 def check_beside(func: Any, first: Any, one: torch.Tensor, cls: Any) -> None:
     """Beside a sharded tensor stand tensors sharded alike, whole ones of its shape, of which this rank's span counts,
-    and 0-dim ones that leave its dtype."""
+    and 0-dim ones that leave its dtype. What is copied may come from another device, or have another dtype."""
     if isinstance(one, cls):
         if not first.is_same_layout(one):
             refuse(label(func), first, "alike", f", beside {one!r}")
-    elif one.ndim:
-        if one.shape != first.shape or one.device != first.device:
-            refuse(label(func), first, "alike", f", beside a plain {one.dtype} tensor of shape {tuple(one.shape)}")
-    elif not first.ndim and one.dtype != first.dtype:
+        return
+    copies = one.shape == first.shape and name_of(func) in ("copy_", "_foreach_copy_")
+    other = one.shape != first.shape or one.device != first.device if one.ndim else not first.ndim
+    if other and not copies and (one.ndim or one.dtype != first.dtype):
         refuse(label(func), first, "alike", f", beside a plain {one.dtype} tensor of shape {tuple(one.shape)}")
-
-
-def refuse_written(func: Any, source: Any, target: torch.Tensor) -> NoReturn:
-    refuse(label(func), source, "alike", f", to be written into a plain tensor of shape {tuple(target.shape)}")
 
 
 def written_arguments(func: Any, args: tuple, kwargs: dict) -> list[Any]:
@@ -426,13 +383,16 @@ def wrote(spans: Iterable[Any]) -> None:
     torch.autograd.graph.increment_version([one for one in spans if not one.is_inference()])
 
 
-def dress(first: Any, sharded: list[Any], result: Any) -> Any:
+def dress(column: Any, cls: Any, result: Any) -> Any:
     """Results take the layout of the operands, and show the dtype that the operands' shown dtypes would have given."""
     if isinstance(result, (list, tuple)):
-        return type(result)(dress(first, sharded, one) for one in result)
+        return type(result)(dress(column, cls, one) for one in result)
+    sharded = [one for one in column if isinstance(one, cls)]
+    if not sharded:
+        return result
     kept = functools.reduce(torch.promote_types, [one.span.dtype for one in sharded])
     shown = functools.reduce(torch.promote_types, [one.dtype for one in sharded])
-    return first.like(result, shown if result.dtype == kept else None)
+    return sharded[0].like(result, shown if result.dtype == kept else None)
 
 
 RULES: dict[Any, Rule] = {}
@@ -454,8 +414,6 @@ add_rules(plain_new, "new_empty new_zeros new_ones new_full new_empty_strided")
 add_rules(elementwise, "zero zero_ fill.Scalar fill.Tensor fill_.Scalar fill_.Tensor")
 add_rules(elementwise, "masked_fill_.Scalar masked_fill_.Tensor masked_fill.Tensor")
 add_rules(elementwise, "floor_divide floor_divide_.Tensor rsub.Tensor")
-add_rules(copied, "copy_")
-add_rules(copied_each, "_foreach_copy_")
 add_rules(unscaled, "_amp_foreach_non_finite_check_and_unscale_")
 add_rules(same_size, "is_same_size")
 add_rules(of_local, "is_pinned record_stream")

@@ -32,7 +32,7 @@ from zerokern.zero.reduction import Reduction
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
 from zerokern.zero.spilling import kind_of_bucket
-from zerokern.zero.tiers import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.tiers import check_tier, driver_of, keep_driver, reserve, rests_on
 from zerokern.zero.unit import Registration, Unit
 from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
 
@@ -75,7 +75,7 @@ class Sharding:
         checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
         if shards_parameters(stage):
-            checks.one_unit(found)
+            checks.warn_of_large_units(found)
         params = [pair for unit in found for pair in unit.params]
         wrapped = "None" if wrapper is None else wrapper.check(found)
         self.groups = groups(module, params, group, self.replicated)
@@ -83,7 +83,7 @@ class Sharding:
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
         self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
-            checks.no_writes_of_one_rank(module, group.everyone)
+            checks.refuse_max_norm(module, group.everyone)
         settings = {
             "stage": stage,
             "reduce": self.op,
@@ -99,7 +99,7 @@ class Sharding:
             checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
-            self._take_in(found, device, bucket_bytes, materialize, tier)
+            self._fill_buckets(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
         self.groups.watch_gradients(self)
         self.wrapper = wrapper
@@ -109,7 +109,7 @@ class Sharding:
         for memory in self.memories:
             if memory.rest is not None:
                 memory.rest.is_viewed()
-        self.watch = checks.Guard(self)
+        self.guard = checks.Guard(self)
         checks.install()
         # nobody waits for an update of a model that is gone, and its optimizer is not kept for that
         weakref.finalize(module, hooks.weakly(self.publisher.retire)).atexit = False
@@ -121,7 +121,7 @@ class Sharding:
             raise StateError("these parameters are of a sharded model that is gone; keep the model as long as these")
         return module
 
-    def _take_in(
+    def _fill_buckets(
         self,
         units: Sequence[UnitSpec],
         device: torch.device,
@@ -141,7 +141,7 @@ class Sharding:
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = driver_of(device, [param for _, param, _ in named])
-        for bucket, room in zip(buckets, laid_out(tier, self.rests, driver, buckets), strict=True):
+        for bucket, room in zip(buckets, reserve(tier, self.rests, driver, buckets), strict=True):
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
             prepared |= present
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
@@ -160,7 +160,7 @@ class Sharding:
         self.shards = [shards[number] for number in range(len(named))]
         self._has_dtensors = any(shard.placed is not None for shard in self.shards)
         if tier == "device":
-            lies_on(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
+            keep_driver(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
         self._bodies = TensorBodies(self.zero_order)
         entries = [entry for memory in self.memories for entry in memory.entries]
@@ -238,7 +238,7 @@ class Sharding:
             self.reduction.abandon()
             if torch.is_grad_enabled():
                 checks.not_reduced_by_ddp(self.module)
-                self.watch.look()
+                self.guard.check()
         if self.runner is not None:
             self.runner.begin_forward()
             self.runner.before_forward(self.runner.root)
@@ -255,8 +255,7 @@ class Sharding:
         if result is not None and not hooks.in_backward():
             self.publisher.complete()
         if self.runner is None and torch.is_grad_enabled() and self.gradient_buckets:
-            for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, hooks.weakly(self._begin_backward, hooks.refuse_gradients))
+            hooks.when_backward_begins(result, hooks.weakly(self._begin_backward, hooks.refuse_gradients))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.runner is not None:
@@ -305,7 +304,7 @@ class Sharding:
         for number, module in enumerate(self._unit_modules):
             there = module()
             if number and there is not None:
-                hooks.wrap_forward(there, partial(hooks.weakly(self.publisher.upto), number), _unchanged)
+                hooks.wrap_forward(there, partial(hooks.weakly(self.publisher.upto), number))
 
     def _announce(self) -> None:
         if self.runner is not None:
@@ -315,8 +314,7 @@ class Sharding:
             return
         with without_waiting():
             seen, versions = map(_seen_version, self.shards), self._versions()
-            with self.watch.following():
-                self.publisher.announce()
+            self.publisher.announce()
             for shard, known, before, after in zip(self.shards, seen, versions, self._versions(), strict=True):
                 if known == before:  # the optimizer that owns what was written by others has yet to notice
                     shard.seen_version = after
@@ -383,7 +381,3 @@ class Sharding:
             "buffers": [*self.reduction.buffers, *lent],
             "scratch": self.reduction.scratch,
         }
-
-
-def _unchanged(result: Any) -> None:
-    pass

@@ -52,9 +52,9 @@ class SpilledBucket(GradientBucket):
         self._rests = rests
         self._unreduced: Rest | None = None  # on several ranks, what passes under no_sync have left
         self._in_use: list[Rest] = []  # by the pass that runs
-        self._settle_in()
+        self._allocate()
 
-    def _settle_in(self) -> None:
+    def _allocate(self) -> None:
         """Memory of its own, and all that always refers to it."""
         self.rest = self._rests.make("gradients", self.bucket.shard_numel, self.dtype)
         self.reduced = self.rest.memory
@@ -89,14 +89,14 @@ class SpilledBucket(GradientBucket):
         before = self.rest
         before.fetch()  # for good: who has kept gradients drops them one by one, and nobody can count who is left
         before.wait()
-        self._settle_in()
+        self._allocate()
         if live:
             with self.rest.used():
                 self.rest.change()
                 self.rest.memory.copy_(before.memory)
         self.give(live)
 
-    def _enter(self) -> None:
+    def _fetch(self) -> None:
         """A pass is about to write here; what nobody shows any more is not read for that."""
         with without_waiting():
             if not self.kept_gradients():
@@ -116,7 +116,7 @@ class SpilledBucket(GradientBucket):
             self.group.fail(str(error))
             raise
 
-    def _leave(self) -> None:
+    def _let_rest(self) -> None:
         while self._in_use:
             self._in_use.pop().leave()
 
@@ -133,20 +133,20 @@ class SpilledBucket(GradientBucket):
 
     def open(self, buffer: Tensor) -> None:
         if not self._in_use:
-            self._enter()
+            self._fetch()
         super().open(buffer)
 
     def close(self, *, reduces: bool) -> bool:
         adds = super().close(reduces=reduces)
         if not reduces:
-            self._leave()
+            self._let_rest()
         return adds
 
     def tell(self) -> None:
         super().tell()
         if self._unreduced is not None:
             self._unreduced.forget()
-        self._leave()
+        self._let_rest()
 
     def _take_after_launch(self, place: int, grad: Tensor) -> None:
         with self._present(written=not self.launched):
@@ -168,7 +168,7 @@ class SpilledBucket(GradientBucket):
                 super().call_hooks(places)
 
     def reset(self) -> None:
-        self._leave()
+        self._let_rest()
         super().reset()
         if self.buffer is None:
             self._unreduced = None

@@ -32,11 +32,10 @@ __all__ = [
     "check_tier",
     "driver_of",
     "fetched",
-    "goes_by_rests",
     "in_turns",
-    "laid_out",
-    "lies_on",
+    "keep_driver",
     "own_name",
+    "reserve",
     "rests_of",
     "rests_on",
 ]
@@ -65,11 +64,11 @@ def rests_on(tier: AnyTier, group: Group) -> Rests | None:
         return None
     opened = config.open(own_name("parameters", group.rank), "parameters")
     rests = Rests(opened)
-    opened.gives_way = partial(_give_way, weakref.ref(rests), _REPLACED.format(where=opened))
+    opened.gives_way = partial(_close, weakref.ref(rests), _REPLACED.format(where=opened))
     return rests
 
 
-def _give_way(there: weakref.ref[Rests], because: str) -> str:
+def _close(there: weakref.ref[Rests], because: str) -> str:
     rests = there()
     return because if rests is None or rests.close(because) else ""
 
@@ -87,20 +86,20 @@ def own_name(name: str, rank: int = 0) -> str:
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
     """Returns the driver of copies to and from the compute device; None: it is the CPU.
 
-    A device that torch does not know forgets these parameters, whose contents will be swapped: see `lies_on`.
+    A device that torch does not know forgets these parameters, whose contents will be swapped: see `keep_driver`.
     """
     played = [driver for param in params if (driver := EMULATED_DRIVERS.pop(param, None)) is not None]
     return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
 
 
-def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
+def keep_driver(driver: Any, tensors: Sequence[Tensor]) -> None:
     """Says that these lie on a device that torch does not know."""
     if driver is not None and not isinstance(driver, CudaDriver):
         for one in tensors:
             EMULATED_DRIVERS[one] = driver
 
 
-def laid_out(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
+def reserve(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
     """Reserves room for this rank's shard of each bucket; returns the arguments of each `BucketMemory`."""
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
     if rests is not None:
@@ -176,13 +175,8 @@ def in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
             rest.leave()
 
 
-def goes_by_rests(func: Callable) -> bool:
-    """Returns whether a call takes lists of tensors, position by position."""
-    return getattr(func, "__name__", "").startswith("_foreach_")
-
-
 def by_rests(perform: Callable[[tuple, dict], Any], args: tuple, given: dict) -> Any:
-    """Performs such a call, one part at a time."""
+    """Performs a call that takes lists of tensors, position by position: one part of them at a time."""
     first = args[0] if args else next(iter(given.values()))
     lists = [one for one in (*args, *given.values()) if _is_parallel(one, len(first))]
     results: dict[int, Any] = {}
@@ -207,28 +201,20 @@ LARGEST = 16 << 20
 class DiskCopy:
     """The ticket of one copy: nobody touches its target before `gate` or `wait`, which raise what went wrong."""
 
-    def __init__(self, future: Future[Copy | None]) -> None:
+    def __init__(self, future: Future[Copy]) -> None:
         self._future = future
 
     def gate(self) -> None:
         """Makes the current stream wait for the copy; the host waits for the disk alone."""
-        last = self._future.result()
-        if last is not None:
-            last.gate()
+        self._future.result().gate()
 
     def wait(self) -> None:
         """Waits for the copy."""
-        last = self._future.result()
-        if last is not None:
-            last.wait()
+        self._future.result().wait()
 
     def done(self) -> bool:
         """Whether the copy has ended, or failed."""
-        if not self._future.done():
-            return False
-        failed = self._future.exception() is not None
-        last = None if failed else self._future.result()
-        return last is None or last.done()
+        return self._future.done() and (self._future.exception() is not None or self._future.result().done())
 
 
 class DiskCopier:
@@ -256,8 +242,8 @@ class DiskCopier:
         """
         return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
 
-    def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy | None:
-        last: Copy | None = None
+    def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy:
+        last = ready
         try:
             rest.wait()
             source = rest.memory.view(torch.uint8)
@@ -275,7 +261,6 @@ class DiskCopier:
                     last = self.copies.here()
                 self._drained[number] = last
         except BaseException:
-            if last is not None:
-                last.wait()  # nothing moves into memory that nobody waits for
+            last.wait()  # nothing moves into memory that nobody waits for
             raise
         return last

@@ -61,10 +61,6 @@ class UnitSpec:
     module: nn.Module
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [self.module]
-
 
 @dataclass(frozen=True)
 class Owner:
