@@ -87,8 +87,9 @@ for number in range(rounds):
         time.sleep(0.01)
     assert not alive, f"round {number}: {alive} outlived the last reference"
     if before is None:  # torch and the native library start threads with the first
-        time.sleep(0.5)
-        now = before = counts()
+        while (now := counts()) != before:
+            before = now
+            time.sleep(0.1)
     assert now <= before, f"round {number}: file descriptors and threads are {now}, were {before}"
     heap.trim_heap()
     pages = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
