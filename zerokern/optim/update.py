@@ -95,9 +95,8 @@ class Update:
     def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
         self.binding, self.decision, self.parts = binding, decision, parts
         binding.arrange([part.members for part in parts], [part.name for part in parts])
-        self.in_place = (
-            not shards.is_hosted
-        )  # gradients are read where the user's program has them, and could be edited
+        # whether gradients are read where the user's program has them, and could be edited
+        self.in_place = not shards.is_hosted
         self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
         self.publish_when_done = False
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
