@@ -94,6 +94,38 @@ def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
     on_threads(2, work, timeout=20.0)
 
 
+@each("stage", [1, 3])
+def test_what_flush_has_raised_is_not_raised_again_by_a_load(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = Refusals(monkeypatch)
+
+    def work(world: World) -> None:
+        model, optimizer = layered(world, stage)
+        assert not learn(model, optimizer, 0)
+        optimizer.flush()
+        saved = {name: value.clone() for name, value in full(model).items()}, optimizer.state_dict()
+        if world.rank == 1:
+            refusals.comes(optimizer, LAYERS - 1)
+        assert not learn(model, optimizer, 1)
+        if world.rank == 1:
+            with pytest.raises(zk.ZerokernError, match="refused"):
+                optimizer.flush()
+        else:
+            optimizer.flush()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert not learn(model, optimizer, 2)
+        optimizer.flush()
+
+    on_threads(2, work, timeout=20.0)
+
+
+def test_an_error_that_says_nothing_is_called_by_its_name() -> None:
+    holdings = zk.AdamW([nn.Parameter(torch.ones(2))]).holdings
+    holdings.fail_alone(KeyboardInterrupt())
+    with pytest.raises(zk.StateError, match=r"^KeyboardInterrupt\. The step was broken off"):
+        holdings.refuse_if_torn()
+
+
 class Skips(nn.Module):
     """Leaves its last layer out of a forward: what is gathered ahead of the forward's order must be the same on all."""
 

@@ -182,7 +182,7 @@ class Holdings:
 
     def fail_alone(self, error: BaseException, *, owes: bool = False) -> None:
         """A step has failed here, and other ranks have yet to hear of it. `owes`: they publish it nevertheless."""
-        self.outcome, self.reason = OWED if owes or self.outcome is OWED else UNTOLD, str(error)
+        self.outcome, self.reason = OWED if owes or self.outcome is OWED else UNTOLD, str(error) or type(error).__name__
 
     def writing(self) -> _Writing:
         """Context manager: parameters and state are of different steps until it ends, well."""

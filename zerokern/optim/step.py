@@ -356,9 +356,10 @@ class StepRunner:
         try:
             update.run.perform("Publish", name)
         except Exception as error:
+            told = self.pending is not update
             if not self._give_up(update, error):
                 raise
-            for publisher in self._holdings.shards.publishers:
+            for publisher in self._holdings.shards.publishers if not told else ():
                 publisher.failure = error  # the forward ends: other ranks wait in it
 
     # What became of it.
