@@ -375,6 +375,7 @@ class StepRunner:
             update.run.finish()
         except Exception as error:
             self._give_up(update, error)
+            say_outcome(error, here.outcome)
             raise
         self.pending = None
         if self._decision.scale is None:

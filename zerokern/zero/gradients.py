@@ -138,7 +138,7 @@ class GradientBucket:
         """Takes gradients that a custom Function wrote into a `.grad` in this pass: no hook is called for them."""
         if not self.running:
             return
-        if not self.lands_in_params and (self.closed or self._before is not self._nothing):
+        if not self.lands_in_params:
             self._take_written_to_params()
         if not self.closed and len(self.arrived) == len(self.entries):
             return
@@ -289,7 +289,7 @@ class GradientBucket:
         """Returns what the user has in `.grad`, by place, whatever arrives there now."""
         if self.running and self.lands_in_params and not self.exposed:
             return self._aside
-        if self._before is self._nothing and not self.exposed:  # what is written now is taken at the end of the pass
+        if self._before is self._nothing and not self.exposed:  # what is there now was written in this pass
             return {}
         with without_waiting():
             found = list(map(_grad_of, [shard.piece for shard in self.shards] if self.exposed else self.params))
