@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -29,19 +30,23 @@ class Refusals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._left: dict[int, int] = {}
+        self._delays: dict[int, float] = {}
         self._run = UpdateTable.run
         monkeypatch.setattr(UpdateTable, "run", lambda table, *arguments: self(table, *arguments))
 
     def __call__(self, table: Any, *arguments: Any) -> None:
         left = self._left.pop(id(table), None)
         if left == 0:
+            time.sleep(self._delays.get(id(table), 0.0))
             raise zk.KernelError("refused")
         if left is not None:
             self._left[id(table)] = left - 1
         self._run(table, *arguments)
 
-    def comes(self, optimizer: Any, after: int = 0) -> None:
-        self._left[id(optimizer.holdings.bound.binding.compute.table)] = after
+    def comes(self, optimizer: Any, after: int = 0, *, delay_s: float = 0.0) -> None:
+        """`delay_s`: the update takes so long before it fails that the program asks for it meanwhile."""
+        table = id(optimizer.holdings.bound.binding.compute.table)
+        self._left[table], self._delays[table] = after, delay_s
 
     def has_come(self, optimizer: Any) -> bool:
         return id(optimizer.holdings.bound.binding.compute.table) not in self._left

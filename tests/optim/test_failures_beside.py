@@ -94,8 +94,11 @@ def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
     on_threads(2, work, timeout=20.0)
 
 
-@each("stage", [1, 3])
-def test_what_flush_has_raised_is_not_raised_again_by_a_load(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@each("stage, delay_s", [(1, 0.0), (3, 0.0), (1, 0.3), (3, 0.3)])
+def test_what_flush_has_raised_is_not_raised_again_by_a_load(
+    stage: int, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what is left, whether the update has failed by then or fails while it is waited for."""
     refusals = Refusals(monkeypatch)
 
     def work(world: World) -> None:
@@ -104,10 +107,10 @@ def test_what_flush_has_raised_is_not_raised_again_by_a_load(stage: int, monkeyp
         optimizer.flush()
         saved = {name: value.clone() for name, value in full(model).items()}, optimizer.state_dict()
         if world.rank == 1:
-            refusals.comes(optimizer, LAYERS - 1)
+            refusals.comes(optimizer, LAYERS - 1, delay_s=delay_s)
         assert not learn(model, optimizer, 1)
         if world.rank == 1:
-            with pytest.raises(zk.ZerokernError, match="refused"):
+            with pytest.raises(zk.ZerokernError, match=r"refused.*load a checkpoint"):
                 optimizer.flush()
         else:
             optimizer.flush()

@@ -250,18 +250,22 @@ class Blocks(torch.nn.Module):
         return x
 
 
-def fetched_and_gathered(world: World, schedule: str, folders: Sequence[Any], passes: int) -> None:
-    """What a step fetches of parameters at rest, gathers and reduces: as a plan of this model has it, use by use."""
-    model, recorder = built(Blocks), Recorder()
-    world.shard(model, stage=3, tier=folders[world.rank], units=list(model.blocks))
-    optimizer = zk.AdamW(model.parameters(), tier="cpu", schedule=SCHEDULES[schedule])
-    optimizer.holdings.recorder = recorder
+def train_blocks(model: torch.nn.Module, optimizer: Any, passes: int) -> None:
     for _ in range(STEPS):
         for _ in range(passes):
             model(torch.ones(2, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.flush()
+
+
+def fetched_and_gathered(world: World, schedule: str, folders: Sequence[Any], passes: int) -> None:
+    """What a step fetches of parameters at rest, gathers and reduces: as a plan of this model has it, use by use."""
+    model, recorder = built(Blocks), Recorder()
+    world.shard(model, stage=3, tier=folders[world.rank], units=list(model.blocks))
+    optimizer = zk.AdamW(model.parameters(), tier="cpu", schedule=SCHEDULES[schedule])
+    optimizer.holdings.recorder = recorder
+    train_blocks(model, optimizer, passes)
     settings = {"schedule": SCHEDULES[schedule], "world": world.size, "device": "cpu", "accumulate": passes}
     subject = built(Blocks)
     settings |= {"units": lambda module: module in list(subject.blocks)}
@@ -318,12 +322,7 @@ def updated_as_simulated(
     world.shard(model, stage=3, tier=folders[world.rank], units=list(model.blocks))
     optimizer = zk.AdamW(model.parameters(), tier=state, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
     optimizer.holdings.recorder = recorder
-    for _ in range(STEPS):
-        for _ in range(passes):
-            model(torch.ones(2, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.flush()
+    train_blocks(model, optimizer, passes)
     runs, events, subject = submitted(recorder), all_of(recorder), built(Blocks)
     settings = {"schedule": SCHEDULES[schedule], "world": world.size, "accumulate": passes}
     settings |= {"units": lambda module: module in list(subject.blocks), "device": "cpu" if device is None else "cuda"}

@@ -247,3 +247,42 @@ def test_on_a_device_nobody_waits_for_squares_and_pieces_are_there_for_who_follo
                     torch.testing.assert_close(kept.reshape(-1), expected[entry.name].reshape(-1))
 
     alone(live)
+
+
+class WritesGrad(torch.autograd.Function):
+    """Writes the gradient of a weight itself, as fused layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.weight.grad = torch.ones(tuple(ctx.weight.shape))
+        return grad, None
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[2](WritesGrad.apply(x, self.layers[0].weight))
+
+
+@everywhere(2, stages=(1, 2, 3))
+def test_a_gradient_that_a_function_writes_in_time_is_reduced_with_its_bucket(world: World, stage: int) -> None:
+    """Of another unit, at stage 3 it is the parameter itself that a Function is given, and not what its module uses."""
+    model, plain = built(Written), built(Written)
+    world.shard(model, stage=stage, bucket_bytes=100, units=list(model.layers))
+    heard, x = Heard(model), torch.ones(2, 8)
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    assert sorted(heard.numbers) == [bucket.number for bucket in heard.buckets], heard.numbers
+    rows = {name: (piece, shown) for name, piece, _, shown in heard.rows()}
+    for name, param in plain.named_parameters():
+        piece, shown = rows[name]
+        torch.testing.assert_close(piece, shown.span_of(param.grad))

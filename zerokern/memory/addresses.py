@@ -42,7 +42,7 @@ _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
     "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
 )
-_FEW = 50  # tensors of which Python asks as fast as the native library
+_FEW = 50  # tensors whose versions Python reads as fast as the native library: those of one unit are often so few
 _WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which points to its TensorImpl
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
@@ -84,9 +84,11 @@ def _questions() -> dict[str, int | None]:
     except (AttributeError, OSError):
         return {}
     trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.zeros(2, device="cpu").add_(1).mul_(2)]
-    bodies = TensorBodies(trials)
-    right = bodies.ask_versions(found["version"]) == array("q", map(_version_of, trials))
-    right &= bodies.ask_trained(found["requires_grad"]) == bytes(map(_is_trained, trials))
+    library, bodies, count = native.library(), array("Q", map(_tensor_of, trials)), len(trials)
+    versions, trained = array("q", bytes(8 * count)), array("B", bytes(count))
+    library.zk_versions(found["version"], bodies.buffer_info()[0], versions.buffer_info()[0], count)
+    library.zk_trained(found["requires_grad"], bodies.buffer_info()[0], trained.buffer_info()[0], count)
+    right = versions.tolist() == list(map(_version_of, trials)) and trained.tolist() == list(map(_is_trained, trials))
     return found if right else {}
 
 
@@ -233,15 +235,10 @@ class TensorBodies:
         >>> TensorBodies([torch.ones(3).add_(1), torch.ones(3)]).versions().tolist()
         [1, 0]
         """
-        asked = _questions().get("version") if len(self.bodies) > _FEW else None
-        return array("q", map(_version_of, self._tensors)) if asked is None else self.ask_versions(asked)
-
-    def ask_versions(self, version: int | None) -> array[int]:
-        """As `versions`, by this function of torch's."""
-        found = array("q", bytes(8 * len(self.bodies)))
-        if not self.unchanged():
+        version = _questions().get("version") if len(self.bodies) > _FEW else None
+        if version is None or not self.unchanged():
             return array("q", map(_version_of, self._tensors))
-        bodies, count = self.bodies.buffer_info()
+        (bodies, count), found = self.bodies.buffer_info(), array("q", bytes(8 * len(self.bodies)))
         native.library().zk_versions(version, bodies, found.buffer_info()[0], count)
         return found
 
@@ -251,15 +248,10 @@ class TensorBodies:
         >>> TensorBodies([torch.ones(3), torch.nn.Parameter(torch.ones(3))]).trained()
         b'\\x00\\x01'
         """
-        asked = _questions().get("requires_grad")
-        return bytes(map(_is_trained, self._tensors)) if asked is None else self.ask_trained(asked)
-
-    def ask_trained(self, requires_grad: int | None) -> bytes:
-        """As `trained`, by this function of torch's."""
-        if not self.unchanged():
+        requires_grad = _questions().get("requires_grad")
+        if requires_grad is None or not self.unchanged():
             return bytes(map(_is_trained, self._tensors))
-        found = array("B", bytes(len(self.bodies)))
-        bodies, count = self.bodies.buffer_info()
+        (bodies, count), found = self.bodies.buffer_info(), array("B", bytes(len(self.bodies)))
         native.library().zk_trained(requires_grad, bodies, found.buffer_info()[0], count)
         return found.tobytes()
 

@@ -33,12 +33,17 @@ __all__ = ["OWED", "TORN", "UNTOLD", "WHOLE", "Accord", "Outcome", "Phase", "nor
 
 
 class Outcome(enum.Enum):
-    """What steps have left behind on this rank, as errors say it."""
+    """What steps have left behind on this rank."""
 
     WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
     TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
     UNTOLD = "It failed on this rank alone, and the others have yet to hear of it: load a checkpoint to go on"
     OWED = "It failed on this rank alone, and the others publish it, and wait for this rank to do so too"
+
+    @property
+    def message(self) -> str:
+        """What errors say of it: whoever cannot step again needs a checkpoint, whether other ranks know or not."""
+        return (self if self is Outcome.WHOLE else Outcome.TORN).value
 
     @property
     def is_here_alone(self) -> bool:
@@ -223,9 +228,8 @@ def norm_of_all(team: Group | MeshGroups, own: Tensor, op: str, call: str) -> No
 
 def say_outcome(error: BaseException, outcome: Outcome) -> None:
     """Add to one of our errors what the step has left behind."""
-    said = (outcome if outcome is WHOLE else TORN).value
-    if isinstance(error, ZerokernError) and said not in str(error):
-        error.args = (f"{error}. {said}",)
+    if isinstance(error, ZerokernError) and outcome.message not in str(error):
+        error.args = (f"{error}. {outcome.message}",)
 
 
 def _on_host(settings: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +239,7 @@ def _on_host(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _told(said: dict[str, str], outcome: Outcome) -> str:
     reasons = "; ".join(f"on {rank}: {reason}" for rank, reason in sorted(said.items()))
-    return f"the step failed {reasons}. {outcome.value}"
+    return f"the step failed {reasons}. {outcome.message}"
 
 
 def _different(told: dict[str, dict[str, Any]]) -> dict[str, str]:

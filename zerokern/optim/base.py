@@ -397,7 +397,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         super().__setstate__(mine)
         self.state = WatchedState(held)
         self.holdings.renew(loaded=False)
-        self.holdings.torn = torn
+        if torn:
+            self.holdings.tear()
 
 
 def _give_way(there: weakref.ref[FusedOptimizer]) -> str:

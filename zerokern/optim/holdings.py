@@ -166,11 +166,6 @@ class Holdings:
         """Whether nothing can be done with it but to load a checkpoint."""
         return self.outcome is not WHOLE
 
-    @torn.setter
-    def torn(self, torn: bool) -> None:
-        if torn:
-            self.tear()
-
     def tear(self) -> None:
         """Says that parameters and state are of different steps; what other ranks have yet to hear stays so."""
         if self.outcome is WHOLE:
@@ -190,7 +185,7 @@ class Holdings:
 
     def refuse_if_torn(self) -> None:
         if self.torn:
-            raise StateError(f"{self.reason}. {TORN.value}" if self.outcome.is_here_alone else _TORN)
+            raise StateError(f"{self.reason}. {self.outcome.message}" if self.outcome.is_here_alone else _TORN)
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""

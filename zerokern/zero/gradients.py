@@ -72,7 +72,7 @@ class GradientBucket:
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.entries]
         self._aside: dict[int, Tensor] = {}
         self._before: list[Tensor | None] = []  # what parameters show while a pass runs, at stage 3
-        self._nothing: list[Tensor | None] = [None] * len(memory.entries)
+        self._showed_none = False  # whether no parameter showed a gradient when the pass that is running began
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
         self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
         self._waiting = set(self._waiting_places)
@@ -91,7 +91,7 @@ class GradientBucket:
         self.shown: list[Tensor] = []
         self.pieces: list[Tensor] = []  # this rank's parts of what is shown
         self.times_shown = 0  # how often other tensors were made to show what is reduced
-        self._kept_back = -1  # how much had been handed out anywhere when nothing of the pieces was
+        self._clean_since: object = None  # the last hand-out of any tensor when none of the pieces was handed out
         self._versions_of = TensorBodies([]).versions
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
@@ -118,9 +118,9 @@ class GradientBucket:
         come already. `shows_none`: no parameter shows a gradient.
         """
         self.inbox.expected, self.inbox.task = expected, task
-        self.running = True
+        self.running, self._showed_none = True, shows_none
         if not self.lands_in_params:
-            self._before = self._nothing if shows_none else list(map(_grad_of, self.params))
+            self._before = [None] * len(self.params) if shows_none else list(map(_grad_of, self.params))
             return
         if shows_none:
             return
@@ -165,7 +165,7 @@ class GradientBucket:
                 self.leaves[place].grad = grad
         self._aside.clear()
         self._before = []
-        self.running = False
+        self.running = self._showed_none = False
 
     def take_arrived(self, place: int, *, at_once: bool) -> None:
         """Notes a gradient that lies in its leaf's `.grad`, or was added to what is shown there."""
@@ -289,7 +289,7 @@ class GradientBucket:
         """Returns what the user has in `.grad`, by place, whatever arrives there now."""
         if self.running and self.lands_in_params and not self.exposed:
             return self._aside
-        if self._before is self._nothing and not self.exposed:  # what is there now was written in this pass
+        if self._showed_none and not self.exposed:  # what is there now was written in this pass
             return {}
         with without_waiting():
             found = list(map(_grad_of, [shard.piece for shard in self.shards] if self.exposed else self.params))
@@ -339,10 +339,11 @@ class GradientBucket:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
         if self.exposed or self.replicated:
             return True
-        if self._kept_back != Sharded.times_handed_out:
+        last = Sharded.last_hand_out  # before the marks are read: another thread may hand one out meanwhile
+        if self._clean_since is not last:
             if any(map(_handed_out, self.pieces)):
                 return True
-            self._kept_back = Sharded.times_handed_out
+            self._clean_since = last
         return False
 
     def spare_kept_gradients(self) -> None:
@@ -380,7 +381,7 @@ class GradientBucket:
         self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
-            if self.running and not self.lands_in_params and self._before is not self._nothing:
+            if self.running and not self.lands_in_params and not self._showed_none:
                 self._take_written_to_params()
             lives = self._lives()
         if self.shown:  # what they show is about to be written
@@ -507,7 +508,7 @@ class GradientBucket:
             self.shown.append(named)
             del named, local
         self.times_shown += 1
-        self._kept_back = -1
+        self._clean_since = Sharded.last_hand_out
         of_all = map(self.reduced_span, range(len(self.shown)))
         self.pieces = [] if self.replicated else list(of_all)
         self._versions_of = TensorBodies(self.pieces).versions

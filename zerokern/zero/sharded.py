@@ -98,7 +98,7 @@ class Sharded(torch.Tensor):
     """
 
     span: torch.Tensor
-    times_handed_out: ClassVar[int] = 0  # how often anybody was given the `local` of any of them
+    last_hand_out: ClassVar[object] = None  # another object each time that anybody is given the `local` of any of them
     here: Here
     name: str = ""  # over torch's own property, which cannot be set
     kind: str
@@ -164,8 +164,8 @@ class Sharded(torch.Tensor):
 
     def _shown(self, counts: bool = True) -> torch.Tensor:
         """Returns the span, in memory while it is held. `counts`: the caller bumps its version when it writes."""
-        Sharded.times_handed_out += 1
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
+        Sharded.last_hand_out = object()  # last: who has seen this one sees the mark
         if self.zk_rest is None:
             return self.span
         with self.zk_rest.used():

@@ -239,10 +239,12 @@ def elementwise(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     targets = list(zip(*written, strict=True)) if many and written else [written] * len(columns)
     firsts = [next((one for one in column if isinstance(one, cls)), None) for column in columns]
     for first, column, target in zip(firsts, columns, targets, strict=True):
-        for one in column if first is not None else ():
+        if first is None:
+            continue
+        for one in column:
             if not isinstance(one, cls) and any(one is out for out in target):
                 refuse(label(func), first, "alike", f", to be written into a plain tensor of shape {tuple(one.shape)}")
-        for one in column if first is not None else ():
+        for one in column:
             check_beside(func, first, one, cls)
 
     def here(value: Any) -> Any:
