@@ -60,6 +60,7 @@ def everything() -> None:
         x, y = torch.ones(5000, dtype=tensor), torch.ones(5000, dtype=other)
         for add in (True, False):
             accumulate.accumulate(y, [x, x], add, 0.5)
+        accumulate.accumulate(y, [x], True, 0.5)
         accumulate.accumulate(y[1:], [x[1:]], True, 0.5)
         accumulate.accumulate(y, [x], False, 0.5)
         members = SpanList([x, torch.ones(40, 50, dtype=tensor).t()], None).members
