@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from zerokern.kernels.checks import SpanList
 from zerokern.kernels.formats import CODECS
-from zerokern.kernels.triton import accumulate, ahead, bucket, codecs, fingerprint, stream, sumsq, table, variants
+from zerokern.kernels.triton import accumulate, ahead, bucket, codecs, fingerprint, stream, sumsq, table, upload, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -107,6 +107,7 @@ def recorded() -> list[dict[str, Any]]:
     triton.knobs.runtime.jit_cache_hook = recorder(launches)
     for module in (bucket, sumsq, table):
         module.check_device = lambda device: None
+    upload._in_place = lambda device: False
     everything()
     updates()
     conversions()

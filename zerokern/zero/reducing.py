@@ -137,7 +137,7 @@ class HostReducer:
         """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
 
         What is added to is copied to the device first, so that the sum has the same bits there. `squares` are
-        not measured.
+        not measured. The device does not wait for the host, nor the host for the device: who reads `out` calls `wait`.
         """
         copies = self._host.copies
         assert copies is not None
@@ -147,6 +147,8 @@ class HostReducer:
         with copies.driver.aside() if add or not self._group.everyone.alone else nullcontext():
             given.gate()
             if add:
+                if self._last is not None:
+                    self._last.gate()  # what it is added to may be on its way there
                 span = torch.empty_like(span)
                 self._host.fetch(out, span).gate()
             self._group.reduce_scatter(buffer, span, scale=scale, add=add, scratch=scratch).wait()
@@ -154,7 +156,12 @@ class HostReducer:
         return Handle(copy.gate, copy.done, copy.gate)
 
     def wait(self) -> None:
-        """Waits until what was reduced is in host memory."""
+        """Waits until what was reduced is in host memory; raises, each time, if it did not come there."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Waits for the last time: what was reduced is given up."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()

@@ -312,7 +312,9 @@ class Reduction:
             if AFTER_LAUNCH in mine:
                 bucket.reduce_after_launch(self._scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
-        self._land()
+        for bucket in self.buckets:
+            if bucket.exposed:  # optimizers that know nothing of copies read these
+                bucket.land()
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
                 bucket.put_back()
@@ -354,12 +356,6 @@ class Reduction:
                 return bytearray(there.tolist())
         return marks
 
-    def _land(self) -> None:
-        """Waits until reduced gradients are in host memory, where they go there."""
-        for bucket in self.buckets:
-            if bucket.host_reducer is not None:
-                bucket.host_reducer.wait()
-
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
         with during(BACKWARD, of="the order of buckets"):
@@ -375,7 +371,9 @@ class Reduction:
         if self.active:
             while self._outstanding:
                 self._wait_for_oldest()
-            self._land()
+            for bucket in self.buckets:
+                if bucket.host_reducer is not None:
+                    bucket.host_reducer.end()
             self._reset()
 
     def _reset(self) -> None:
