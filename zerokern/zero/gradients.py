@@ -421,8 +421,7 @@ class GradientBucket:
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
-            new = set() if self.in_place else self._places - self.held
-            if new:
+            if new := set() if self.in_place else self._places - self.held:
                 self.land()
             for place in new:
                 self.reduced_span(place).zero_()
@@ -534,10 +533,7 @@ class GradientBucket:
             listener(self.ready)
 
     def land(self) -> None:
-        """Waits until what was reduced is in host memory, where it goes there. Nobody else waits for that.
-
-        A pass adds to it on the device, in order; who reads or writes it on the host calls this, on any thread.
-        """
+        """Waits until what was reduced is in host memory, where it goes there: for who reads or writes it there."""
         if self.host_reducer is not None:
             self.host_reducer.wait()
 
