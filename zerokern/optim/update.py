@@ -241,6 +241,8 @@ class _DeviceCollective:
         self._handle.wait()
 
     def wait(self) -> None:
+        if self._handle.done():  # or a stream waits for it, and with it all that the device does later
+            return
         with self._driver.aside():
             self._handle.wait()
             self._driver.mark(None).wait()

@@ -147,8 +147,6 @@ class HostReducer:
         with copies.driver.aside() if add or not self._group.everyone.alone else nullcontext():
             given.gate()
             if add:
-                if self._last is not None:
-                    self._last.gate()  # what it is added to may be on its way there
                 span = torch.empty_like(span)
                 self._host.fetch(out, span).gate()
             self._group.reduce_scatter(buffer, span, scale=scale, add=add, scratch=scratch).wait()
