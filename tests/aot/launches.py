@@ -16,7 +16,18 @@ from triton.backends.compiler import GPUTarget
 
 from zerokern.kernels.checks import SpanList
 from zerokern.kernels.formats import CODECS
-from zerokern.kernels.triton import accumulate, ahead, bucket, codecs, fingerprint, stream, sumsq, table, upload, variants
+from zerokern.kernels.triton import (
+    accumulate,
+    ahead,
+    bucket,
+    codecs,
+    fingerprint,
+    stream,
+    sumsq,
+    table,
+    upload,
+    variants,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,9 +1,9 @@
 """A GPU that is not here: CPU tensors that say they lie on `cuda:0`, and a count of what a GPU would be asked for.
 
 torch computes as always, on the CPU; of kernels only those that write words are run, for others read these. What the
-host makes is the host's (factories, and what comes of its tensors alone), all else the device's. Counted are launches, copies by the copy engine with the stream that they are
-on, and waits of the host, each with the function of zerokern that asked for it. What the program itself asks for, the
-model's forward and backward, is not.
+host makes is the host's (factories, and what comes of its tensors alone), all else the device's. Counted are launches,
+copies by the copy engine with the stream that they are on, and waits of the host, each with the function of zerokern
+that asked for it. What the program itself asks for, the model's forward and backward, is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from library_double import LibraryDouble
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -297,7 +296,9 @@ class QuietLibrary(LibraryDouble):
 def backward(loss: Tensor) -> None:
     """`loss.backward()`, within which the mode is on: torch's own call of a function has it off."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 @contextmanager

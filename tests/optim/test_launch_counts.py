@@ -35,6 +35,10 @@ from counting_device import (
 
 import zerokern as zk
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs torch's and Triton's calls to be played; on a GPU nsys counts"
+)
+
 BUCKETS, RANKS = 224, 2
 CONSTANT = 20  # launches of a step that are about no bucket
 OVERLAP = {"tier": "cpu", "schedule": "overlap"}

@@ -75,9 +75,7 @@ def test_what_one_rank_does_not_use_is_asked_for(reads: list[str]) -> None:
         model.zero_grad()
         before = reads.count(threading.current_thread().name)
         model(torch.ones(2, 6), idle=world.rank or None).backward()
-        return [part.weight.grad is None for part in model.parts], reads.count(
-            threading.current_thread().name
-        ) - before
+        return [part.weight.grad is None for part in model.parts], reads.count(threading.current_thread().name) - before
 
     assert on_threads(2, train) == [([False] * 4, 0), ([False] * 4, 1)]
 

@@ -28,7 +28,8 @@ _NAMES = [f"w{i}" for i in range(ARGUMENTS)]
 def write_words(
     out, count,
     w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64, w7: tl.int64,
-    w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64, w13: tl.int64, w14: tl.int64, w15: tl.int64,
+    w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64, w13: tl.int64, w14: tl.int64,
+    w15: tl.int64,
 ):  # fmt: skip
     """out[i] = wi for the first `count` of them."""
     words = (w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15)
