@@ -247,7 +247,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         shards, decision = self.holdings.shards, self.decision
 
         def sums() -> list[float]:
-            shards.land()
+            shards.land()  # the step's first read of them, in whatever thread: an update comes after its norm
             return survey.sumsq(pointers)
 
         if survey.params:

@@ -94,7 +94,6 @@ class Update:
 
     def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
         self.binding, self.decision, self.parts = binding, decision, parts
-        self._land = shards.land
         binding.arrange([part.members for part in parts], [part.name for part in parts])
         # whether gradients are read where the user's program has them, and could be edited
         self.in_place = not shards.is_hosted
@@ -131,7 +130,6 @@ class Update:
         """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
         scale = self.decision.scale
         if scale is not None:
-            self._land()
             self.binding.take_turn(turn, scale)
         if any(grad._version != version for grad, version in readings):
             self.binding.begun = True
