@@ -62,6 +62,13 @@ def test_words_are_replaced_in_place(count: int, launches: list[str]) -> None:
     assert (made.tolist(), made.data_ptr(), len(launches)) == (list(range(count)), address, 2)
 
 
+@each("count", [1, 5000])
+def test_words_are_read_back(count: int, launches: list[str]) -> None:
+    launches.clear()
+    assert uploading.read_back(torch.arange(count)).tolist() == list(range(count))
+    assert launches == ["copy_words"]
+
+
 @each("count, expected", [(1, ["accumulate_tile"]), (2, ["write_words", "accumulate_tile"])])
 def test_one_source_is_an_argument(count: int, expected: list[str], launches: list[str]) -> None:
     """What a reduction adds to a gradient: nothing is sent beforehand."""
@@ -101,12 +108,14 @@ class LateDevice:
         self.pinned += 1
         return Pinned.make(nbytes)
 
-    def copy(self, out: Tensor, pinned: Tensor) -> None:
-        """The kernel: it knows an address."""
-        address, nbytes = pinned.data_ptr(), pinned.nbytes
+    def copy(self, out: Tensor, words: Tensor) -> None:
+        """The kernel: of pinned memory it knows the address."""
+        source, target, nbytes = words.data_ptr(), out.data_ptr(), words.nbytes
+        device_memory = words if target in Pinned.blocks else out
 
         def read() -> None:
-            out.view(-1).view(torch.uint8)[:nbytes] = Pinned.blocks[address][:nbytes]
+            there = Pinned.blocks.get(target, device_memory).view(-1).view(torch.uint8)
+            there[:nbytes] = Pinned.blocks.get(source, device_memory).view(-1).view(torch.uint8)[:nbytes]
 
         (self.given if self.graph is None else self.graph).append(read)
         if self.interrupted:
@@ -156,6 +165,15 @@ def test_what_a_kernel_reads_is_kept_until_it_has_read(late: LateDevice) -> None
     assert [one.tolist() for one in made] == [one.tolist() for one in [values[-1], *values[1:-1]]]
     upload(values[0], HOST)
     assert len(uploading._STILL_READ) == 1
+
+
+def test_what_a_kernel_writes_is_kept_until_it_has_written(late: LateDevice) -> None:
+    """Whoever wanted to read it may be gone by then."""
+    uploading.read_back(torch.arange(3))
+    (address,) = [at for at, block in Pinned.blocks.items() if block.numel() == 24]
+    gc.collect()
+    late.run()
+    assert Pinned.blocks[address].view(torch.int64).tolist() == [0, 1, 2]
 
 
 def test_it_is_kept_where_a_ctrl_c_comes_behind_the_launch(late: LateDevice) -> None:

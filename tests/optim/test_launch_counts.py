@@ -123,6 +123,48 @@ def test_plain_parameters(device: CountingDevice, settings: dict[str, Any], laun
         assert device.total(SYNC) <= (2 if settings else 0)
 
 
+class Units(nn.Module):
+    """Of one of them a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.units[2].weight.requires_grad_(False)
+
+    def forward(self) -> Tensor:
+        x = torch.ones(4, 16, device=DEVICE)
+        for unit in self.units:
+            x = unit(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage, tier", [(0, "device"), (1, "device"), (3, "device"), (3, "cpu")])
+def test_passes_that_accumulate(stage: int, tier: Any, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any stage, and with parameters that rest in host memory, micro-batches send nothing and wait for nothing."""
+    meeting = threading.Barrier(RANKS)
+
+    def work(group: Any) -> None:
+        model = zk.shard(Units().to(DEVICE), mesh=group, stage=stage, tier=tier)
+        opt = zk.AdamW(model.parameters(), max_grad_norm=1.0)
+        for step in range(3):
+            for counts in (False, step == 2):
+                meeting.wait(60)
+                device.counting = counts
+            for _ in range(3):
+                backward(model())
+            meeting.wait(60)
+            device.counting = False
+            meeting.wait(60)
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+
+    on_devices(device, monkeypatch, RANKS, work)
+    with shown(device):
+        assert device.total(UPLOAD, "compute") == device.total(DOWNLOAD, "compute") == 0
+        assert device.total(SYNC) <= (4 * RANKS if tier == "cpu" else 0)  # a unit's parameters, once they were updated
+
+
 ASKS = """
 def ask(there):
     x = torch.tensor([1.0, 2.0], device=there)       # an upload

@@ -21,7 +21,7 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
-from zerokern.kernels.triton.upload import upload
+from zerokern.kernels.triton.upload import read_back, upload
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.staging import Ticket, stream_ticket
 from zerokern.zero import checks, hooks
@@ -373,20 +373,21 @@ class Reduction:
             handle = hearing.all_reduce(there, "max")
             if not known:
                 handle.wait()
-                return bytearray(there.tolist())
+                return bytearray(there.tolist()[: len(marks)])
             if frozen:
                 handle.wait()  # on a device the stream waits, and the host goes on
-                copied = there.to("cpu", non_blocking=True)
+                copied = read_back(there)
                 self._answers.append(_Answer(stream_ticket(there.device), copied, frozen, part.group))
         return marks
 
     def _marks_there(self, marks: bytearray) -> Tensor:
+        """Returns the marks where ranks compare them, as whole words."""
         if self._on_host:
             return torch.frombuffer(marks, dtype=torch.uint8)
+        words = marks + bytes(-len(marks) % 8)
         if marks.count(ARRIVED) == len(marks):
-            return torch.ones(len(marks), dtype=torch.uint8, device=self.group.device)
-        words = torch.frombuffer(marks + bytes(-len(marks) % 8), dtype=torch.uint8)
-        return upload(words, self.group.device)[: len(marks)]
+            return torch.ones(len(words), dtype=torch.uint8, device=self.group.device)
+        return upload(torch.frombuffer(words, dtype=torch.uint8), self.group.device)
 
     def _check_frozen(self) -> None:
         """Refuses gradients that other ranks had, in an earlier pass, of parameters that are frozen here."""

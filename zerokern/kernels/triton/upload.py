@@ -24,7 +24,7 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import capturing, launching
 
-__all__ = ["MOST_TILES", "SetAside", "StillRead", "refresh", "staged", "tile_map", "upload"]
+__all__ = ["MOST_TILES", "SetAside", "StillRead", "read_back", "refresh", "staged", "tile_map", "upload"]
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
@@ -80,7 +80,7 @@ _SET_ASIDE = SetAside(_pin)
 
 
 class StillRead:
-    """Keeps pinned memory that kernels read, until events behind their launches have passed. Any thread may call it.
+    """Keeps pinned memory that kernels read, or write, until events behind their launches have passed. Any thread may call it.
 
     >>> class Event:
     ...     passed = False
@@ -166,6 +166,27 @@ def refresh(words: Tensor, values: array[int]) -> None:
         return
     with launching(words.device):
         _write(words, staged(values))
+
+
+def read_back(words: Tensor) -> Tensor:
+    """Pinned host memory that a kernel fills with these words, a multiple of 4 bytes, when the stream comes to it.
+
+    Nobody waits: who reads it waits for an event behind this call.
+
+    >>> read_back(torch.tensor([1, 2]))
+    tensor([1, 2])
+    """
+    if _in_place(words.device):
+        return words.clone()
+    from zerokern.kernels.triton import words as kernels
+
+    with launching(words.device):
+        pinned = _pin(words.nbytes)
+        try:
+            kernels.copy(pinned, words)
+        finally:
+            _STILL_READ.keep(*_mark(words.device), pinned)
+    return pinned.view(words.dtype).view(words.shape)
 
 
 def _in_place(device: torch.device) -> bool:

@@ -52,11 +52,11 @@ def write(out: Tensor, words: Tensor) -> None:
     write_words[(1,)](out, count, *padded.view(torch.int64).tolist(), num_warps=1, enable_fp_fusion=False)
 
 
-def copy(out: Tensor, pinned: Tensor) -> None:
-    """Copies a pinned host tensor to the begin of contiguous device memory, when the stream comes to it."""
-    count = pinned.nbytes // 4
+def copy(out: Tensor, words: Tensor) -> None:
+    """Copies words to the begin of `out` when the stream comes to it: one of them is contiguous pinned host memory."""
+    count = words.nbytes // 4
     copy_words[(triton.cdiv(count, BLOCK.value),)](
-        out.view(torch.int32), pinned.reshape(-1).view(torch.int32), count, num_warps=NUM_WARPS, enable_fp_fusion=False
+        out.view(torch.int32), words.reshape(-1).view(torch.int32), count, num_warps=NUM_WARPS, enable_fp_fusion=False
     )
 
 
