@@ -80,7 +80,7 @@ _SET_ASIDE = SetAside(_pin)
 
 
 class StillRead:
-    """Keeps pinned memory that kernels read, or write, until events behind their launches have passed. Any thread may call it.
+    """Keeps pinned memory that kernels read or write until events behind their launches have passed, on any thread.
 
     >>> class Event:
     ...     passed = False
