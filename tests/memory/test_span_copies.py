@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
+import types
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -251,6 +253,21 @@ def test_the_next_kernel_takes_over_from_one_that_is_refused(engine: Engine) -> 
         Stream(), memory.spans, to_host=False
     )
     assert memory.is_right and len(second.calls[0]) == 60 and len(engine.calls[0]) == 2
+
+
+def test_cuda_s_kernel_is_asked_before_triton_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "check_device", lambda device: None)
+    device, asked = torch.device("cuda", 1), []
+    assert [name for name, _ in Kernels.of(device, engine).ways] in (["Triton"], ["CUDA", "Triton"])
+    cuda = types.ModuleType("zerokern.kernels.cuda")
+    cuda.available = lambda device: True
+    cuda.ferry_spans = lambda spans, device: asked.append((spans, device))
+    monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
+    found = Kernels.of(device, engine)
+    assert [name for name, _ in found.ways] == ["CUDA", "Triton"]
+    assert found.launch([(1, 2, 3)], torch.empty(3)) and asked == [([(1, 2, 3)], device)]
+    monkeypatch.setattr(engine, "attribute", lambda number, index: 0)
+    assert not Kernels.of(device, engine).ways, "host memory has another address there"
 
 
 def test_no_kernel_goes_into_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

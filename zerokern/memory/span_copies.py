@@ -7,6 +7,7 @@ each process, at the first copies that it matters for.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from array import array
@@ -134,13 +135,10 @@ class Kernels:
 
     @classmethod
     def of(cls, device: torch.device, batches: Batches) -> Kernels:
-        """Finds those of a GPU. They need host memory at the address that the host knows it by."""
-        try:
-            backend.check_device(device)
-            from zerokern.kernels.triton.ferry import ferry
-        except (ImportError, BackendError):
+        """Finds those of a GPU: CUDA's, then Triton's. They need host memory at the address that the host knows."""
+        if not batches.attribute(USES_HOST_ADDRESSES, device.index):
             return cls([])
-        return cls([("Triton", ferry)] if batches.attribute(USES_HOST_ADDRESSES, device.index) else [])
+        return cls([*_of_cuda(device), *_of_triton(device)])
 
     def launch(self, spans: Sequence[Span], table: Tensor) -> bool:
         """Queues the copies; returns False if no kernel can. Some of them may have been queued all the same."""
@@ -155,6 +153,24 @@ class Kernels:
             else:
                 return True
         return False
+
+
+def _of_cuda(device: torch.device) -> list[tuple[str, Way]]:
+    try:
+        cuda = importlib.import_module("zerokern.kernels.cuda")
+        copy = cuda.ferry_spans
+    except (ImportError, AttributeError):
+        return []
+    return [("CUDA", lambda spans, table: copy(spans, device))] if cuda.available(device) else []
+
+
+def _of_triton(device: torch.device) -> list[tuple[str, Way]]:
+    try:
+        backend.check_device(device)
+        from zerokern.kernels.triton.ferry import ferry
+    except (ImportError, BackendError):
+        return []
+    return [("Triton", ferry)]
 
 
 class SpanCopies:
