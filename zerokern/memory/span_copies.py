@@ -24,7 +24,7 @@ from zerokern.kernels.triton import backend
 from zerokern.memory.arena import Arena
 from zerokern.memory.runtime import Batches, clear_cuda_error
 
-__all__ = ["KernelLimit", "Kernels", "SpanCopies", "joined", "limit_of", "limits"]
+__all__ = ["CopyKernels", "KernelLimit", "SpanCopies", "joined", "limit_of", "limits"]
 
 Span = tuple[int, int, int]
 """To where, from where, how many bytes."""
@@ -120,13 +120,13 @@ def _given() -> KernelLimit | None:
     return KernelLimit(0 if text.strip() == "0" else parse_nbytes(VARIABLE, text), LEAST, VARIABLE)
 
 
-class Kernels:
+class CopyKernels:
     """The kernels that can copy spans on one device, best first. One that refuses is left out from then on.
 
     Each is called with spans and a table: memory that it may write to, and that stays as it is until the copies have
     ended. It launches on the current stream.
 
-    >>> Kernels([]).launch([(0, 0, 8)], torch.empty(3, dtype=torch.int64))
+    >>> CopyKernels([]).launch([(0, 0, 8)], torch.empty(3, dtype=torch.int64))
     False
     """
 
@@ -134,7 +134,7 @@ class Kernels:
         self.ways = list(ways)
 
     @classmethod
-    def of(cls, device: torch.device, batches: Batches) -> Kernels:
+    def of(cls, device: torch.device, batches: Batches) -> CopyKernels:
         """Finds those of a GPU: CUDA's, then Triton's. They need host memory at the address that the host knows."""
         if not batches.attribute(USES_HOST_ADDRESSES, device.index):
             return cls([])
@@ -183,7 +183,7 @@ class SpanCopies:
     'bool'
     """
 
-    def __init__(self, driver: Any, batches: Batches, kernels: Kernels) -> None:
+    def __init__(self, driver: Any, batches: Batches, kernels: CopyKernels) -> None:
         self._driver, self._batches, self.kernels = driver, batches, kernels
         self._tables: list[Tensor] = []
         self._readers: list[Any] = []  # of each table: the mark behind the kernels that read it

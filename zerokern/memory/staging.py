@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import BackendError, got
 from zerokern.memory.runtime import runtime_library
-from zerokern.memory.span_copies import Kernels, SpanCopies
+from zerokern.memory.span_copies import CopyKernels, SpanCopies
 
 __all__ = ["EMULATED_DRIVERS", "CudaDriver", "CudaMark", "Ticket", "driver_of", "stream_gate", "stream_ticket"]
 
@@ -125,7 +125,7 @@ class CudaDriver:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         batches = runtime_library()
-        self._spans = None if batches is None else SpanCopies(self, batches, Kernels.of(self.device, batches))
+        self._spans = None if batches is None else SpanCopies(self, batches, CopyKernels.of(self.device, batches))
         self._aside: torch.cuda.Stream | None = None
         self._clock: _CudaClock | None = None
         self._begun: dict[int, CudaMark] = {}
