@@ -271,10 +271,42 @@ def test_cuda_s_kernel_is_asked_before_triton_s(engine: Engine, monkeypatch: pyt
 
 
 def test_no_kernel_goes_into_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything measured, for which the host would wait."""
+    monkeypatch.delenv("ZEROKERN_SMALL_COPIES")
     monkeypatch.setattr(backend, "capturing", lambda device: True)
     kernel, memory = Kernel(), mixed(60, 2)
     SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
     assert memory.is_right and not kernel.calls
+
+
+def test_no_kernel_is_asked_where_there_is_no_memory_for_its_table(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int) -> Any:
+        raise zk.BudgetError("no memory")
+
+    monkeypatch.setattr(span_copies, "Arena", refuse)
+    kernel, memory = Kernel(), mixed(60, 2)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
+    assert memory.is_right and not kernel.calls
+
+
+def test_a_table_is_not_written_again_after_a_ctrl_c(engine: Engine) -> None:
+    """That comes when the kernel has been launched."""
+    late, memory, next_one = Late(), mixed(60, 0), mixed(50, 0)
+    copies = SpanCopies(Driver(passes=False), engine, CopyKernels([("late", late)]))
+
+    def struck(spans: Spans, table: Tensor) -> None:
+        late(spans, table)
+        copies.kernels.ways = [("late", late)]
+        raise KeyboardInterrupt
+
+    copies.kernels.ways = [("late", struck)]
+    with pytest.raises(KeyboardInterrupt):
+        copies.copy(Stream(), memory.spans, to_host=False)
+    copies.copy(Stream(), next_one.spans, to_host=False)
+    late.run()
+    assert memory.is_right and next_one.is_right
 
 
 def test_no_kernel_is_asked_where_it_reaches_no_host_memory(engine: Engine) -> None:

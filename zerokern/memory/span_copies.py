@@ -31,7 +31,7 @@ Span = tuple[int, int, int]
 Way = Callable[[Sequence[Span], Tensor], object]
 VARIABLE = "ZEROKERN_SMALL_COPIES"
 USES_HOST_ADDRESSES = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
-LEAST, MOST_NBYTES = 16, 64 << 10  # of fewer copies, or larger ones, nobody asks who makes them
+LEAST, MOST_NBYTES = 16, 64 << 10  # fewer copies, or larger ones, are always the copy engine's
 SIZES = tuple(kib << 10 for kib in (4, 8, 16, 24, 28, 32, 48, 64))
 COUNTS = (16, 32, 64, 128, 256)
 ROUNDS = 5
@@ -57,8 +57,8 @@ class KernelLimit(NamedTuple):
         return f"by a kernel below {self.nbytes / 1024:g} KiB, from {self.copies} copies on ({self.origin})"
 
 
-# Loads of vLLM on an H100 (its pull request 42212) jump at 28 KiB, on an A30 and a GB10 too (its issue 57555). With
-# 64 copies of one call a kernel is ahead on all three, with 32 on two; to the host vLLM leaves all to the copy engine.
+# By measurements of vLLM's loads (its pull request 42212, its issue 57555): copy engines of an H100 and an A30 are
+# faster from 28 KiB on. With 64 copies of 4 KiB a kernel is ahead there and on a GB10. To the host vLLM uses none.
 DEFAULTS = {False: KernelLimit(28 << 10, 64, "by default"), True: KernelLimit(0, 64, "by default")}
 """By whether the copies go to the host."""
 _known: dict[tuple[str, bool], KernelLimit] = {}  # what was measured in this process, by device and direction
@@ -117,7 +117,8 @@ def _given() -> KernelLimit | None:
     text = env.read(VARIABLE)
     if text is None:
         return None
-    return KernelLimit(0 if text.strip() == "0" else parse_nbytes(VARIABLE, text), LEAST, VARIABLE)
+    nbytes = 0 if text.strip() == "0" else parse_nbytes(VARIABLE, text)
+    return KernelLimit(min(nbytes, MOST_NBYTES), LEAST, VARIABLE)
 
 
 class CopyKernels:
@@ -191,7 +192,7 @@ class SpanCopies:
     def copy(self, stream: Any, spans: Sequence[Span], *, to_host: bool) -> None:
         """Queues copies that must not overlap in memory; they run in any order."""
         whole = joined(spans)
-        small, large = self._parted(whole, to_host)
+        small, large = self._parted(stream, whole, to_host)
         if small and not self._launch(stream, small):
             large = whole
         try:
@@ -207,22 +208,32 @@ class SpanCopies:
         columns = [array("Q", column) for column in zip(*spans, strict=True)] or [array("Q")] * 3
         self._batches.copy(stream.cuda_stream, *columns)
 
-    def _parted(self, spans: list[Span], to_host: bool) -> tuple[list[Span], list[Span]]:
+    def _parted(self, stream: Any, spans: list[Span], to_host: bool) -> tuple[list[Span], list[Span]]:
         """Returns the spans that a kernel copies, and those that a copy engine does."""
-        limit = self._limit(spans, to_host) if self.kernels.ways else None
-        small = [] if limit is None else [span for span in spans if span[2] < limit.nbytes]
-        if limit is None or len(small) < limit.copies:
-            return [], spans
-        return small, [span for span in spans if span[2] >= limit.nbytes]
+        small: list[Span] = []
+        if self.kernels.ways and sum(span[2] < MOST_NBYTES for span in spans) >= LEAST and not self._captured(stream):
+            limit = self._limit(to_host)
+            small = [span for span in spans if span[2] < limit.nbytes]
+            if len(small) >= limit.copies:
+                return small, [span for span in spans if span[2] >= limit.nbytes]
+        return [], spans
 
-    def _limit(self, spans: Sequence[Span], to_host: bool) -> KernelLimit | None:
-        """Returns the limit of a direction; None if nobody knows it, and these spans do not need it."""
+    def _captured(self, stream: Any) -> bool:
+        """Whether copies go into a graph, which would read tables again when they hold others; or compute does, where
+        nothing may be waited for."""
+        device = self._driver.device
+        if backend.capturing(device):
+            return True
+        with self._driver.on(stream):
+            return backend.capturing(device)
+
+    def _limit(self, to_host: bool) -> KernelLimit:
+        """Returns the limit of a direction; measures it if nobody has."""
         key = (str(self._driver.device), to_host)
         limit = _given() or _known.get(key)
-        if limit is None and sum(span[2] < MOST_NBYTES for span in spans) >= LEAST:
+        if limit is None:
             with _measuring:
-                limit = _known.get(key) or self._measured(to_host)
-                _known[key] = limit
+                limit = _known[key] = _known.get(key) or self._measured(to_host)
         return limit
 
     def _measured(self, to_host: bool) -> KernelLimit:
@@ -232,6 +243,8 @@ class SpanCopies:
             device = torch.zeros(nbytes, dtype=torch.uint8, device=self._driver.device)
             host = Arena(nbytes).lease(nbytes, "copies that are measured").tensor(torch.uint8, (nbytes,))
             ends = (host.data_ptr(), device.data_ptr()) if to_host else (device.data_ptr(), host.data_ptr())
+            if not self._driver.pinned(host):
+                return DEFAULTS[to_host]  # it has been said where it was registered
             stream = self._driver.stream()
             self._driver.follow(stream, self._driver.mark(None))  # the memory has been filled by then
 
@@ -258,24 +271,30 @@ class SpanCopies:
         return time.perf_counter() - begin
 
     def _launch(self, stream: Any, spans: Sequence[Span]) -> bool:
-        """Has a kernel copy these; returns False if none can."""
+        """Has a kernel copy these; returns False if none can. Some of them may be on their way all the same."""
         with self._driver.on(stream):
-            if backend.capturing(self._driver.device):  # a graph would read the table again when others have written it
-                return False
             for begin in range(0, len(spans), TABLE_SPANS):
                 number = self._free_table()
-                if number is None or not self.kernels.launch(spans[begin : begin + TABLE_SPANS], self._tables[number]):
+                if number is None:
                     return False
-                self._readers[number] = self._driver.fence(stream)
+                try:
+                    launched = self.kernels.launch(spans[begin : begin + TABLE_SPANS], self._tables[number])
+                finally:  # after a Ctrl-C, too, a kernel may read it
+                    self._readers[number] = self._driver.fence(stream)
+                if not launched:
+                    return False
         return True
 
     def _free_table(self) -> int | None:
-        """Returns the number of a table that no kernel reads any more; None if kernels cannot reach any."""
+        """Returns the number of a table that no kernel reads any more; None if there is no memory that one reaches."""
         for number, reader in enumerate(self._readers):
             if reader is None or reader.done():
                 return number
         nbytes = TABLES * TABLE_NBYTES
-        memory = Arena(nbytes).lease(nbytes, "tables of spans").tensor(torch.int64, (nbytes // 8,))
+        try:
+            memory = Arena(nbytes).lease(nbytes, "tables of spans").tensor(torch.int64, (nbytes // 8,))
+        except (ZerokernError, MemoryError, OSError):
+            return None
         if not self._driver.pinned(memory):
             return None
         self._tables += memory.split(TABLE_NBYTES // 8)
