@@ -44,7 +44,7 @@ quiet = torch._C.DisableTorchFunction
 class Stream:
     """A stream of the device: for all that the host knows it has done nothing that the host has not waited for."""
 
-    def __init__(self, device: Any = None, name: str = "beside") -> None:
+    def __init__(self, device: Any = None, name: str = "beside", priority: int = 0) -> None:
         self.name, self.cuda_stream = name, id(self)
         self.given = self.passed = 0
         self._follows: list[tuple[int, Any]] = []
@@ -89,6 +89,10 @@ class Batches:
 
     def __init__(self, device: CountingDevice) -> None:
         self.device = device
+
+    def attribute(self, *which: Any) -> int:
+        """No kernel copies spans: each call is one of the copy engine."""
+        return 0
 
     def copy(self, stream: int, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int]) -> None:
         for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True):
