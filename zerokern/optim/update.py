@@ -239,11 +239,11 @@ class _DeviceCollective:
         self._handle.wait()
 
     def wait(self) -> None:
-        if self._handle.done():  # or a stream waits for it, and with it all that the device does later
-            return
         with self._driver.aside():
+            ended = self._handle.done()  # or a stream waits for it, and with it all that the device does later
             self._handle.wait()
-            self._driver.mark(None).wait()
+            if not ended:
+                self._driver.mark(None).wait()
 
     def done(self) -> bool:
         return bool(self._handle.done())
