@@ -1,6 +1,6 @@
 """Copies between a device and host memory: one stream for each direction, and a ticket for each call.
 
-A copy keeps its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy
+All parts of a process that copy to and from a device share its `Copies.of(driver)`, and so its two streams. A copy keeps its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy
 changes a dtype: casts run on the device.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,8 +29,8 @@ class Driver(Protocol):
 
     device: torch.device
 
-    def stream(self) -> Any:
-        """Returns a new stream."""
+    def stream(self, name: str) -> Any:
+        """Returns the device's stream of this name, one of `staging.STREAMS`; the same one each time."""
 
     def mark(self, stream: Any | None) -> Ticket:
         """Records an event behind all work queued on the stream; None is the caller's current stream."""
@@ -40,8 +41,9 @@ class Driver(Protocol):
     def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src), in any order among themselves. The host does not wait."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Context manager that makes a side stream current, whose work does not wait for the program's."""
+    def aside(self, name: str) -> AbstractContextManager[None]:
+        """Context manager that makes the stream of this name current; its work does not wait for the program's, or for
+        that of another name."""
 
     def pinned(self, tensor: Tensor) -> bool:
         """Returns whether copies to and from this host tensor run asynchronously."""
@@ -116,7 +118,7 @@ class Copies:
 
     >>> class NoDevice:
     ...     device = torch.device("cuda", 0)
-    ...     def stream(self):
+    ...     def stream(self, name):
     ...         return object()
     >>> copies = Copies(NoDevice())
     >>> copies.to_host(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))  # doctest: +ELLIPSIS
@@ -128,11 +130,33 @@ class Copies:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self._out, self._in = driver.stream(), driver.stream()
+        self._out, self._in = driver.stream("down"), driver.stream("up")
+        self._shared = False
         self._pending: deque[Copy] = deque()
         self._unreported: list[Copy] = []  # failed, and let go of before anybody had asked
         self._lock = threading.RLock()
         self._closed = False
+
+    @classmethod
+    def of(cls, driver: Driver) -> Copies:
+        """Returns the copies that all of this process share on the driver's device. They end with the last reference;
+        `close()` waits for what is in flight, and leaves them open for the others.
+
+        >>> class NoDevice:
+        ...     device = torch.device("cuda", 0)
+        ...     def stream(self, name):
+        ...         return name
+        >>> driver = NoDevice()
+        >>> copies = Copies.of(driver)
+        >>> copies is Copies.of(driver)
+        True
+        """
+        with _SHARING:
+            copies = _SHARED.get(id(driver))  # which lives as long as its copies: nobody else has its id
+            if copies is None:
+                copies = _SHARED[id(driver)] = cls(driver)
+                copies._shared = True
+            return copies
 
     def here(self) -> Copy:
         """Returns a ticket for all work that the current stream has been given so far."""
@@ -171,7 +195,7 @@ class Copies:
     def close(self) -> None:
         """Waits for all copies; raises the first error that was not reported."""
         with self._lock:
-            self._closed = True
+            self._closed = not self._shared
             while self._pending:
                 self._retire(self._pending[0])
             unreported = [copy for copy in self._unreported if not copy._reported]
@@ -261,9 +285,14 @@ class Copies:
 
     def _retire(self, copy: Copy) -> None:
         copy._finish()
-        if copy._failure is not None and not copy._reported:
+        # of shared ones nobody's close() is the last, and errors would keep the frames of whoever met them
+        if copy._failure is not None and not copy._reported and not self._shared:
             self._unreported.append(copy)
         self._pending.remove(copy)
+
+
+_SHARED: weakref.WeakValueDictionary[int, Copies] = weakref.WeakValueDictionary()
+_SHARING = threading.Lock()
 
 
 def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,14 +24,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerokern.core.errors import BackendError, ZerokernError, got, say_once
 
 __all__ = [
-    "EMULATED_DRIVERS", "Batches", "CudaDriver", "CudaMark", "Ticket", "clear_cuda_error", "driver_of",
-    "runtime_library", "stream_gate", "stream_ticket",
+    "EMULATED_DRIVERS", "STREAMS", "Batches", "CudaDriver", "CudaMark", "Ticket", "check_stream_name",
+    "clear_cuda_error", "cuda_driver", "driver_of", "runtime_library", "stream_gate", "stream_ticket",
 ]  # fmt: skip
 
 BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
 WITHOUT_FAULT = 13000
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+STREAMS = ("down", "up", "gather", "reduce", "publish")
+"""All streams that a process has on a device beside the program's: two for copies, three to launch collectives from."""
+# torch's pool has 32 streams for each priority and never frees one; the 33rd request gets the first again, which may be
+# the one that NCCL runs on. So a process that makes a thousand models draws as many as one that makes one.
+_CUDA_STREAMS: dict[tuple[int, str], torch.cuda.Stream] = {}
+_CUDA_DRIVERS: weakref.WeakValueDictionary[int, CudaDriver] = weakref.WeakValueDictionary()
+_MAKING = threading.Lock()
 EMULATED_DRIVERS = WeakTensorKeyDictionary()
 """Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
@@ -251,7 +260,6 @@ class CudaDriver:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._batches = runtime_library()
-        self._aside: torch.cuda.Stream | None = None
         self._clock: _CudaClock | None = None
         self._begun: dict[int, CudaMark] = {}
 
@@ -260,9 +268,14 @@ class CudaDriver:
         if self._clock is None:
             self._clock = _CudaClock(torch.cuda.current_stream(self.device))
 
-    def stream(self) -> torch.cuda.Stream:
-        """Returns a new stream, which does not wait for the legacy default stream."""
-        return torch.cuda.Stream(self.device)
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """Returns this process's stream of that name, one of `STREAMS`; it does not wait for the legacy default
+        stream."""
+        key = self.device.index, check_stream_name(name)
+        with _MAKING:
+            if key not in _CUDA_STREAMS:
+                _CUDA_STREAMS[key] = torch.cuda.Stream(self.device)
+            return _CUDA_STREAMS[key]
 
     def mark(self, stream: torch.cuda.Stream | None) -> CudaMark:
         """Records an event behind all work queued on the stream; None is torch's current stream."""
@@ -290,11 +303,10 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             self._batches.copy(stream.cuda_stream, dsts, srcs, sizes)
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Context manager that makes a side stream current, whose work does not wait for the program's."""
-        if self._aside is None:
-            self._aside = self.stream()
-        return torch.cuda.stream(self._aside)
+    def aside(self, name: str) -> AbstractContextManager[None]:
+        """Context manager that makes this stream current; its work does not wait for the program's, or for that of
+        another name."""
+        return torch.cuda.stream(self.stream(name))
 
     def pinned(self, tensor: Tensor) -> bool:
         """Returns whether CUDA knows the memory: only then is a copy asynchronous."""
@@ -304,10 +316,39 @@ class CudaDriver:
         return torch.cuda.current_stream(self.device) if stream is None else stream
 
 
+def check_stream_name(name: str) -> str:
+    """Returns the name of a stream, or raises: names are few, so that streams are.
+
+    >>> check_stream_name("gather")
+    'gather'
+    """
+    if name not in STREAMS:
+        raise ValueError(got("name", name, ", ".join(map(repr, STREAMS))))
+    return name
+
+
+def cuda_driver(device: torch.device) -> CudaDriver:
+    """Returns the driver of a GPU: one object for all who ask, which goes with its last reference.
+
+    >>> cuda_driver(torch.device("cpu"))
+    Traceback (most recent call last):
+    ...
+    ValueError: device=device(type='cpu'): must be a cuda device
+    """
+    index = -1
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+    with _MAKING:
+        driver = _CUDA_DRIVERS.get(index)
+        if driver is None:
+            driver = _CUDA_DRIVERS[index] = CudaDriver(device)
+    return driver
+
+
 def driver_of(tensor: Tensor) -> Any:
     """Returns the driver for copies between a tensor's device and host memory; None for a tensor in host memory.
 
     >>> driver_of(torch.ones(1)) is None
     True
     """
-    return CudaDriver(tensor.device) if tensor.is_cuda else EMULATED_DRIVERS.get(tensor)
+    return cuda_driver(tensor.device) if tensor.is_cuda else EMULATED_DRIVERS.get(tensor)

@@ -23,8 +23,9 @@ from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
 from zerokern.memory import NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
+from zerokern.memory.staging import driver_of
 from zerokern.optim import device
-from zerokern.optim.device import driver_of, put_in_place
+from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of
@@ -121,7 +122,7 @@ class HostCopies:
         if self.driver is not None:
             if measured:
                 self.driver.measure()
-            self.link = Copies(self.driver)
+            self.link = Copies.of(self.driver)
 
     def take_in(
         self, local: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf

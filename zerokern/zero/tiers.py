@@ -21,7 +21,7 @@ from zerokern.memory import tier as tiers
 from zerokern.memory.arena import PAGE
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import GOING, Rest
-from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver, cuda_driver
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.partition import Bucket, shards_parameters
 
@@ -89,7 +89,7 @@ def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
     A device that torch does not know forgets these parameters, whose contents will be swapped: see `keep_driver`.
     """
     played = [driver for param in params if (driver := EMULATED_DRIVERS.pop(param, None)) is not None]
-    return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
+    return cuda_driver(device) if device.type == "cuda" else next(iter(played), None)
 
 
 def keep_driver(driver: Any, tensors: Sequence[Tensor]) -> None:
@@ -118,7 +118,7 @@ def reserve(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[B
         return [{**one, "disk_copier": disk_copier, "host": disk_copier.host} for one in found]
     if driver is None or tier == "device":
         return [{}] * len(buckets)
-    host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
+    host = HostTier("zk.shard", ADVICE, copies=Copies.of(driver))
     return [{"host": host, "kept": kept} for kept in host.lay_out(wanted)]
 
 
@@ -221,7 +221,7 @@ class DiskCopier:
     """Copies shards from disk to the compute device through a ring of pinned memory (`host`), on a thread."""
 
     def __init__(self, driver: Any, ring_nbytes: int, owner: str) -> None:
-        self.copies = Copies(driver)
+        self.copies = Copies.of(driver)
         self.host = HostTier(owner, copies=self.copies)
         self._slot_nbytes = min(LARGEST, max(PAGE, ring_nbytes // 2 // PAGE * PAGE))
         slot = Wanted("ring", torch.Size([self._slot_nbytes]), torch.uint8)
