@@ -176,8 +176,8 @@ class PlayedDevice:
 
     `down_gb_s` and `up_gb_s`: what the link carries to and from the host; None: as fast as memory is. `latency_us`
     comes before each batch of copies. `stretch`: seconds by which work is prolonged at random, for all streams or by
-    their names ("compute" and those of `staging.STREAMS`), so that races are lost; `seed` says how. `poison`: what a copy is about to
-    fill holds ruins until it is filled.
+    their names ("compute" and those of `staging.STREAMS`), so that races are lost; `seed` says how. `poison`: what a
+    copy is about to fill holds ruins until it is filled.
 
     A copy reads and writes one half at its begin and the other at its end.
 

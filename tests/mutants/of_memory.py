@@ -43,6 +43,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "one_closes_the_copies_of_all",
+        "zerokern/memory/copies.py",
+        "self._closed = not self._shared",
+        "self._closed = True",
+        "Whoever closes the copies of a device closes them for all others of the process.",
+        ("tests/zero/test_streams.py",),
+    ),
+    Mutant(
+        "streams_drawn_anew_by_each_driver",
+        "zerokern/memory/staging.py",
+        "if key not in _CUDA_STREAMS:",
+        "if True:",
+        "A process that makes many models ends up copying on the stream that NCCL runs on.",
+        ("tests/zero/test_streams.py",),
+    ),
+    Mutant(
         "writes_through_views_not_stored",
         "zerokern/memory/rest.py",
         "if any(tensor._version != version for tensor, version in self._watched):\n            self._changed = True",

@@ -1,7 +1,8 @@
 """Copies between a device and host memory: one stream for each direction, and a ticket for each call.
 
-All parts of a process that copy to and from a device share its `Copies.of(driver)`, and so its two streams. A copy keeps its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy
-changes a dtype: casts run on the device.
+All parts of a process that copy to and from a device share its `Copies.of(driver)`. A copy keeps its tensors until it
+has ended, so their memory is not reused and nothing calls `record_stream`. No copy changes a dtype: casts run on the
+device.
 """
 
 from __future__ import annotations
