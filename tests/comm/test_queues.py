@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from queue_machine import Call, apart, launch, one_queue, stuck, wait
 from tables import each
+
+from zerokern.comm import joining
+from zerokern.memory.staging import STREAMS
 
 GATHERS, REDUCTIONS = ("", 0), ("", 1)
 
@@ -71,6 +74,21 @@ def test_what_a_worker_publishes_ends_where_each_stream_has_a_queue() -> None:
     assert not all(together), "two of too many streams for the queues"
     on_one = outcomes(lambda rank, stream: "nccl" if rank and stream.startswith("communicator") else stream)
     assert all(on_one), "one rank alone cannot: the others begin whatever it begins"
+
+
+def dealt(streams: int, queues: int) -> Callable[[int, str], str]:
+    """Queues as streams are made, in turn: the second communicator's so many after the first's."""
+    places = {f"communicator {GATHERS}": 0, f"communicator {REDUCTIONS}": streams}
+    return lambda rank, stream: str(places[stream] % queues) if stream in places else stream
+
+
+def test_eight_queues_are_too_few_and_thirty_two_are_not() -> None:
+    """CUDA's default, and what is asked for. Of one priority torch has 32 streams, which it hands out in turn; of ours
+    there are five, however many models a process makes: tests/zero/test_streams.py."""
+    assert not all(all(outcomes(dealt(streams, 8))) for streams in (8, 16, 24)), "as it was, and said nothing"
+    assert all(all(outcomes(dealt(streams, joining.QUEUES))) for streams in (1, 8, 16, 24, 31))
+    communicators = 4  # two for each dimension of a mesh
+    assert 1 + len(STREAMS) + communicators <= joining.QUEUES
 
 
 def test_queues_that_copies_share_with_a_communicator_hold_it_up_and_end() -> None:

@@ -43,11 +43,11 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "one_closes_the_copies_of_all",
-        "zerokern/memory/copies.py",
-        "self._closed = not self._shared",
-        "self._closed = True",
-        "Whoever closes the copies of a device closes them for all others of the process.",
+        "driver_of_each_asker",
+        "zerokern/memory/staging.py",
+        "driver = _CUDA_DRIVERS.get(index)",
+        "driver = None",
+        "Whoever asks for the driver of a GPU gets another one, with a clock of its own.",
         ("tests/zero/test_streams.py",),
     ),
     Mutant(

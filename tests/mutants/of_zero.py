@@ -12,7 +12,7 @@ MUTANTS = (
         "zerokern/zero/reduction.py",
         "if self.buckets[number].memory.bucket.unit == ROOT:",
         "if self.buckets[number].memory.bucket.unit == -1:",
-        "A rank that leaves out a parameter of no unit reduces nothing until its pass ends, and the others wait for it.",
+        "A rank that leaves out a parameter of no unit reduces nothing until its pass ends; others wait for it.",
         ("tests/zero/test_launch_order.py::test_a_parameter_of_no_unit_that_some_ranks_leave_out",),
     ),
     Mutant(

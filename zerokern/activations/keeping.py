@@ -116,7 +116,7 @@ class Keeper:
             return None
         key = tensor.device if tensor.is_cuda else id(driver)
         if key not in self._behind:
-            self._behind[key] = BlockTier(self.blocks, Copies.of(driver), self.opened)
+            self._behind[key] = BlockTier(self.blocks, Copies(driver), self.opened)
         return self._behind[key]
 
     def moves(self, tensor: Tensor) -> bool:

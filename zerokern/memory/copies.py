@@ -1,15 +1,14 @@
 """Copies between a device and host memory: one stream for each direction, and a ticket for each call.
 
-All parts of a process that copy to and from a device share its `Copies.of(driver)`. A copy keeps its tensors until it
-has ended, so their memory is not reused and nothing calls `record_stream`. No copy changes a dtype: casts run on the
-device.
+All parts of a process that copy to and from a device share its two streams, each with `Copies` of its own. A copy keeps
+its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy changes a
+dtype: casts run on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -111,7 +110,7 @@ class Copy:
 
 
 class Copies:
-    """The two copy streams of a device, and the copies in flight on them.
+    """Copies on the two copy streams of a device, and which of its own are in flight there.
 
     ``ready``: a ticket after which the tensors may be read or written; by default the point that the current stream has
     reached. ``after``: one more such ticket, as `flow` passes it; for a ticket of another engine the host waits.
@@ -132,32 +131,10 @@ class Copies:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._out, self._in = driver.stream("down"), driver.stream("up")
-        self._shared = False
         self._pending: deque[Copy] = deque()
         self._unreported: list[Copy] = []  # failed, and let go of before anybody had asked
         self._lock = threading.RLock()
         self._closed = False
-
-    @classmethod
-    def of(cls, driver: Driver) -> Copies:
-        """Returns the copies that all of this process share on the driver's device. They end with the last reference;
-        `close()` waits for what is in flight, and leaves them open for the others.
-
-        >>> class NoDevice:
-        ...     device = torch.device("cuda", 0)
-        ...     def stream(self, name):
-        ...         return name
-        >>> driver = NoDevice()
-        >>> copies = Copies.of(driver)
-        >>> copies is Copies.of(driver)
-        True
-        """
-        with _SHARING:
-            copies = _SHARED.get(id(driver))  # which lives as long as its copies: nobody else has its id
-            if copies is None:
-                copies = _SHARED[id(driver)] = cls(driver)
-                copies._shared = True
-            return copies
 
     def here(self) -> Copy:
         """Returns a ticket for all work that the current stream has been given so far."""
@@ -196,7 +173,7 @@ class Copies:
     def close(self) -> None:
         """Waits for all copies; raises the first error that was not reported."""
         with self._lock:
-            self._closed = not self._shared
+            self._closed = True
             while self._pending:
                 self._retire(self._pending[0])
             unreported = [copy for copy in self._unreported if not copy._reported]
@@ -286,14 +263,9 @@ class Copies:
 
     def _retire(self, copy: Copy) -> None:
         copy._finish()
-        # of shared ones nobody's close() is the last, and errors would keep the frames of whoever met them
-        if copy._failure is not None and not copy._reported and not self._shared:
+        if copy._failure is not None and not copy._reported:
             self._unreported.append(copy)
         self._pending.remove(copy)
-
-
-_SHARED: weakref.WeakValueDictionary[int, Copies] = weakref.WeakValueDictionary()
-_SHARING = threading.Lock()
 
 
 def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

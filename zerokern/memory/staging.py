@@ -261,7 +261,7 @@ class CudaDriver:
         self.device = torch.device("cuda", index)
         self._batches = runtime_library()
         self._clock: _CudaClock | None = None
-        self._begun: dict[int, CudaMark] = {}
+        self._begun: dict[tuple[int, int], CudaMark] = {}  # by stream and by the thread that copies there
 
     def measure(self) -> None:
         """Makes marks record their times from now on, and when copies began."""
@@ -281,7 +281,7 @@ class CudaDriver:
         """Records an event behind all work queued on the stream; None is torch's current stream."""
         stream = self._this_or_current(stream)
         mark = CudaMark(stream, self._clock)
-        mark.begin = self._begun.pop(stream.cuda_stream, None)
+        mark.begin = self._begun.pop((stream.cuda_stream, threading.get_ident()), None)
         return mark
 
     def follow(self, stream: torch.cuda.Stream | None, mark: CudaMark) -> None:
@@ -291,7 +291,7 @@ class CudaDriver:
     def copy(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src), in any order among themselves."""
         if self._clock is not None:
-            self._begun[stream.cuda_stream] = CudaMark(stream, self._clock)
+            self._begun[stream.cuda_stream, threading.get_ident()] = CudaMark(stream, self._clock)
         if self._batches is None:
             with torch.cuda.stream(stream):
                 for dst, src in pairs:

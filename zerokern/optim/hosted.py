@@ -122,7 +122,7 @@ class HostCopies:
         if self.driver is not None:
             if measured:
                 self.driver.measure()
-            self.link = Copies.of(self.driver)
+            self.link = Copies(self.driver)
 
     def take_in(
         self, local: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf

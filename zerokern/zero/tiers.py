@@ -118,7 +118,7 @@ def reserve(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[B
         return [{**one, "disk_copier": disk_copier, "host": disk_copier.host} for one in found]
     if driver is None or tier == "device":
         return [{}] * len(buckets)
-    host = HostTier("zk.shard", ADVICE, copies=Copies.of(driver))
+    host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
     return [{"host": host, "kept": kept} for kept in host.lay_out(wanted)]
 
 
@@ -221,7 +221,7 @@ class DiskCopier:
     """Copies shards from disk to the compute device through a ring of pinned memory (`host`), on a thread."""
 
     def __init__(self, driver: Any, ring_nbytes: int, owner: str) -> None:
-        self.copies = Copies.of(driver)
+        self.copies = Copies(driver)
         self.host = HostTier(owner, copies=self.copies)
         self._slot_nbytes = min(LARGEST, max(PAGE, ring_nbytes // 2 // PAGE * PAGE))
         slot = Wanted("ring", torch.Size([self._slot_nbytes]), torch.uint8)
