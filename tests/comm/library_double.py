@@ -102,7 +102,8 @@ class LibraryDouble:
     def new_group(
         self, ranks: list[int], use_local_synchronization: bool, group_desc: str, **given: Any
     ) -> DoubleGroup:
-        assert {*given} <= {"pg_options"}
+        assert {*given} in (set(), {"pg_options", "timeout"})
+        assert not given or given["pg_options"]._timeout == given["timeout"], "of which torch warns"
         assert ranks == list(range(self.size)) and not use_local_synchronization
         with self.lock:
             self.lanes_made += 1

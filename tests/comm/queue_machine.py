@@ -7,6 +7,7 @@ begun on all ranks. A wait holds it until the collective has ended.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,12 +67,16 @@ def stuck(
     *,
     ranks: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ordered: bool = False,
+    room: int | None = None,
+    seed: int = 0,
 ) -> list[str]:
     """What the ranks wait for when nothing moves any more; empty: all has ended.
 
     `ranks`: by the name of a group, who form one; default: all. `ordered`: as with NCCL_LAUNCH_ORDER_IMPLICIT=1, a
-    collective begins only when what its rank launched before it, on any communicator, has begun.
+    collective begins only when what its rank launched before it, on any communicator, has begun. `room`: how many run
+    on a GPU at once, for want of multiprocessors; which of those that could begin does so is drawn from the seed.
     """
+    rng = random.Random(seed)
     entries = [_entries(program, ordered) for program in programs]
     lines = [_lines(rank, row, queues) for rank, row in enumerate(entries)]
     there: dict[tuple, dict[int, Entry]] = {}
@@ -79,30 +84,40 @@ def stuck(
         for entry in row:
             if entry.call.verb == "launch":
                 there.setdefault((entry.collective, _peers(rank, entry, ranks, len(programs))), {})[rank] = entry
-    moved = True
-    while moved:
-        moved = False
-        for queue in (queue for row in lines for queue in row.values()):
-            while queue and queue[0].ended:
-                queue.pop(0)
-                moved = True
-            if not queue or queue[0].begun:
-                continue
+    running = [0] * len(programs)
+    while ready := [(rank, queue) for rank, row in enumerate(lines) for queue in row.values() if _may_begin(queue)]:
+        rng.shuffle(ready)
+        for rank, queue in ready:
             entry = queue[0]
-            if all(one.ended for one in entry.after) and (entry.behind is None or entry.behind.begun):
-                entry.begun = moved = True
-                entry.ended = entry.call.verb == "wait"
+            if entry.call.verb == "launch":
+                if running[rank] == room:
+                    continue
+                running[rank] += 1
+            entry.begun, entry.ended = True, entry.call.verb == "wait"
+        if not any(queue[0].begun for _, queue in ready):
+            break  # there is no room for any of them
         for (_, peers), mine in there.items():
-            if {*mine} == {*peers} and all(one.begun for one in mine.values()):
-                for one in mine.values():
-                    moved |= not one.ended
+            if {*mine} == {*peers} and all(one.begun and not one.ended for one in mine.values()):
+                for rank, one in mine.items():
                     one.ended = True
+                    running[rank] -= 1
+        for row in lines:
+            for queue in row.values():
+                while queue and queue[0].ended:
+                    queue.pop(0)
     return [
         f"rank {rank}: {queue[0].call.verb} {queue[0].collective}"
         for rank, row in enumerate(lines)
         for queue in row.values()
         if queue
     ]
+
+
+def _may_begin(queue: Sequence[Entry]) -> bool:
+    entry = queue[0] if queue else None
+    if entry is None or entry.begun:
+        return False
+    return all(one.ended for one in entry.after) and (entry.behind is None or entry.behind.begun)
 
 
 def _peers(rank: int, entry: Entry, ranks: Mapping[str, Sequence[Sequence[int]]] | None, size: int) -> tuple[int, ...]:

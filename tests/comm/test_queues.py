@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from queue_machine import Call, apart, launch, one_queue, stuck, wait
 from tables import each
@@ -58,10 +59,10 @@ MERGES = [
 ]
 
 
-def outcomes(queues: object, *, ordered: bool = False) -> list[bool]:
+def outcomes(queues: object, **given: Any) -> list[bool]:
     """Whether each pair of orders in which two ranks may launch the same two threads' work ends."""
     return [
-        not stuck([merged(OWN, WORKER, one), merged(OWN, WORKER, other)], queues, ordered=ordered)  # type: ignore[arg-type]
+        not stuck([merged(OWN, WORKER, one), merged(OWN, WORKER, other)], queues, **given)  # type: ignore[arg-type]
         for one, other in itertools.product(MERGES, MERGES)
     ]
 
@@ -104,6 +105,16 @@ def test_nccls_implicit_order_needs_one_order_of_launches() -> None:
     assert not stuck(orders, apart)
     assert stuck(orders, apart, ordered=True)
     assert not stuck([orders[0]] * 2, one_queue, ordered=True), "and where it is one, it needs no such help"
+
+
+def test_both_communicators_need_room_at_once() -> None:
+    """NCCL takes at most 32 multiprocessors for one, and two fit on what has 80. On a GPU that had room for one alone
+    each rank could begin another one, in one order of launches too; against that its implicit order would help."""
+    assert all(outcomes(apart, room=2))
+    both = [[launch(GATHERS, 1, "gather"), launch(REDUCTIONS, 1, "reduce")]] * 2
+    assert any(stuck(both, apart, room=1, seed=seed) for seed in range(20))
+    assert not any(stuck(both, apart, room=2, seed=seed) for seed in range(20))
+    assert not any(stuck(both, apart, room=1, seed=seed, ordered=True) for seed in range(20))
 
 
 def left_out(rank: int, units: int, buffers: int) -> list[Call]:

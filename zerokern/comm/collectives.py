@@ -95,17 +95,19 @@ def second_communicator(pg: Any) -> Any:
     ranks = dist.get_process_group_ranks(pg)
     whole = len(ranks) == dist.get_world_size()
     options = _high_priority(pg)
-    given = {} if options is None else {"pg_options": options}
+    given = {} if options is None else {"pg_options": options, "timeout": options._timeout}
     return dist.new_group(ranks, use_local_synchronization=not whole, group_desc="zerokern reductions", **given)
 
 
 def _high_priority(pg: Any) -> Any:
     """Returns the options of a communicator on a stream of high priority; None if it is not NCCL's to make."""
     kind = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)  # only in builds of torch with NCCL
-    if kind is None or pg._get_backend(torch.device("cuda")).name() != "nccl":
+    backend = pg._get_backend(torch.device("cuda"))
+    if kind is None or backend.name() != "nccl":
         return None
     options = kind()
     options.is_high_priority_stream = True
+    options._timeout = backend.options._timeout  # torch warns of options with another timeout than its argument
     return options
 
 
