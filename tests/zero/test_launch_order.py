@@ -66,6 +66,16 @@ class Wires:
         shared.lane = lane
         return DeviceGroup(pg, shared, torch.device("cpu"), name)
 
+    def _mesh_of(self, groups: Sequence[DeviceGroup], device: Any) -> Any:
+        """What zk.shard is given: the only group, one of two dimensions, or any by name."""
+        if len(groups) == 1:
+            return groups[0]
+        if {*self.rows} != {"shard", "replicas"}:
+            return dict(zip(self.rows, groups, strict=True))
+        hybrid = HybridGroup(*groups)
+        hybrid._driver = device  # as on a GPU
+        return hybrid
+
     def run(self, fn: Callable[[World, Any], None], *, played: bool = False) -> list[list[Call]]:
         """fn(world, device) on all ranks, a thread each; returns what each rank called."""
         errors: list[BaseException] = []
@@ -75,10 +85,7 @@ class Wires:
             current = (lambda: "compute") if device is None else lambda: device._this_or_current(None).name
             try:
                 groups = [self.group(rank, name, current) for name in self.rows]
-                group = groups[0] if len(groups) == 1 else HybridGroup(*groups)
-                if len(groups) > 1:
-                    group._driver = device
-                fn(World(rank, self.size, group), device)
+                fn(World(rank, self.size, self._mesh_of(groups, device)), device)
             except BaseException as error:
                 errors.append(error)
             finally:
@@ -208,6 +215,28 @@ def test_experts_that_some_ranks_choose(wires: Any) -> None:
             step_and_zero(opt)
 
     ends_in_one_order(wires(PAIR).run(chosen), PAIR)
+
+
+SPARSE: Rows = {"dense": [[0, 1, 2, 3]], "experts": [[0, 2], [1, 3]], "copies": [[0, 1], [2, 3]]}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_with_ranks_of_their_own(stage: int, wires: Any) -> None:
+    """Six communicators: the model is divided among all ranks, experts among two, beside two with copies of them."""
+
+    def trained(world: World, device: Any) -> None:
+        model, groups = built(Mixture), world.mesh
+        sparse = HybridGroup(groups["experts"], groups["copies"])
+        zk.shard(model, stage=stage, mesh={model: groups["dense"], **{gate.experts: sparse for gate in model.gates}})
+        opt = zk.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.1)
+        for step in range(3):
+            routed(model, step, world).backward()
+            step_and_zero(opt)
+
+    programs = wires(SPARSE).run(trained)
+    names = {name for (name, _), _ in launches(programs[0], worker=False)}
+    assert names == {*SPARSE}
+    ends_in_one_order(programs, SPARSE)
 
 
 FINE = 200  # bytes of a bucket, so that what the root ends with is apart from what it begins with
