@@ -85,7 +85,7 @@ def dealt(streams: int, queues: int) -> Callable[[int, str], str]:
 
 def test_eight_queues_are_too_few_and_thirty_two_are_not() -> None:
     """CUDA's default, and what is asked for. Of one priority torch has 32 streams, which it hands out in turn; of ours
-    there are five, however many models a process makes: tests/zero/test_streams.py."""
+    there are six, however many models a process makes: tests/zero/test_streams.py."""
     assert not all(all(outcomes(dealt(streams, 8))) for streams in (8, 16, 24)), "as it was, and said nothing"
     assert all(all(outcomes(dealt(streams, joining.QUEUES))) for streams in (1, 8, 16, 24, 31))
     communicators = 4  # two for each dimension of a mesh

@@ -152,7 +152,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     drawn: list[Any] = []
 
     class Stream:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device: torch.device, priority: int) -> None:
             drawn.append(self)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -167,7 +167,7 @@ def test_a_process_draws_as_many_streams_as_one_model(cuda: list[Any]) -> None:
     gpu = torch.device("cuda", 0)
     for _ in range(40):
         copies, driver = Copies(cuda_driver(gpu)), CudaDriver(gpu)
-        for name in ("gather", "reduce", "publish"):
+        for name in STREAMS:
             driver.stream(name)
         gone = weakref.ref(copies)
         del copies, driver
@@ -187,7 +187,7 @@ def test_one_driver_for_each_gpu_while_somebody_holds_it(cuda: list[Any]) -> Non
 
 @each("name", ["", "aside", "compute"])
 def test_no_other_streams_are_made(cuda: list[Any], name: str) -> None:
-    with pytest.raises(ValueError, match="must be 'down', 'up', 'gather', 'reduce', 'publish'"):
+    with pytest.raises(ValueError, match="must be 'down', 'up', 'gather', 'reduce', 'publish', 'measure'"):
         CudaDriver(torch.device("cuda", 0)).stream(name)
     device = PlayedDevice()
     with pytest.raises(ValueError, match="must be 'down'"), device.aside(name):

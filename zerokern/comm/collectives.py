@@ -89,8 +89,8 @@ def abort_transfers(pg: Any, rank: int, size: int) -> None:
 def second_communicator(pg: Any) -> Any:
     """Returns another communicator of the same ranks, on a stream of high priority where the library has one.
 
-    torch takes streams of each priority from a pool of their own: so this one's is neither the first communicator's nor
-    one of the copies', however many streams the program draws. Its kernels get multiprocessors before those of compute.
+    torch takes streams of each priority from a pool of their own: so this one's is not the first communicator's,
+    however many streams the program draws. Its kernels get multiprocessors before those of compute.
     """
     ranks = dist.get_process_group_ranks(pg)
     whole = len(ranks) == dist.get_world_size()
