@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
@@ -121,7 +122,7 @@ class Shards:
         memories = [memory for one in self.shardings for memory in getattr(one, "memories", ())]
         links = [memory.host.copies for memory in memories if memory.host is not None]
         drivers = [self.host.driver, *(link.driver for link in links if link is not None)]
-        return next((driver.aside for driver in drivers if driver is not None), nullcontext)
+        return next((partial(driver.aside, "reduce") for driver in drivers if driver is not None), nullcontext)
 
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, sharded and placed as they were."""
