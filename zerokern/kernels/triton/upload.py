@@ -19,7 +19,7 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import capturing, launching
 
-__all__ = ["MOST_TILES", "SetAside", "refresh", "staged", "tile_map", "upload"]
+__all__ = ["MOST_TILES", "SetAside", "host_words", "refresh", "staged", "tile_map", "upload"]
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
@@ -123,6 +123,15 @@ def refresh(words: Tensor, values: array[int]) -> None:
         _SET_ASIDE.refill()
         fresh = _pinned(fresh)
     words.copy_(fresh, non_blocking=True)
+
+
+def host_words(words: Tensor) -> Tensor:
+    """Host memory that these words can be copied to without waiting: of their dtype and shape, pinned beside a GPU.
+
+    >>> host_words(torch.zeros(2, dtype=torch.float64)).shape
+    torch.Size([2])
+    """
+    return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
 
 
 def tile_map(numels: Sequence[int], tile: int) -> Tensor:
