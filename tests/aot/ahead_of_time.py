@@ -15,11 +15,17 @@ COMPILE = Path(__file__).with_name("compile.py")
 Work = tuple[dict[str, Any], int]
 
 
-def compile_all(wanted: dict[str, Work], folder: Path, cache: Path, *words: str) -> tuple[dict[str, Any], list[Any]]:
-    """Facts by name, from one process for each CPU; and what the first was told to say besides."""
+def compile_all(
+    wanted: dict[str, Work], folder: Path, cache: Path, *words: str, triton: Path | None = None
+) -> tuple[dict[str, Any], list[Any]]:
+    """Facts by name, from one process for each CPU; and what the first was told to say besides.
+
+    `triton`: a folder with another one than is installed.
+    """
+    first = [] if triton is None else [str(triton)]
     names = list(wanted)
     count = max(min(usable_cpus(), len(names) // 20), 1)  # a start costs as much as four jobs
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*first, *sys.path]), "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     children = []
     for i in range(count):

@@ -98,7 +98,8 @@ class ChunkSums:
                     table.run(some, mine)
                 elif family == REFERENCE:
                     chunks = [chunk for one in some for chunk in one.reshape(-1).split(reference.SUMSQ_CHUNK)]
-                    mine.copy_(torch.tensor([reference.sumsq([one]) for one in chunks if one.numel()]).double())
+                    sums = [reference.sumsq([one]) for one in chunks if one.numel()]
+                    mine.copy_(torch.tensor(sums, dtype=torch.float64))
                 else:
                     pointers, numels = array("Q", [one.data_ptr() for one in some]), array("q", self._numels[run])
                     cpu.sumsq_chunks(pointers, numels, some[0].dtype, mine)

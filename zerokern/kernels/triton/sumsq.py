@@ -19,18 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.ahead import FAST_FLOAT64, Promises, make_job
 from zerokern.kernels.triton.backend import check_device
-from zerokern.kernels.triton.codecs import TYPES, widened64
-from zerokern.kernels.triton.rows import add_squares, is_last_program, sum_columns, sum_halves
+from zerokern.kernels.triton.codecs import TYPES
+from zerokern.kernels.triton.rows import is_last_program, sum_columns, sum_halves
 from zerokern.kernels.triton.upload import tile_map, upload
+from zerokern.kernels.triton.wide import add_squares
 
 __all__ = ["Shape", "SumsqTable", "aot_jobs", "shape_of", "sumsq", "sumsq_chunks"]
 
 CHUNK = tl.constexpr(65536)
 LANES = tl.constexpr(64)
-SOME_ROWS = tl.constexpr(8)
+SOME_ROWS = 8
 REGISTERS = 255
+TREES = 140  # float64 additions of a thread after its loops
 SHARED = 2048  # once per chunk, where whole and other rows meet
 MULTIPROCESSORS = 132  # of an H100 and an H200; where nobody can be asked
 PROGRAMS_EACH = 4  # wide ones that a multiprocessor has before their loads cover the memory's latency
@@ -51,16 +53,23 @@ class Shape(NamedTuple):
 
 NARROW = Shape(1, 64, 2)
 WIDE = {2: Shape(4, 16, 1), 4: Shape(2, 16, 1)}  # by bytes of an element
+# where additions are integers, which take 60 instructions: fewer rows, so that a loop fits into the instruction cache
+SHORT_NARROW = Shape(1, 8, 2)
+SHORT_WIDE = {2: Shape(4, 2, 1), 4: Shape(2, 4, 1)}
 
 
-def shape_of(nchunks: int, width: int, multiprocessors: int = MULTIPROCESSORS) -> Shape:
+def shape_of(nchunks: int, width: int, multiprocessors: int = MULTIPROCESSORS, *, short: bool = False) -> Shape:
     """The shape in which so many chunks of elements of `width` bytes keep all multiprocessors busy.
+
+    `short`: of a GPU that adds in integers (`ahead.by_integers`).
 
     >>> shape_of(5000, 2), shape_of(400, 2)
     (Shape(chunks=4, rows=16, num_warps=1), Shape(chunks=1, rows=64, num_warps=2))
     """
-    wide = WIDE[width]
-    return wide if nchunks >= PROGRAMS_EACH * multiprocessors * wide.chunks else NARROW
+    wide = (SHORT_WIDE if short else WIDE)[width]
+    if nchunks >= PROGRAMS_EACH * multiprocessors * wide.chunks:
+        return wide
+    return SHORT_NARROW if short else NARROW
 
 
 @triton.jit
@@ -82,19 +91,19 @@ def _whole_rows(start, blocks, TYPE: tl.constexpr, CHUNKS: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _other_rows(sums, start, begin, left, TYPE: tl.constexpr, VEC: tl.constexpr):
+def _other_rows(sums, start, begin, left, TYPE: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr):
     """Adds the elements of each chunk from `begin` on."""
     lane = tl.arange(0, LANES)[None, :]
     most = tl.max(left, axis=0)
     pointer = start.to(tl.pointer_type(TYPE))
     if VEC > 1:
         pointer = tl.multiple_of(pointer, [16])
-    for row in range(begin, most, SOME_ROWS * LANES):
-        for i in tl.static_range(SOME_ROWS):
+    for row in range(begin, most, ROWS * LANES):
+        for i in tl.static_range(ROWS):
             at = row + i * LANES + lane
             mask = tl.max_constancy(at < left[:, None], [1, VEC])
-            x = widened64(tl.load(pointer[:, None] + at, mask=mask, other=0.0))
-            sums = tl.fma(x, x, sums)
+            x = tl.load(pointer[:, None] + at, mask=mask, other=0.0)
+            sums = add_squares(sums, x[None, :, :], 1)
     return sums
 
 
@@ -104,11 +113,13 @@ def _other_rows(sums, start, begin, left, TYPE: tl.constexpr, VEC: tl.constexpr)
 )
 def sumsq_chunks(
     out, index, partials, counter, chunks, pointers, base: tl.int64, numels, nchunks,
-    TYPE: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr,
+    TYPE: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """Program i sums the chunks `chunks[i * CHUNKS ...]` = (row, chunk within the row); the last one adds them up.
 
-    A row begins at `base` + its pointer. VEC is 1 where a thread has one lane.
+    A row begins at `base` + its pointer. ROWS are loaded at once, and SOME where not all of them are there. VEC is 1
+    where a thread has one lane.
     """
     chunk = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
     some = chunk < nchunks
@@ -124,11 +135,11 @@ def sumsq_chunks(
     if blocks > 0:
         sums = _whole_rows(start, blocks, TYPE, CHUNKS, ROWS, VEC)
     if VEC == 1:
-        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, 1)
+        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, 1)
     elif blocks >= 0:
-        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, VEC)
+        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, VEC)
     else:
-        sums = _other_rows(sums, start, 0, left, TYPE, 1)
+        sums = _other_rows(sums, start, 0, left, TYPE, SOME, 1)
     tl.store(partials + chunk, sum_halves(sums, CHUNKS, LANES), mask=some)
     if is_last_program(counter):
         tl.store(out + index, sum_columns(partials, nchunks))
@@ -153,7 +164,8 @@ class SumsqTable:
         self.dtype = dtype
         self.nrows = len(numels)
         self.nchunks = len(chunks)
-        self._shape = shape_of(self.nchunks, dtype.itemsize, _multiprocessors(device))
+        multiprocessors, short = _gpu(device)
+        self._shape = shape_of(self.nchunks, dtype.itemsize, multiprocessors, short=short)
         self._chunks = upload(chunks, device)
         self._numels = upload(array("q", numels), device)
         self._partials = torch.empty(max(self.nchunks, 1), dtype=torch.float64, device=device)
@@ -191,15 +203,18 @@ class SumsqTable:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def _gpu(device: torch.device) -> tuple[int, bool]:
+    """How many multiprocessors a device has, and whether it adds in integers."""
     if device.type != "cuda":
-        return MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return MULTIPROCESSORS, False
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), 10 * found.major + found.minor not in FAST_FLOAT64
 
 
 def _constants(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     vec = 1 if shape.lanes == 1 else 16 // dtype.itemsize
-    return {"TYPE": TYPES[dtype], "WIDTH": dtype.itemsize, "CHUNKS": shape.chunks, "ROWS": shape.rows, "VEC": vec}
+    rows = {"ROWS": shape.rows, "SOME": min(shape.rows, SOME_ROWS)}
+    return {"TYPE": TYPES[dtype], "WIDTH": dtype.itemsize, "CHUNKS": shape.chunks, **rows, "VEC": vec}
 
 
 def sumsq(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -218,7 +233,7 @@ def sumsq(tensors: Sequence[Tensor], out: Tensor) -> None:
 
 
 def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each dtype and shape."""
+    """Jobs of `ahead`: one for each dtype and shape, of which two are for GPUs with few float64 units."""
     signature = {
         "out": "*fp64",
         "index": "i32",
@@ -238,19 +253,30 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
             _constants(shape, dtype),
             Promises(
                 REGISTERS,
-                fma={"f64": _fmas(shape)},
+                fma={} if name.startswith("short") else {"f64": _fmas(shape)},
                 wide=("load",) if shape.lanes > 1 else (),
                 shared=SHARED,
+                float64=TREES,
             ),
             num_warps=shape.num_warps,
             aligned=("counter", "chunks"),
+            scarce=name.startswith("short"),
         )
         for dtype in TYPES
-        for name, shape in (("wide", WIDE[dtype.itemsize]), ("narrow", NARROW))
+        for name, shape in _shapes(dtype.itemsize)
         if every or dtype != torch.float16
+    ]
+
+
+def _shapes(width: int) -> list[tuple[str, Shape]]:
+    return [
+        ("wide", WIDE[width]),
+        ("narrow", NARROW),
+        ("short wide", SHORT_WIDE[width]),
+        ("short narrow", SHORT_NARROW),
     ]
 
 
 def _fmas(shape: Shape) -> int:
     """Multiply-adds that the source names for a thread: whole rows twice, other rows for each alignment."""
-    return (2 * shape.rows + (2 if shape.lanes > 1 else 1) * SOME_ROWS.value) * shape.lanes
+    return (2 * shape.rows + (2 if shape.lanes > 1 else 1) * min(shape.rows, SOME_ROWS)) * shape.lanes
