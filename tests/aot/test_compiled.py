@@ -20,7 +20,6 @@ from tables import run_table
 
 from zerokern.kernels.triton import ahead, sumsq
 
-
 FLOAT64 = {"DADD", "DMUL", "DFMA", "DSETP", "DMNMX"}
 OTHER = "3.6.0"  # of torch 2.11
 
@@ -88,7 +87,17 @@ def other_triton(config: pytest.Config, folder: Path) -> Path:
     kept = getattr(config, "cache", None)
     found = kept.mkdir(f"triton-{OTHER}") if kept else folder / f"triton-{OTHER}"
     if not (found / "triton" / "backends").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", found, f"triton=={OTHER}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            found,
+            f"triton=={OTHER}",
+        ]
         if subprocess.run(command, capture_output=True, timeout=900).returncode:
             pytest.skip(f"needs triton {OTHER}, which pip cannot fetch here")
     return found

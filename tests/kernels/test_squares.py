@@ -1,4 +1,4 @@
-"""Squares that are measured chunk by chunk: one sum for a tensor, whoever measured it, and a grid that fills the GPU."""
+"""Squares measured chunk by chunk: one sum for a tensor, whoever measured it, and a grid that fills the GPU."""
 
 from __future__ import annotations
 

@@ -103,4 +103,12 @@ MUTANTS = (
         "An instruction set that one call was forced to is that of all later ones.",
         ("tests/kernels/test_dispatch.py",),
     ),
+    Mutant(
+        "bits_beyond_the_last_place_are_forgotten",
+        "zerokern/kernels/triton/wide.py",
+        "total = large + (aligned | lost)",
+        "total = large + aligned",
+        "A square that is a little more than half of the sum's last place is rounded as one of exactly half of it.",
+        ("tests/kernels/test_wide.py",),
+    ),
 )

@@ -429,8 +429,7 @@ class EarlyFetch:
     def launch_if_free(self) -> None:
         """Starts the copies, once, unless an update has yet to read what is where they go."""
         if self.ticket is None and all(copy.free for copy, _ in self._pairs):
-            known = {"left_as": self._versions, "ready": self._mark, "found": self._found}
-            self.ticket = self._host.fetch(self._pairs, **known)
+            self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark, found=self._found)
 
     def compare(self) -> None:
         """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""

@@ -89,7 +89,7 @@ def make_job(
 ) -> dict[str, Any]:
     """A job for a kernel; every argument is either in `signature` or in `constexprs`, where dtypes may be Triton's.
 
-    `scarce`: it is for GPUs with few float64 units (not in `FAST_FLOAT64`) alone, or for the others alone; None: for all.
+    `scarce`: it is for GPUs with few float64 units alone (not `FAST_FLOAT64`), or for the others alone; None: for all.
 
     >>> from zerokern.kernels.triton import sumsq
     >>> sumsq.aot_jobs(every=False)[0]["kernel"]

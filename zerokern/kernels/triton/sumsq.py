@@ -185,7 +185,7 @@ class SumsqTable:
 
         `base` is added to each address. `chunks`: gets the sum of each chunk, in the order of the tensors.
         """
-        shape, width = self._shape, self.dtype.itemsize
+        shape = self._shape
         sumsq_chunks[(max(-(-self.nchunks // shape.chunks), 1),)](
             self._total if out is None else out,
             index,
