@@ -76,7 +76,7 @@ def compiled(
     wanted = {name_of(one): one for one in work}
     kept = getattr(config, "cache", None)
     cache = kept.mkdir("triton" if triton is None else triton.name + "-compiled") if kept else folder / "cache"
-    facts, besides = compile_all(wanted, folder, cache, *words, triton=triton)
+    facts, besides = compile_all(wanted, folder, cache, *words, other=triton)
     rows = [(name, facts[name], *one) for name, one in wanted.items()]
     run_table(assert_promises, ["kernel", "facts", "job", "architecture"], rows)
     return besides

@@ -40,7 +40,7 @@ MODULES = (
     "accumulate", "cast", "codecs", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq", "variants",
 )  # fmt: skip
 FAST_FLOAT64 = (80, 90, 100)  # of all architectures, those with at least half as many float64 units as fp32 units
-INTEGER_REGISTERS = 24
+INTEGER_REGISTERS = 32
 _DTYPE = "tl."
 
 
