@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 
-from zerokern.kernels import ops, reference
+from zerokern.kernels import ops, reference, squares
 from zerokern.kernels.squares import ChunkSums, Squares
 from zerokern.kernels.triton import sumsq, upload
 
@@ -82,12 +82,26 @@ def test_memory_that_moves_as_one_uploads_nothing(monkeypatch: pytest.MonkeyPatc
     assert sent == [2]
 
 
+def test_many_chunks_are_added_one_after_the_other() -> None:
+    """As `reference.sumsq` does, whoever adds: torch or Python."""
+    counts = [1, squares.MANY, squares.MANY + 1, 5000, 0, 3]
+    chunks = torch.rand(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = []
+    for some in chunks.split(counts):
+        total = 0.0
+        for one in some.tolist():
+            total += one
+        expected.append(total)
+    sums = ChunkSums([CHUNK * count for count in counts], [torch.bfloat16] * len(counts))
+    assert list(sums.added(chunks)) == expected
+
+
 def test_squares_that_are_dropped_are_measured_anew() -> None:
-    squares = Squares([(1, 2)])
-    squares.sums, squares.later = ops.sumsq, lambda: 0  # type: ignore[assignment]
-    squares.forget()
-    assert squares.sums is squares.later is None
-    assert [one.tolist() for one in squares.of(torch.arange(4))] == [[1, 2]]
+    wanted = Squares([(1, 2)])
+    wanted.sums, wanted.later = ops.sumsq, lambda: 0  # type: ignore[assignment]
+    wanted.forget()
+    assert wanted.sums is wanted.later is None
+    assert [one.tolist() for one in wanted.of(torch.arange(4))] == [[1, 2]]
 
 
 def warps_each(numel: int, width: int, multiprocessors: int) -> tuple[float, float]:

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels import flat, reference, reference_device
-from zerokern.kernels.triton import backend, wide
+from zerokern.kernels.triton import backend, sumsq, wide
 from zerokern.kernels.triton.codecs import TYPES
-from zerokern.kernels.triton.sumsq import SumsqTable
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -112,11 +111,17 @@ def test_what_is_no_number() -> None:
     same(torch.zeros(3, dtype=torch.float64), torch.tensor([0.0, -0.0, 1e-45]))
 
 
+@each("programs", [0, 4])
 @each("dtype", DTYPES)
-def test_whole_lists_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+def test_whole_lists_have_the_bits_of_the_reference(
+    dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the shapes of a GPU that adds in integers, those of a list that fills it and of one that does not."""
+    monkeypatch.setattr(sumsq, "_gpu", lambda device: (132, True))
+    monkeypatch.setattr(sumsq, "PROGRAMS_EACH", programs)
     values = torch.randn(6000, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
     out = torch.zeros(1, dtype=torch.float64, device=DEVICE)
-    SumsqTable(DEVICE, [6000], dtype).run(torch.tensor([values.data_ptr()], device=DEVICE), out)
+    sumsq.SumsqTable(DEVICE, [6000], dtype).run(torch.tensor([values.data_ptr()], device=DEVICE), out)
     assert out.item() == reference.sumsq([values.cpu()])
 
 
