@@ -111,4 +111,12 @@ MUTANTS = (
         "A square that is a little more than half of the sum's last place is rounded as one of exactly half of it.",
         ("tests/kernels/test_wide.py",),
     ),
+    Mutant(
+        "ferry_last_bytes_left_out",
+        "zerokern/kernels/triton/ferry.py",
+        "if WIDTH > 1:  # less than an access has",
+        "if WIDTH > 8:  # less than an access has",
+        "A kernel that copies spans leaves out the bytes behind the last whole word.",
+        ("tests/kernels/test_ferry.py",),
+    ),
 )
