@@ -112,6 +112,14 @@ MUTANTS = (
         ("tests/kernels/test_dispatch.py",),
     ),
     Mutant(
+        "bits_beyond_the_last_place_are_forgotten",
+        "zerokern/kernels/triton/wide.py",
+        "total = large + (aligned | lost)",
+        "total = large + aligned",
+        "A square that is a little more than half of the sum's last place is rounded as one of exactly half of it.",
+        ("tests/kernels/test_wide.py",),
+    ),
+    Mutant(
         "ferry_last_bytes_left_out",
         "zerokern/kernels/triton/ferry.py",
         "if WIDTH > 1:  # less than an access has",

@@ -178,4 +178,20 @@ MUTANTS = (
         "The step counter of a parameter that began later stands still.",
         ("tests/optim/test_adam.py", "tests/optim/test_torch_parity.py"),
     ),
+    Mutant(
+        "an_edited_gradient_keeps_the_squares_that_it_left_with",
+        "zerokern/optim/hosted.py",
+        "        if ready is None:\n            found = self.measure(pairs)\n",
+        "        if ready is None and not pairs[0][0].checked:\n            found = self.measure(pairs)\n",
+        "Gradients that are fetched again are not measured again on the device: the host reads all of them.",
+        ("tests/optim/test_offload_norm.py",),
+    ),
+    Mutant(
+        "squares_measured_behind_the_mark",
+        "zerokern/optim/hosted.py",
+        "        self._found = host.measure(pairs)\n        self._mark = host.here()\n",
+        "        self._mark = host.here()\n        self._found = host.measure(pairs)\n",
+        "The sums of squares leave a device before they have been measured there.",
+        ("tests/optim/test_offload_norm.py",),
+    ),
 )

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 
 __all__ = ["Group", "Handle", "Traffic", "own_span"]
 

@@ -204,6 +204,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         if any(shards_parameters(one.stage) for one in shards.shardings):
             zero_checks.refuse_materialized(shards.shards)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
+        shards.host.measures = self._max_grad_norm is not None or bool(shards.shardings or shards.accord.party)
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in

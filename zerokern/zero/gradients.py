@@ -107,9 +107,10 @@ class GradientBucket:
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [entry.place for entry in self.entries]
         self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
-        divided = not self.replicated and not on_device  # whole ones are plain tensors, which anybody may write
+        # whole ones are plain tensors, which anybody may write; a device measures its own when it makes a step
+        counted = not self.replicated and (not on_device or memory.host is not None)
         params, here = [entry.place.param for entry in self.entries], self.bucket.pieces(self.group.rank)
-        self.squares = BucketSquares(params, here, counted=divided)
+        self.squares = BucketSquares(params, here, counted=counted)
 
     def begin(self, task: int, expected: int, arrived: int | None, *, shows_none: bool) -> None:
         """Begins a pass, in which so many gradients are expected: empties `.grad`, where gradients arrive.

@@ -24,7 +24,9 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import capturing, launching
 
-__all__ = ["MOST_TILES", "SetAside", "StillRead", "read_back", "refresh", "staged", "tile_map", "upload"]
+__all__ = [
+    "MOST_TILES", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "tile_map", "upload",
+]  # fmt: skip
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
@@ -227,6 +229,15 @@ def _mark(device: torch.device) -> tuple[Any, Any]:
     stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
     event.record(stream)
     return (device, stream.cuda_stream), event
+
+
+def host_words(words: Tensor) -> Tensor:
+    """Host memory that these words can be copied to without waiting: of their dtype and shape, pinned beside a GPU.
+
+    >>> host_words(torch.zeros(2, dtype=torch.float64)).shape
+    torch.Size([2])
+    """
+    return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
 
 
 def tile_map(numels: Sequence[int], tile: int) -> Tensor:
