@@ -1,6 +1,7 @@
 """A GPU that is not here: CPU tensors that say they lie on `cuda:0`, and a count of what a GPU would be asked for.
 
-torch computes as always, on the CPU; of kernels only those that write words are run, for others read these. What the
+torch computes as always, on the CPU; of kernels only those that write words are run, for others read these;
+sums of squares are 0. What the
 host makes is the host's (factories, and what comes of its tensors alone), all else the device's. Counted are launches,
 copies by the copy engine with the stream that they are on, and waits of the host, each with the function of zerokern
 that asked for it. What the program itself asks for, the model's forward and backward, is not.
@@ -356,6 +357,8 @@ def counted_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
             elif name == "copy_words":
                 out, words, count = arguments
                 out[:count] = words[:count]
+            elif name == "sumsq_chunks":  # the host reads what it leaves
+                arguments[2].zero_()
 
     def beside(self: threading.Thread) -> None:
         with device:
