@@ -27,6 +27,7 @@ from zerokern.kernels.triton import (
     stream,
     sumsq,
     table,
+    upload,
     variants,
 )
 
@@ -73,6 +74,7 @@ def everything() -> None:
         x, y = torch.ones(5000, dtype=tensor), torch.ones(5000, dtype=other)
         for add in (True, False):
             accumulate.accumulate(y, [x, x], add, 0.5)
+        accumulate.accumulate(y, [x], True, 0.5)
         accumulate.accumulate(y[1:], [x[1:]], True, 0.5)
         accumulate.accumulate(y, [x], False, 0.5)
         members = SpanList([x, torch.ones(40, 50, dtype=tensor).t()], None).members
@@ -122,6 +124,7 @@ def recorded() -> list[dict[str, Any]]:
     triton.knobs.runtime.jit_cache_hook = recorder(launches)
     for module in (bucket, sumsq, table):
         module.check_device = lambda device: None
+    upload._in_place = lambda device: False
     everything()
     updates()
     conversions()

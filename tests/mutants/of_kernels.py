@@ -8,6 +8,14 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "pinned_words_dropped_while_a_kernel_reads_them",
+        "zerokern/kernels/triton/upload.py",
+        "            self._of.setdefault(stream, deque()).append((event, memory))",
+        "            self._of.setdefault(stream, deque()).append((event, memory[:0].clone()))",
+        "Memory that a launch reads is given back before it has read it.",
+        ("tests/kernels/test_words.py",),
+    ),
+    Mutant(
         "adam_second_bias_correction_forgotten",
         "cpu/api.cpp",
         "std::fmin(per_step / std::sqrt(1.0 - power(g.beta2, g.step)), FLT_MAX)",

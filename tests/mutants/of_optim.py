@@ -54,10 +54,18 @@ MUTANTS = (
     Mutant(
         "one_rank_skips_alone",
         "zerokern/optim/accord.py",
-        "mine = [math.inf if broken else own, bool(said), torn, makes, mark, mark * mark]",
-        "mine = [own, bool(said), torn, makes, mark, mark * mark]",
+        "mine = [math.inf if broken else own, failed, torn, self.makes_state, mark, mark * mark]",
+        "mine = [own, failed, torn, self.makes_state, mark, mark * mark]",
         "A rank whose GradScaler found an infinity skips the step, and the others make it.",
         ("tests/optim/test_shard.py",),
+    ),
+    Mutant(
+        "a_failure_stops_at_the_group_it_was_heard_in",
+        "zerokern/optim/accord.py",
+        "                word[1:4] += before[1:4]\n",
+        "",
+        "A rank that shares no group with the one that failed does not hear of it, and steps.",
+        ("tests/optim/test_meeting.py",),
     ),
     Mutant(
         "delay_begins_one_call_late",

@@ -46,6 +46,11 @@ class Handle:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
+    @property
+    def poll(self) -> Callable[[], bool]:
+        """Asks whether the transport has ended it, whoever waits for it; False where the transport cannot tell."""
+        return _cannot_tell if self._poll is None else self._poll
+
     def wait(self) -> None:
         """Waits until the result is there: on a CPU the caller waits, on a device the current stream.
 
@@ -81,6 +86,10 @@ class Handle:
         waited."""
         poll = self._poll
         return self._ended or (poll is not None and poll())
+
+
+def _cannot_tell() -> bool:
+    return False
 
 
 class Traffic:

@@ -246,10 +246,15 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _ask(self, survey: Survey, pointers: array[int]) -> None:
         """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""
         shards, decision = self.holdings.shards, self.decision
+
+        def sums() -> list[float]:
+            shards.land()  # the step's first read of them, in whatever thread: an update comes after its norm
+            return survey.sumsq(pointers)
+
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
         decision.ask(
-            sums=lambda: survey.sumsq(pointers),
+            sums=sums,
             max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),

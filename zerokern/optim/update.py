@@ -155,7 +155,7 @@ class Update:
         if driver is None:
             part.sharding.publisher.gather(part.bucket).wait()
             return None
-        with driver.aside():  # not behind all that the program has launched
+        with driver.aside("publish"):  # not behind all that the program has launched
             return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
 
     def publish(self) -> None:
@@ -232,16 +232,18 @@ class _DeviceCollective:
     """Makes a collective on a device a ticket."""
 
     def __init__(self, handle: Any, driver: Any) -> None:
-        self._handle, self._driver = handle, driver
+        self._handle, self._driver, self._over = handle, driver, handle.poll
 
     def gate(self) -> None:
         """Makes the current stream wait."""
         self._handle.wait()
 
     def wait(self) -> None:
-        with self._driver.aside():
+        with self._driver.aside("publish"):
+            over = self._over()  # on the device: that a stream waits for it is no sign of that
             self._handle.wait()
-            self._driver.mark(None).wait()
+            if not over:
+                self._driver.mark(None).wait()
 
     def done(self) -> bool:
         return bool(self._handle.done())

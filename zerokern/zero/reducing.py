@@ -142,14 +142,15 @@ class HostReducer:
         """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
 
         What is added to is copied to the device first, so that the sum has the same bits there. `squares` are
-        measured there too, and known once they have come down with it.
+        measured there too, and known once they have come down with it. The device does not wait for the host, nor the
+        host for the device: who reads `out` calls `wait`.
         """
         copies = self._host.copies
         assert copies is not None
         first = self._group.rank * out.numel()
         span = buffer[first : first + out.numel()]
         given = copies.here()
-        with copies.driver.aside() if add or not self._group.everyone.alone else nullcontext():
+        with copies.driver.aside("reduce") if add or not self._group.everyone.alone else nullcontext():
             given.gate()
             if add:
                 span = torch.empty_like(span)
@@ -169,7 +170,12 @@ class HostReducer:
         return Handle(copy.gate, copy.done, copy.gate)
 
     def wait(self) -> None:
-        """Waits until what was reduced is in host memory."""
+        """Waits until what was reduced is in host memory; raises, each time, if it did not come there."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Waits for the last time: what was reduced is given up."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
