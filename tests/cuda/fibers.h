@@ -25,7 +25,7 @@ class Fibers {
             contexts_.emplace_back();
         }
 #if defined(__x86_64__)
-        uint64_t *top = reinterpret_cast<uint64_t *>(stacks_[number] + STACK) - 2;
+        uint64_t *top = reinterpret_cast<uint64_t *>(stacks_[number] + STACK) - 1;  // as a call leaves it
         *--top = reinterpret_cast<uint64_t>(body);
         top -= 6;  // rbx, rbp, r12 to r15: nobody reads what they begin with
         contexts_[number] = top;

@@ -68,6 +68,7 @@ struct Thread {
     u32 number, cta;
     bool done = false, waits = false;
     u32 fences = 0;
+    size_t region[2] = {0, 0};            // of the last access: read, written
     std::map<u32, u32> seen;              // phases of a barrier that this thread knows to be complete
     std::vector<std::vector<u32>> groups;  // numbers of its stores
     std::vector<u32> open;
@@ -160,11 +161,11 @@ struct Machine {
 
     // ---- global memory
     Region &region(u64 at, u64 nbytes, u32 may, const char *what) {
-        for (Region &one : regions) {
-            if (at >= one.begin && at + nbytes <= one.end) {
-                if (!(one.may & (may | SCRATCH))) fail(std::string(what) + " memory that is not for that");
-                return one;
-            }
+        size_t &guess = now->region[may == WRITE];
+        for (size_t i = 0; i < regions.size(); ++i) {
+            Region &one = regions[guess];
+            if (at >= one.begin && at + nbytes <= one.end && one.may & (may | SCRATCH)) return one;
+            guess = guess + 1 < regions.size() ? guess + 1 : 0;
         }
         fail(std::string(what) + " global memory out of bounds");
     }

@@ -60,12 +60,12 @@ def library() -> ctypes.CDLL:
     paths = [str(path) for folder in _wheel_folders() for path in sorted(folder.glob("libnvrtc.so.*"), reverse=True)]
     for path in (*paths, *_NAMES):
         with suppress(OSError):
-            return _declared(ctypes.CDLL(path))
+            return ctypes.CDLL(path)
     with suppress(Exception):  # CuPy knows more places, and what it has loaded is found by name
         importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
         for name in _NAMES:
             with suppress(OSError):
-                return _declared(ctypes.CDLL(name))
+                return ctypes.CDLL(name)
     raise BackendError(f"NVRTC was not found, neither as {' nor as '.join(_NAMES)} nor in a wheel; do: {INSTALL}")
 
 
@@ -110,13 +110,9 @@ def _wheel_folders() -> list[Path]:
     return [folder for root in roots for folder in sorted(root.glob("*/lib"), reverse=True)]
 
 
-def _declared(nvrtc: ctypes.CDLL) -> ctypes.CDLL:
-    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-    return nvrtc
-
-
 def _error(nvrtc: ctypes.CDLL, code: int) -> str:
-    return (nvrtc.nvrtcGetErrorString(code) or b"").decode()
+    text = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(("nvrtcGetErrorString", nvrtc))
+    return (text(code) or b"").decode()
 
 
 def _check(code: int, call: str) -> None:
