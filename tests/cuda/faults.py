@@ -33,7 +33,7 @@ FAULTS = (
     Fault(
         "load_not_waited_for", "depart",
         Edit("ring.cuh", "while (!mbarrier_try_wait_parity(", "while (stores > AHEAD && !mbarrier_try_wait_parity("),
-        "uses a stage before the phase of its barrier is seen complete",
+        "reads shared memory that nobody wrote",
     ),
     Fault(
         "barriers_not_shown_to_the_copy_engine", "ferry",

@@ -27,11 +27,14 @@ def sizes_of(choose: random.Random, most: int) -> list[int]:
 
 
 def room(numel: int, dtype: torch.dtype, fill: bool) -> Tensor:
-    """Memory that begins at a multiple of 16 bytes, full of one byte or of nothing in particular."""
+    """Memory that begins at a multiple of 16 bytes, full of one byte, of values of any exponent, or of one magnitude, so
+    that every addition rounds."""
     raw = torch.full((numel * dtype.itemsize + 32,), FILL, dtype=torch.uint8)
     begin = -raw.data_ptr() % 16
     whole = raw[begin : begin + numel * dtype.itemsize].view(dtype)
-    return whole if fill else whole.copy_(spread_values(numel, torch.Generator().manual_seed(numel)).to(dtype))
+    generator = torch.Generator().manual_seed(numel)
+    make = spread_values if numel % 4 == 0 else lambda numel, generator: torch.randn(numel, generator=generator)
+    return whole if fill else whole.copy_(make(numel, generator).to(dtype))
 
 
 def placed_spans(choose: random.Random, sizes: list[int]) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""A played CuPy whose kernels run on the coroutine machine of `machine.h`: the sources of `cuda/`, compiled by g++.
+"""A played CuPy whose kernels run on the coroutine machine of `machine.h`: the sources of `cuda/`, compiled for the CPU.
 
 The launchers are the real ones, and so are their arguments. What a kernel may read and write is what its rows say.
 Stages and chunks are small here, so that small lists go around a ring several times.
@@ -121,7 +121,7 @@ def _built(folder: Path, name: str, bulk: bool, edits: tuple[Edit, ...]) -> ctyp
         with tempfile.TemporaryDirectory() as place:
             for file, text in texts.items():
                 Path(place, file).write_text(text)
-            command = ["g++", *words, "-x", "c++", f"{place}/{name}.cu", "-o", f"{place}/made.so", "-ldl"]
+            command = ["c++", *words, "-x", "c++", f"{place}/{name}.cu", "-o", f"{place}/made.so", "-ldl"]
             ran = subprocess.run(command, capture_output=True, text=True)
             assert ran.returncode == 0 and "warning" not in ran.stderr, ran.stderr
             fresh = library.with_suffix(f".{os.getpid()}")
