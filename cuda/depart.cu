@@ -21,9 +21,9 @@ constexpr u32 SOME_ROWS = 4;  // of 64 elements whose loads are on their way at 
 template <u32 ROWS>
 struct DepartRows {
     Sums sums;
-    u64 finite;          // a byte
+    u64 finite;        // a byte
     u32 rows, chunks;  // of this launch
-    Row row[ROWS];       // `size` in elements
+    Row row[ROWS];     // `size` in elements
 };
 
 struct Lanes {
@@ -166,8 +166,8 @@ ZK_DEVICE void depart(const DepartRows<ROWS> &list) {
     }
 }
 
-#define ZK_DEPART(type)                                                                                     \
-    ZK_KERNEL depart_##type##_few(ZK_PARAMETERS(DepartRows<32>) list) { depart<type>(list); }    \
+#define ZK_DEPART(type)                                                                       \
+    ZK_KERNEL depart_##type##_few(ZK_PARAMETERS(DepartRows<32>) list) { depart<type>(list); } \
     ZK_KERNEL depart_##type##_many(ZK_PARAMETERS(DepartRows<1344>) list) { depart<type>(list); }
 ZK_DEPART(f32)
 ZK_DEPART(bf16)

@@ -14,7 +14,8 @@ struct FerryRows {
     Row row[ROWS];
 };
 
-// `size` bytes of a row from `begin` on, those that are whole aligned words; task 0 moves what is left before and after.
+// `size` bytes of a row from `begin` on, those that are whole aligned words; task 0 moves what is left before and
+// after.
 template <class Width>
 ZK_DEVICE void ferry_plain(Row row, u32 task, u32 thread, u32 threads) {
     u32 head = head_of(row.to, row.from, row.size, Width::NBYTES);

@@ -180,20 +180,20 @@ ZK_DEVICE void flatten(const FlattenRows<ROWS> &list) {
     }
 }
 
-#define ZK_FLATTEN_ROWS(source, target, few, rows)                                                        \
-    ZK_KERNEL flatten_##source##_##target##_##few(ZK_PARAMETERS(FlattenRows<rows>) list) {                \
-        flatten<source, target, false>(list);                                                             \
-    }                                                                                                     \
-    ZK_KERNEL flatten_##source##_##target##_stats_##few(ZK_PARAMETERS(FlattenRows<rows>) list) {          \
-        flatten<source, target, true>(list);                                                              \
+#define ZK_FLATTEN_ROWS(source, target, few, rows)                                               \
+    ZK_KERNEL flatten_##source##_##target##_##few(ZK_PARAMETERS(FlattenRows<rows>) list) {       \
+        flatten<source, target, false>(list);                                                    \
+    }                                                                                            \
+    ZK_KERNEL flatten_##source##_##target##_stats_##few(ZK_PARAMETERS(FlattenRows<rows>) list) { \
+        flatten<source, target, true>(list);                                                     \
     }
-#define ZK_FLATTEN(source, target)              \
-    ZK_FLATTEN_ROWS(source, target, few, 32)    \
+#define ZK_FLATTEN(source, target)           \
+    ZK_FLATTEN_ROWS(source, target, few, 32) \
     ZK_FLATTEN_ROWS(source, target, many, 1344)
 #ifdef ZK_SOURCE  // one pair of types, compiled when it is asked for
 ZK_FLATTEN(ZK_SOURCE, ZK_TARGET)
 #else
-ZK_FLATTEN(f32, f32) ZK_FLATTEN(f32, bf16) ZK_FLATTEN(f32, f16)
-ZK_FLATTEN(bf16, f32) ZK_FLATTEN(bf16, bf16) ZK_FLATTEN(bf16, f16)
-ZK_FLATTEN(f16, f32) ZK_FLATTEN(f16, bf16) ZK_FLATTEN(f16, f16)
+ZK_FLATTEN(f32, f32)
+ZK_FLATTEN(f32, bf16) ZK_FLATTEN(f32, f16) ZK_FLATTEN(bf16, f32) ZK_FLATTEN(bf16, bf16) ZK_FLATTEN(bf16, f16)
+    ZK_FLATTEN(f16, f32) ZK_FLATTEN(f16, bf16) ZK_FLATTEN(f16, f16)
 #endif

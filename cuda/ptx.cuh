@@ -38,15 +38,15 @@ ZK_DEVICE u32 shared_memory() {
 }
 
 // global memory, device or pinned host; nothing is read twice, so nothing stays in the L1 cache
-#define ZK_LOAD(name, type, ptx, constraint)                                                                           \
-    ZK_DEVICE type name(u64 at) {                                                                                      \
-        type x;                                                                                                        \
-        asm volatile("ld.global.L1::no_allocate." ptx " %0, [%1];" : "=" constraint(x) : "l"(at) : "memory");          \
-        return x;                                                                                                      \
+#define ZK_LOAD(name, type, ptx, constraint)                                                                  \
+    ZK_DEVICE type name(u64 at) {                                                                             \
+        type x;                                                                                               \
+        asm volatile("ld.global.L1::no_allocate." ptx " %0, [%1];" : "=" constraint(x) : "l"(at) : "memory"); \
+        return x;                                                                                             \
     }
-#define ZK_STORE(name, type, ptx, constraint)                                                                          \
-    ZK_DEVICE void name(u64 at, type x) {                                                                              \
-        asm volatile("st.global." ptx " [%0], %1;" ::"l"(at), constraint(x) : "memory");                               \
+#define ZK_STORE(name, type, ptx, constraint)                                            \
+    ZK_DEVICE void name(u64 at, type x) {                                                \
+        asm volatile("st.global." ptx " [%0], %1;" ::"l"(at), constraint(x) : "memory"); \
     }
 ZK_LOAD(ld_global_u16, u16, "u16", "h")
 ZK_LOAD(ld_global_u32, u32, "u32", "r")
@@ -134,11 +134,10 @@ ZK_DEVICE void mbarrier_arrive_expect_tx(u32 barrier, u32 nbytes) {
 // Whether the phase of this parity has completed; may suspend the thread for a while before it says no.
 ZK_DEVICE bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
     u32 done;
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
     return done != 0;
 }
 // What threads did to shared memory comes before what bulk copies do to it.

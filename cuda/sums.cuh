@@ -62,7 +62,8 @@ ZK_DEVICE bool is_last(const Sums &sums, u32 shared) {
 ZK_DEVICE double columns(const Sums &sums, u32 shared) {
     for (u32 column = thread_number(); column < COLUMNS; column += thread_count()) {
         double total = 0.0;
-        for (u32 i = column; i < sums.count; i += COLUMNS) total = add_rn_f64(total, ld_global_cg_f64(sums.partials + 8ull * i));
+        for (u32 i = column; i < sums.count; i += COLUMNS)
+            total = add_rn_f64(total, ld_global_cg_f64(sums.partials + 8ull * i));
         st_shared_f64(shared + 8 * column, total);
     }
     for (u32 half = COLUMNS / 2; half > 0; half /= 2) {

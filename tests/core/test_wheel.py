@@ -140,12 +140,14 @@ def test_the_wheel_for_aarch64_runs_there(built: Path, tmp_path: Path) -> None:
 
 def sources() -> set[str]:
     """Those that git knows; a copy without git is walked."""
-    folders = ("cpu", "zerokern", "examples")
+    folders = ("cpu", "cuda", "zerokern", "examples")
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode == 0:
         return set(listed.stdout.split())
     found = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
-    return {path.relative_to(ROOT).as_posix() for path in found if path.suffix in (".py", ".h", ".cpp", ".c")}
+    return {
+        path.relative_to(ROOT).as_posix() for path in found if path.suffix in (".py", ".h", ".cpp", ".c", ".cu", ".cuh")
+    }
 
 
 @pytest.mark.slow

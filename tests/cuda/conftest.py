@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "kernels"):  # and the kernels' cases
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # and the kernels' cases
+sys.path.insert(0, str(Path(__file__).parent))
 
 import played
 

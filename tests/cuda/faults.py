@@ -42,7 +42,7 @@ FAULTS = (
     ),
     Fault(
         "fewer_bytes_expected_than_come", "ferry",
-        Edit("ring.cuh", "barriers + stage * BARRIER, nbytes);\n        bulk_load", "barriers + stage * BARRIER, nbytes - 16);\n        bulk_load"),
+        Edit("ring.cuh", "BARRIER, nbytes);\n        bulk_load", "BARRIER, nbytes - 16);\n        bulk_load"),
         "",
     ),
     Fault(
@@ -68,7 +68,7 @@ FAULTS = (
     ),
     Fault(
         "no_proxy_fence_after_a_stage_was_read", "depart",
-        Edit("depart.cu", "        fence_proxy_async();  // what was read here, before a later load writes over it\n", ""),
+        Edit("depart.cu", "fence_proxy_async();  // what was read here", "// what was read here"),
         "no proxy fence",
     ),
     Fault(
@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         "part_overwritten_while_other_lanes_add_it", "depart",
-        Edit("depart.cu", "at, at + count);\n        bar_warp_sync();\n    }\n}\n#endif", "at, at + count);\n    }\n}\n#endif"),
+        Edit("depart.cu", "at + count);\n        bar_warp_sync();\n    }\n}\n#endif", "at + count);\n    }\n}\n#endif"),
         "no barrier", 80,
     ),
     Fault(
@@ -92,7 +92,7 @@ FAULTS = (
     ),
     Fault(
         "counted_before_all_warps_have_stored", "depart",
-        Edit("sums.cuh", "    bar_sync();  // the parts that threads of this CTA stored, before the one thread that counts\n", ""),
+        Edit("sums.cuh", "bar_sync();  // the parts that threads", "// the parts that threads"),
     ),
     Fault(
         "counter_not_put_back", "flatten",

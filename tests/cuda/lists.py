@@ -27,8 +27,8 @@ def sizes_of(choose: random.Random, most: int) -> list[int]:
 
 
 def room(numel: int, dtype: torch.dtype, fill: bool) -> Tensor:
-    """Memory that begins at a multiple of 16 bytes, full of one byte, of values of any exponent, or of one magnitude, so
-    that every addition rounds."""
+    """Memory that begins at a multiple of 16 bytes: full of one byte, or of values of any exponent, or of values of one
+    magnitude, so that every addition rounds."""
     raw = torch.full((numel * dtype.itemsize + 32,), FILL, dtype=torch.uint8)
     begin = -raw.data_ptr() % 16
     whole = raw[begin : begin + numel * dtype.itemsize].view(dtype)
@@ -98,7 +98,7 @@ def depart_once(machine: Machine, number: int) -> None:
 
 
 def flatten_once(machine: Machine, number: int) -> None:
-    """One random list of contiguous tensors, into a bucket or out of it, with or without sums and a scale on the device."""
+    """One random list of contiguous tensors, into a bucket or out of it, with or without sums."""
     choose = random.Random(number)
     kinds = choose.sample(DTYPES, choose.choice((1, 1, 2)))
     target_dtype = choose.choice(DTYPES)
@@ -108,7 +108,9 @@ def flatten_once(machine: Machine, number: int) -> None:
     tensors, end = [], 0
     for size, dtype in zip(sizes, kind, strict=True):
         end += choose.choice((0, 4, choose.randrange(8)))
-        tensors.append(memory[end : end + size].to(dtype).clone() if dtype != torch.float32 else memory[end : end + size])
+        tensors.append(
+            memory[end : end + size].to(dtype).clone() if dtype != torch.float32 else memory[end : end + size]
+        )
         end += size
     offsets, at = [], choose.choice((0, 0, 1, 3))
     for size in sizes:
@@ -126,7 +128,13 @@ def flatten_once(machine: Machine, number: int) -> None:
         own, bucket_own = [one.clone() for one in tensors], whole.clone()
         shifted = [room(one.numel() + 1, one.dtype, False)[number % 2 :][: one.numel()].copy_(one) for one in own]
         lists = (shifted, bucket_own) if into else (bucket_own, shifted)
-        run(*lists, offsets=offsets, scale=factor if impl == "cuda" else scale, stats=stats if impl == "cuda" else None, impl=impl)
+        run(
+            *lists,
+            offsets=offsets,
+            scale=factor if impl == "cuda" else scale,
+            stats=stats if impl == "cuda" else None,
+            impl=impl,
+        )
         results.append((shifted, bucket_own))
     (moved, filled), (wanted, expected) = results
     assert same_bits(filled, expected) and all(same_bits(a, b) for a, b in zip(moved, wanted, strict=True))

@@ -43,9 +43,9 @@ enum State : u8 { NOTHING, BY_THREAD, BY_BULK };
 
 struct Grain {
     State state = NOTHING;
-    bool arrived = false;       // BY_BULK: the copy has put its bytes here
+    bool arrived = false;        // BY_BULK: the copy has put its bytes here
     u32 barrier = 0, phase = 0;  // BY_BULK: whose completion says so
-    u32 lock = 0;               // number + 1 of the store that has not been waited for
+    u32 lock = 0;                // number + 1 of the store that has not been waited for
     Access writer, reader;
 };
 
@@ -68,8 +68,8 @@ struct Thread {
     u32 number, cta;
     bool done = false, waits = false;
     u32 fences = 0;
-    size_t region[2] = {0, 0};            // of the last access: read, written
-    std::map<u32, u32> seen;              // phases of a barrier that this thread knows to be complete
+    size_t region[2] = {0, 0};             // of the last access: read, written
+    std::map<u32, u32> seen;               // phases of a barrier that this thread knows to be complete
     std::vector<std::vector<u32>> groups;  // numbers of its stores
     std::vector<u32> open;
     size_t first_group = 0, first_written = 0;
@@ -148,9 +148,7 @@ struct Machine {
     }
 
     // ---- order
-    Access access() const {
-        return {now->number, here->warps[now->number / WARP].epoch, here->all.epoch, now->fences};
-    }
+    Access access() const { return {now->number, here->warps[now->number / WARP].epoch, here->all.epoch, now->fences}; }
     bool before_now(const Access &old) const {
         if (old.thread == ~0u || old.thread == now->number) return true;
         if (here->all.epoch > old.cta_epoch) return true;
@@ -413,18 +411,18 @@ inline u32 cta_number() { return machine::the().here->number; }
 inline u32 cta_count() { return machine::the().count; }
 inline u32 shared_memory() { return 0; }
 
-#define ZK_TWIN_LOAD(name, type)                         \
-    inline type name(u64 at) {                           \
-        machine::the().turn();                           \
-        machine::the().read_global(at, sizeof(type));    \
-        type x;                                          \
+#define ZK_TWIN_LOAD(name, type)                             \
+    inline type name(u64 at) {                               \
+        machine::the().turn();                               \
+        machine::the().read_global(at, sizeof(type));        \
+        type x;                                              \
         memcpy(&x, reinterpret_cast<void *>(at), sizeof(x)); \
-        return x;                                        \
+        return x;                                            \
     }
-#define ZK_TWIN_STORE(name, type)                        \
-    inline void name(u64 at, type x) {                   \
-        machine::the().turn();                           \
-        machine::the().write_global(at, sizeof(type));   \
+#define ZK_TWIN_STORE(name, type)                            \
+    inline void name(u64 at, type x) {                       \
+        machine::the().turn();                               \
+        machine::the().write_global(at, sizeof(type));       \
         memcpy(reinterpret_cast<void *>(at), &x, sizeof(x)); \
     }
 ZK_TWIN_LOAD(ld_global_u8, u8)
@@ -449,18 +447,18 @@ inline u32 atom_add_acq_rel(u64 at, u32 x) {
     return before;
 }
 
-#define ZK_TWIN_SHARED(suffix, type)                                     \
-    inline type ld_shared_##suffix(u32 at) {                             \
-        machine::the().turn();                                           \
-        machine::the().read_shared(at, sizeof(type));                    \
-        type x;                                                          \
-        memcpy(&x, machine::the().here->memory.data() + at, sizeof(x));  \
-        return x;                                                        \
-    }                                                                    \
-    inline void st_shared_##suffix(u32 at, type x) {                     \
-        machine::the().turn();                                           \
-        machine::the().write_shared(at, sizeof(type));                   \
-        memcpy(machine::the().here->memory.data() + at, &x, sizeof(x));  \
+#define ZK_TWIN_SHARED(suffix, type)                                    \
+    inline type ld_shared_##suffix(u32 at) {                            \
+        machine::the().turn();                                          \
+        machine::the().read_shared(at, sizeof(type));                   \
+        type x;                                                         \
+        memcpy(&x, machine::the().here->memory.data() + at, sizeof(x)); \
+        return x;                                                       \
+    }                                                                   \
+    inline void st_shared_##suffix(u32 at, type x) {                    \
+        machine::the().turn();                                          \
+        machine::the().write_shared(at, sizeof(type));                  \
+        memcpy(machine::the().here->memory.data() + at, &x, sizeof(x)); \
     }
 ZK_TWIN_SHARED(u16, u16)
 ZK_TWIN_SHARED(u32, u32)

@@ -1,4 +1,4 @@
-"""A played CuPy whose kernels run on the coroutine machine of `machine.h`: the sources of `cuda/`, compiled for the CPU.
+"""A played CuPy whose kernels run on the coroutine machine of `machine.h`: those of `cuda/`, compiled for the CPU.
 
 The launchers are the real ones, and so are their arguments. What a kernel may read and write is what its rows say.
 Stages and chunks are small here, so that small lists go around a ring several times.
@@ -48,7 +48,7 @@ class Machine:
         self.launched: list[tuple[str, int, int]] = []
         self._folder, self._architecture, self._edits = folder, architecture, tuple(edits)
 
-    def RawModule(self, path: str) -> Any:  # noqa: N802: a name of CuPy
+    def RawModule(self, path: str) -> Any:  # a name of CuPy
         name = Path(path).name.partition("-")[0]
         return _Module(self, build(self._folder, name, self._architecture >= 90, self._edits))
 

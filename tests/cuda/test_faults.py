@@ -20,7 +20,8 @@ def assert_found(fault: Fault, machine: Callable[..., Machine]) -> None:
         try:
             KERNELS[fault.kernel](played, number)
         except AssertionError as error:
-            assert fault.said in str(error), f"{fault.name} was found otherwise: {error}"
+            if fault.said not in str(error):
+                raise AssertionError(f"{fault.name} was found otherwise: {error}") from error
             return
     raise AssertionError(f"{fault.name} was not found in {LISTS} lists")
 

@@ -1,4 +1,4 @@
-"""Loading: the cache on disk, what is missing is said by name, nothing is imported early, launches on torch's stream."""
+"""The cache on disk; what is missing is said by name; nothing is imported early; launches go to torch's stream."""
 
 from __future__ import annotations
 

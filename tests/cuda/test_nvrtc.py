@@ -89,7 +89,7 @@ def test_ferry_keeps_its_promises(architecture: int) -> None:
     assert_promises("ferry.cu", architecture)
 
 
-@each("architecture", [80, 90])
+@each("architecture", [90])
 def test_depart_keeps_its_promises(architecture: int) -> None:
     assert_promises("depart.cu", architecture)
 

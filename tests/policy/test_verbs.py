@@ -21,7 +21,7 @@ HOOKS = frozenset(
 )
 WAITS = frozenset("Event Stream stream synchronize".split())
 OPTIONAL = frozenset(
-    "accelerate bitsandbytes deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
+    "accelerate bitsandbytes cupy deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
 )
 PLOTTING = "matplotlib"  # always there, but slow to import: only files of the command line start with it
 
@@ -45,6 +45,7 @@ KINDS = ("zerokern/zero/kinds.py", "zerokern/zero/shard.py")
 DTENSOR = frozenset({"torch.distributed.tensor.DTensor"})
 PINS = frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"})
 STREAMS = ("zerokern/schedule/executor.py", "zerokern/memory/staging.py")
+CUPY = "zerokern/kernels/cuda/loader.py"  # launches on the stream that its caller names, and allocates for it
 VERBS = (
     Verb("the environment is read", ("zerokern/core/env.py",), full=ENVIRON),
     Verb("collectives are called", ("zerokern/comm/collectives.py",), full=CALLED),
@@ -56,11 +57,11 @@ VERBS = (
     # layer 0 stages the words of a launch in torch's own pinned cache; what is large is leased from the arena
     Verb("host memory is pinned", ("zerokern/memory/arena.py", "zerokern/kernels/triton/upload.py"), attributes=PINS),
     Verb(
-        "streams and events are made and waited for", STREAMS,
+        "streams and events are made and waited for", (*STREAMS, CUPY),
         full=frozenset(f"torch.cuda.{name}" for name in WAITS), attributes=frozenset({"wait_event", "wait_stream"}),
     ),
     # Triton asks torch itself
-    Verb("the launcher alone asks for the stream", STREAMS, full=frozenset({"torch.cuda.current_stream"})),
+    Verb("the launchers alone ask for the stream", (*STREAMS, CUPY), full=frozenset({"torch.cuda.current_stream"})),
     Verb("nothing calls record_stream: a release event orders memory", (), attributes=frozenset({"record_stream"})),
     Verb("native signatures are declared", ("zerokern/core/native.py",), attributes=frozenset({"argtypes", "restype"})),
 )  # fmt: skip

@@ -120,9 +120,7 @@ class BucketLaunches:
         for group, members in self._strided:
             self._run_strided(group, members, into, addresses, bucket, scale, factor, stats)
 
-    def _for(
-        self, into: bool, addresses: list[int], bucket: int
-    ) -> list[tuple[_Group, list[tuple[Part, Any]]]]:
+    def _for(self, into: bool, addresses: list[int], bucket: int) -> list[tuple[_Group, list[tuple[Part, Any]]]]:
         made = self._made.get(into)
         if made is None or made.addresses != (into, bucket, addresses):
             launches = []
@@ -131,9 +129,7 @@ class BucketLaunches:
                 spans = [bucket + self._dtype.itemsize * offset for offset in group.offsets]
                 to, source = (spans, tensors) if into else (tensors, spans)
                 widths = (self._dtype.itemsize, group.dtype.itemsize)
-                parts = parts_of(
-                    to, source, group.numels, widths if into else widths[::-1], TILE_NBYTES // max(widths)
-                )
+                parts = parts_of(to, source, group.numels, widths if into else widths[::-1], TILE_NBYTES // max(widths))
                 launches.append((group, [(part, parameters("flatten", part)) for part in parts]))
             made = self._made[into] = _Made((into, bucket, addresses), launches)
         return made.launches
@@ -176,7 +172,5 @@ def _dtypes(members: Sequence[BucketSpan], contiguous: bool) -> list[torch.dtype
 
 
 def _group(members: Sequence[BucketSpan], dtype: torch.dtype, contiguous: bool) -> _Group:
-    which = [
-        i for i, m in enumerate(members) if m.dtype == dtype and m.is_contiguous == contiguous and m.numel
-    ]
+    which = [i for i, m in enumerate(members) if m.dtype == dtype and m.is_contiguous == contiguous and m.numel]
     return _Group(dtype, which, [members[i].offset for i in which], [members[i].numel for i in which])

@@ -148,7 +148,9 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def kernel(source: str, name: str, device: torch.device, shared: int, options: tuple[str, ...] = ()) -> Callable[..., None]:
+def kernel(
+    source: str, name: str, device: torch.device, shared: int, options: tuple[str, ...] = ()
+) -> Callable[..., None]:
     """Returns a kernel, to be called with grid, block and arguments where `placed` says.
 
     >>> kernel("ferry.cu", "ferry_few", torch.device("cuda", 0), 0) if torch.cuda.is_available() else None
@@ -222,7 +224,7 @@ def refuse_without(device: torch.device, what: str, instead: str) -> None:
     >>> refuse_without(torch.device("cpu"), "ferry", "Tensor.copy_")
     Traceback (most recent call last):
     ...
-    zerokern.core.errors.BackendError: ferry: CUDA kernels run on cuda devices, not on cpu; what runs instead: Tensor.copy_
+    zerokern.core.errors.BackendError: ferry: CUDA kernels run on cuda devices, not on cpu; what runs instead: ...
     """
     found = reason(device)
     if found:

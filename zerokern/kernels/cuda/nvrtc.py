@@ -69,7 +69,9 @@ def library() -> ctypes.CDLL:
     raise BackendError(f"NVRTC was not found, neither as {' nor as '.join(_NAMES)} nor in a wheel; do: {INSTALL}")
 
 
-def compile_cubin(source: str, name: str, architecture: int, options: Sequence[str], headers: Mapping[str, str]) -> bytes:
+def compile_cubin(
+    source: str, name: str, architecture: int, options: Sequence[str], headers: Mapping[str, str]
+) -> bytes:
     """Compiles `source` for sm_`architecture`; `headers` are what it may include, by name.
 
     >>> source = 'extern "C" __global__ void nothing() {}'
@@ -79,9 +81,7 @@ def compile_cubin(source: str, name: str, architecture: int, options: Sequence[s
     nvrtc, program = library(), ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(one.encode() for one in headers))
-    made = nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
-    )
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names)
     _check(made, "nvrtcCreateProgram")
     try:
         words = [f"-arch=sm_{architecture}", *options]
@@ -89,7 +89,9 @@ def compile_cubin(source: str, name: str, architecture: int, options: Sequence[s
         code = nvrtc.nvrtcCompileProgram(program, len(words), given)
         if code:
             log = _text(nvrtc, "ProgramLog", program).decode(errors="replace").strip("\0\n ")
-            raise BackendError(f"NVRTC {version()} refused {name} for sm_{architecture} ({_error(nvrtc, code)}):\n{log}")
+            raise BackendError(
+                f"NVRTC {version()} refused {name} for sm_{architecture} ({_error(nvrtc, code)}):\n{log}"
+            )
         return _text(nvrtc, "CUBIN", program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -22,9 +22,9 @@ FEW, MANY = 32, 1344
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 MOST = 1 << 31  # elements of a row; a longer one is several, and a sum's order is the same
 MOST_TASKS = (1 << 32) - 1
-_SUMS = [("out", "<u8"), ("partials", "<u8"), ("counter", "<u8")]
+_SUMS: list[Any] = [("out", "<u8"), ("partials", "<u8"), ("counter", "<u8")]
 _SUMS += [(name, "<u4") for name in ("first", "count", "last", "follows")]
-HEADS = {
+HEADS: dict[str, list[Any]] = {
     "ferry": [("rows", "<u4"), ("tasks", "<u4")],
     "depart": [("sums", _SUMS), ("finite", "<u8"), ("rows", "<u4"), ("tasks", "<u4")],
     "flatten": [("sums", _SUMS), ("not_finite", "<u8"), ("factor", "<u8"), ("scale", "<f4"), ("rows", "<u4")],

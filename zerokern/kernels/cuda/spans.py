@@ -54,9 +54,9 @@ def depart(
 ) -> None:
     """`ferry`, with the sum of squares of all that was copied, read once: for gradients that leave the device.
 
-    ``sums_out``, one float64, becomes the sum with the bits of `reference_device.sumsq` over the sources in order, which
-    are those of `sumsq_chunks`; ``finite_out``, one bool, whether it is finite. Both are on the device or in pinned host
-    memory. The tensors are float32, bfloat16 or float16; a launch is of one dtype.
+    ``sums_out``, one float64, becomes the sum of the sources' squares with the bits of `reference_device.sumsq`, which
+    are those of Triton's `sumsq`; ``finite_out``, one bool, whether it is finite. Both are on the device or in pinned
+    host memory. The tensors are float32, bfloat16 or float16; a launch is of one dtype.
 
     >>> depart([], torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool))
     Traceback (most recent call last):
@@ -123,13 +123,15 @@ def _check_pairs(what: str, pairs: Pairs, dtypes: tuple[torch.dtype, ...] | None
     """Returns the device of all pairs, None for none of them."""
     if not pairs:
         return None
+    for i, pair in enumerate(pairs):
+        for name, one in zip(("dst", "src"), pair, strict=True):
+            allowed = (one.dtype,) if dtypes is None and isinstance(one, Tensor) else dtypes
+            checks.tensor(f"{name} of pairs[{i}]", one, allowed)
     devices = [t.device for pair in pairs for t in pair if t.device.type != "cpu"] or [pairs[0][0].device]
     refuse_without(devices[0], what, INSTEAD)
     written = []
     for i, (dst, src) in enumerate(pairs):
         for name, one in (("dst", dst), ("src", src)):
-            allowed = (one.dtype,) if dtypes is None else dtypes
-            checks.tensor(f"{name} of pairs[{i}]", one, allowed)
             _check_reached(f"{name} of pairs[{i}]", one, devices[0])
         if dst.dtype != src.dtype or dst.numel() != src.numel():
             found = f"{dst.numel()} elements of {dst.dtype} from {src.numel()} of {src.dtype}"
