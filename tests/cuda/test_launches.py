@@ -53,7 +53,7 @@ def test_a_long_list_is_flattened_with_one_sum(machine: MACHINE) -> None:
     played = machine()
     tensors = [values(2 + i % 5) for i in range(1400)]
     bucket, stats = torch.zeros(sum(t.numel() for t in tensors)), torch.zeros(2, dtype=torch.float64)
-    cuda.flatten(tensors, bucket, stats=stats)
+    flat.flatten(tensors, bucket, stats=stats, impl="cuda")
     assert same_bits(bucket, torch.cat(tensors)) and stats[0].item() == reference_device.moved_sumsq(tensors, 4)
     assert [name for name, _, _ in played.launched] == ["flatten_f32_f32_stats_many"] * 2
 
@@ -185,7 +185,7 @@ def test_pageable_memory_is_refused(machine: MACHINE, monkeypatch: pytest.Monkey
 def test_without_a_gpu_they_are_refused_by_name() -> None:
     for run in (
         lambda: cuda.ferry([(torch.zeros(1), torch.ones(1))]),
-        lambda: cuda.flatten([torch.ones(1)], torch.ones(1)),
+        lambda: flat.flatten([torch.ones(1)], torch.ones(1), impl="cuda"),
     ):
         with pytest.raises(BackendError, match="CUDA kernels run on cuda devices, not on cpu"):
             run()

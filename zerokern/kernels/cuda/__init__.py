@@ -1,10 +1,12 @@
 """CUDA kernels, for what copy engines and Triton do worse: many small spans, sums on the way, lists as arguments.
 
 ``ferry`` copies a list of spans between device memory and pinned host memory, ``depart`` sums up their squares on the
-way down, ``flatten`` and ``unflatten`` move a list of tensors into a bucket and out of it without an upload. The
-sources are in the folder `cuda` at the top of the repository, and are compiled when they are first needed: by NVRTC,
-for the GPU that is there, into a cache on disk. They need CuPy, which loads and launches them: ``available`` says
-whether all of it is here. Nothing of that is imported before.
+way down, ``BucketLaunches`` moves a list of tensors into a bucket and out of it without an upload: the implementation
+"cuda" of `zerokern.kernels.flat`, which takes it where it is available.
+
+The sources are in the folder `cuda` at the top of the repository. NVRTC compiles them when they are first needed, for
+the GPU that is there, into a cache on disk. CuPy loads and launches them: ``available`` says whether all of it is here.
+Nothing of that is imported before.
 
     from zerokern.kernels import cuda
 
@@ -12,8 +14,8 @@ whether all of it is here. Nothing of that is imported before.
         cuda.ferry([(pinned, gradient)], stream)
 """
 
-from zerokern.kernels.cuda.bucket import BucketLaunches, flatten, unflatten
+from zerokern.kernels.cuda.bucket import BucketLaunches
 from zerokern.kernels.cuda.loader import CUDA, available, reason, refuse_without
 from zerokern.kernels.cuda.spans import depart, ferry
 
-__all__ = ["CUDA", "BucketLaunches", "available", "depart", "ferry", "flatten", "reason", "refuse_without", "unflatten"]
+__all__ = ["CUDA", "BucketLaunches", "available", "depart", "ferry", "reason", "refuse_without"]

@@ -15,40 +15,14 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.checks import BucketSpan
-from zerokern.kernels.cuda.loader import CUDA, kernel, placed
-from zerokern.kernels.cuda.rows import NAMES, Part, parameters, parts_of, scratch
+from zerokern.kernels.cuda.loader import kernel, placed
+from zerokern.kernels.cuda.rows import NAMES, LaunchRows, parameters, parts_of, scratch
 
-__all__ = ["FLATTEN_THREADS", "BucketLaunches", "flatten", "unflatten"]
+__all__ = ["FLATTEN_THREADS", "BucketLaunches"]
 
 FLATTEN_THREADS = 128
 TILE_NBYTES = 16 * 2048  # of the wider dtype: `reference_device.moved_sumsq`
 SHARED = 2 * 1024 * 8 + 16
-
-
-def flatten(tensors: Sequence[Tensor], bucket: Tensor, **options: Any) -> None:
-    """`zerokern.kernels.flat.flatten` by this implementation, with the same arguments.
-
-    >>> flatten([torch.ones(2)], torch.zeros(2))
-    Traceback (most recent call last):
-    ...
-    zerokern.core.errors.BackendError: impl='cuda': CUDA kernels run on cuda devices, not on cpu; ...
-    """
-    from zerokern.kernels import flat
-
-    flat.flatten(tensors, bucket, **options, impl=CUDA)
-
-
-def unflatten(bucket: Tensor, tensors: Sequence[Tensor], **options: Any) -> None:
-    """`zerokern.kernels.flat.unflatten` by this implementation, with the same arguments.
-
-    >>> unflatten(torch.zeros(2), [torch.ones(2)])
-    Traceback (most recent call last):
-    ...
-    zerokern.core.errors.BackendError: impl='cuda': CUDA kernels run on cuda devices, not on cpu; ...
-    """
-    from zerokern.kernels import flat
-
-    flat.unflatten(bucket, tensors, **options, impl=CUDA)
 
 
 class _Group(NamedTuple):
@@ -62,7 +36,7 @@ class _Made(NamedTuple):
     """Launches for the addresses that they were made for."""
 
     addresses: tuple[bool, int, list[int]]
-    launches: list[tuple[_Group, list[tuple[Part, Any]]]]
+    launches: list[tuple[_Group, list[tuple[LaunchRows, Any]]]]
 
 
 class BucketLaunches:
@@ -120,7 +94,7 @@ class BucketLaunches:
         for group, members in self._strided:
             self._run_strided(group, members, into, addresses, bucket, scale, factor, stats)
 
-    def _for(self, into: bool, addresses: list[int], bucket: int) -> list[tuple[_Group, list[tuple[Part, Any]]]]:
+    def _for(self, into: bool, addresses: list[int], bucket: int) -> list[tuple[_Group, list[tuple[LaunchRows, Any]]]]:
         made = self._made.get(into)
         if made is None or made.addresses != (into, bucket, addresses):
             launches = []

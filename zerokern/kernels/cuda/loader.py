@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,8 +23,20 @@ from zerokern.core.env import cache_folder
 from zerokern.core.errors import BackendError, say_once
 from zerokern.kernels.cuda import nvrtc
 
-__all__ = ["CUDA", "architecture", "available", "cubin", "kernel", "placed", "reason", "refuse_without", "stage_bytes"]
+__all__ = [
+    "CUDA",
+    "Stream",
+    "architecture",
+    "available",
+    "cubin",
+    "kernel",
+    "placed",
+    "reason",
+    "refuse_without",
+    "stage_bytes",
+]
 
+Stream: TypeAlias = "torch.cuda.Stream"
 CUDA = "cuda"  # the implementation's name
 OLDEST = 80
 FLAGS = ("-std=c++17", "-fmad=false")  # results are a fixed sequence of roundings
@@ -192,7 +204,7 @@ class _External:
 
 
 @contextmanager
-def placed(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[int]:
+def placed(device: torch.device, stream: Stream | None = None) -> Iterator[int]:
     """Launches and allocations within go to a device and to a stream of torch, its current one by default.
 
     Yields the stream's address.

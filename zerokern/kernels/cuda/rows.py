@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.cuda.loader import placed
+from zerokern.kernels.cuda.loader import Stream, placed
 
-__all__ = ["FEW", "MANY", "NAMES", "Part", "Scratch", "parameters", "parts_of", "scratch"]
+__all__ = ["FEW", "MANY", "NAMES", "LaunchRows", "Scratch", "parameters", "parts_of", "scratch"]
 
 FEW, MANY = 32, 1344
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -31,7 +31,7 @@ HEADS: dict[str, list[Any]] = {
 }
 
 
-class Part(NamedTuple):
+class LaunchRows(NamedTuple):
     """One launch: its rows, the number of its first task in the whole list, and how many it has."""
 
     rows: Any
@@ -58,7 +58,7 @@ def _layout(kernel: str, rows: int) -> Any:
     return np.dtype([*HEADS[kernel], ("row", _row(), (rows,))])
 
 
-def parameters(kernel: str, part: Part) -> Any:
+def parameters(kernel: str, part: LaunchRows) -> Any:
     """Returns the arguments of a launch, as an array of one element, with its rows filled in.
 
     >>> part, = parts_of([4096], [8192], [100], (1, 1), 64)
@@ -77,7 +77,7 @@ def parameters(kernel: str, part: Part) -> Any:
 
 def parts_of(
     to: Sequence[int], source: Sequence[int], sizes: Sequence[int], itemsizes: tuple[int, int], task: int
-) -> list[Part]:
+) -> list[LaunchRows]:
     """Returns the launches that move `sizes` elements each from addresses to others, in tasks of `task` elements.
 
     >>> [(len(part.rows), part.first, part.tasks) for part in parts_of(range(0, 64, 8), [0] * 8, [5] * 8, (1, 1), 4)]
@@ -101,7 +101,7 @@ def parts_of(
         some, end = rows[begin : begin + MANY].copy(), int(ends[min(begin + MANY, len(rows)) - 1])
         first = int(ends[begin] - tasks[begin])
         some["first"] = ends[begin : begin + MANY] - tasks[begin : begin + MANY] - first
-        found.append(Part(some, first, end - first))
+        found.append(LaunchRows(some, first, end - first))
     return found
 
 
@@ -134,7 +134,7 @@ def _scratch(device: torch.device, address: int) -> Scratch:
     return Scratch(device)
 
 
-def scratch(device: torch.device, stream: torch.cuda.Stream | None = None) -> Scratch:
+def scratch(device: torch.device, stream: Stream | None = None) -> Scratch:
     """Returns the scratch memory of a stream, made once: what runs on one stream is ordered.
 
     >>> scratch(torch.device("cpu")) is scratch(torch.device("cpu"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import checks
-from zerokern.kernels.cuda.loader import architecture, kernel, placed, refuse_without, stage_bytes
+from zerokern.kernels.cuda.loader import Stream, architecture, kernel, placed, refuse_without, stage_bytes
 from zerokern.kernels.cuda.rows import NAMES, parameters, parts_of, scratch
 from zerokern.kernels.formats import DTYPES
 
@@ -23,7 +23,7 @@ SUMS_SHARED = 1024 * 8 + 16
 INSTEAD = "Tensor.copy_(..., non_blocking=True)"
 
 
-def ferry(pairs: Pairs, stream: torch.cuda.Stream | None = None, ctas: int | None = None) -> None:
+def ferry(pairs: Pairs, stream: Stream | None = None, ctas: int | None = None) -> None:
     """Queues copies of (dst, src) between a device and pinned host memory on a stream, a launch for 1,344 of them.
 
     Either way, and both in one list. The tensors are contiguous, and dst has the dtype and the number of elements of
@@ -49,7 +49,7 @@ def depart(
     pairs: Pairs,
     sums_out: Tensor,
     finite_out: Tensor,
-    stream: torch.cuda.Stream | None = None,
+    stream: Stream | None = None,
     ctas: int | None = None,
 ) -> None:
     """`ferry`, with the sum of squares of all that was copied, read once: for gradients that leave the device.
