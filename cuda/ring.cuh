@@ -105,7 +105,7 @@ struct Bytes16 {
     ZK_DEVICE void store(u64 at, Word x) { st_global_v4(at, x); }
 };
 
-// The bytes of a span before its first 16 aligned ones, where both sides reach those together; else all of them.
+// The bytes of a span before the first that is aligned to `width` on both sides; all of them where there is none.
 ZK_DEVICE u32 head_of(u64 to, u64 from, u32 nbytes, u32 width) {
     u32 head = ((to ^ from) & (width - 1)) ? nbytes : (u32)(-to & (width - 1));
     return head < nbytes ? head : nbytes;

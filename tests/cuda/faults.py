@@ -57,13 +57,17 @@ FAULTS = (
     ),
     Fault(
         "tail_as_long_as_head_and_tail", "ferry",
-        Edit("ferry.cu", "copy_words<Bytes1>(row.to + end, row.from + end, row.size - end, thread, threads);\n#else",
-             "copy_words<Bytes1>(row.to + end, row.from + end, row.size - end + head, thread, threads);\n#else"),
+        Edit("ferry.cu", "row.from + end, row.size - end, lane", "row.from + end, row.size - end + head, lane"),
         "global memory out of bounds",
     ),
     Fault(
-        "ragged_part_moved_by_each_task", "ferry",
-        Edit("ferry.cu", "if (tasks.within()) continue;", ""),
+        "ends_moved_by_each_task", "ferry",
+        Edit("ferry.cu", "if (tasks.within() == 0) ferry_ends(", "ferry_ends("),
+        "writes a byte twice",
+    ),
+    Fault(
+        "two_warps_with_the_same_tasks", "ferry",
+        Edit("ferry.cu", "cta_count() * warps, 0}", "cta_count() * (warps - 1), 0}"),
         "writes a byte twice",
     ),
     Fault(
