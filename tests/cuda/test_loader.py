@@ -113,7 +113,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test")
     monkeypatch.setattr(loader, "_cupy", lambda: cupy)
     monkeypatch.setattr(loader, "_SOURCES", SOURCES)
-    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    monkeypatch.setattr(nvrtc, "missing", lambda architecture: None)
     loader._reason_of.cache_clear()
     yield cupy
     loader._reason_of.cache_clear()
@@ -143,7 +143,7 @@ def with_a_broken_cupy(gpu: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
 
 
 def without_nvrtc(gpu: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nvrtc, "missing", lambda: "NVRTC was not found")
+    patch.setattr(nvrtc, "missing", lambda architecture: "NVRTC was not found")
 
 
 def without_sources(gpu: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,11 @@ def test_arguments_are_as_many_as_a_kernel_may_have(kernel: str) -> None:
     assert MOST_ARGUMENTS - 500 <= rows._layout(kernel, rows.MANY).itemsize <= MOST_ARGUMENTS
 
 
+def test_an_architecture_that_it_does_not_know_is_named() -> None:
+    assert nvrtc.missing(90) is None
+    assert re.search(r"NVRTC \d+.\d+ does not know sm_35; do: pip install", nvrtc.missing(35))
+
+
 def test_a_source_that_does_not_compile_is_named_with_what_is_wrong() -> None:
     with pytest.raises(loader.BackendError, match=r"(?s)refused broken.cu for sm_90 .*broken.cu\(1\): error"):
         nvrtc.compile_cubin("__global__ void broken() { nothing; }", "broken.cu", 90, (), {})

@@ -85,7 +85,7 @@ def _reason_of(index: int) -> str | None:
         return f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and they need 12.1 or newer"
     if not _SOURCES.is_dir():
         return f"their sources are not in {_SOURCES}: run `pip install .` in the source tree"
-    return nvrtc.missing()
+    return nvrtc.missing(found)
 
 
 def architecture(device: torch.device) -> int:

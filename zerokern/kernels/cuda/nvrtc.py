@@ -23,10 +23,10 @@ _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 INSTALL = "pip install nvidia-cuda-nvrtc"
 
 
-def missing() -> str | None:
-    """Returns why NVRTC cannot be used here, or None.
+def missing(architecture: int | None = None) -> str | None:
+    """Returns why NVRTC cannot be used here, or not for sm_`architecture`; None if it can.
 
-    >>> reason = missing()
+    >>> reason = missing(90)
     >>> reason is None or "NVRTC" in reason
     True
     """
@@ -36,7 +36,17 @@ def missing() -> str | None:
         return str(error)
     if found < OLDEST:
         return "NVRTC is {}.{}, and kernels with 32,764 bytes of arguments need {}.{}".format(*found, *OLDEST)
+    if architecture is not None and architecture not in _architectures():
+        return "NVRTC {}.{} does not know sm_{}; do: {}".format(*found, architecture, INSTALL)
     return None
+
+
+def _architectures() -> list[int]:
+    number = ctypes.c_int()
+    _check(library().nvrtcGetNumSupportedArchs(ctypes.byref(number)), "nvrtcGetNumSupportedArchs")
+    known = (ctypes.c_int * number.value)()
+    _check(library().nvrtcGetSupportedArchs(known), "nvrtcGetSupportedArchs")
+    return list(known)
 
 
 def version() -> tuple[int, int]:

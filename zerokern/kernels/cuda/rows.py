@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels.cuda.loader import Stream, placed
+from zerokern.kernels.triton.backend import capturing
 
 __all__ = ["FEW", "MANY", "NAMES", "LaunchRows", "Scratch", "parameters", "parts_of", "scratch"]
 
@@ -137,8 +138,10 @@ def _scratch(device: torch.device, address: int) -> Scratch:
 def scratch(device: torch.device, stream: Stream | None = None) -> Scratch:
     """Returns the scratch memory of a stream, made once: what runs on one stream is ordered.
 
+    What is captured in a CUDA graph has its own, which the graph keeps: the stream's may grow, and so move.
+
     >>> scratch(torch.device("cpu")) is scratch(torch.device("cpu"))
     True
     """
     with placed(device, stream) as address:
-        return _scratch(device, address)
+        return Scratch(device) if capturing(device) else _scratch(device, address)
