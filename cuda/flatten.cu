@@ -193,9 +193,9 @@ ZK_DEVICE void flatten(const FlattenRows<ROWS> &list) {
 #ifdef ZK_SOURCE  // one pair of types, compiled when it is asked for
 ZK_FLATTEN(ZK_SOURCE, ZK_TARGET)
 #else
-ZK_FLATTEN(f32, f32)
-ZK_FLATTEN(f32, bf16)
-ZK_FLATTEN(f32, f16)
-ZK_FLATTEN(bf16, f32) ZK_FLATTEN(bf16, bf16) ZK_FLATTEN(bf16, f16) ZK_FLATTEN(f16, f32) ZK_FLATTEN(f16, bf16)
-    ZK_FLATTEN(f16, f16)
+// clang-format off
+ZK_FLATTEN(f32, f32) ZK_FLATTEN(f32, bf16) ZK_FLATTEN(f32, f16)
+ZK_FLATTEN(bf16, f32) ZK_FLATTEN(bf16, bf16) ZK_FLATTEN(bf16, f16)
+ZK_FLATTEN(f16, f32) ZK_FLATTEN(f16, bf16) ZK_FLATTEN(f16, f16)
+// clang-format on
 #endif

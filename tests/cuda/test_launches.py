@@ -14,6 +14,7 @@ from torch import Tensor
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda, flat, reference_device
 from zerokern.kernels.cuda import loader, rows, spans
+from zerokern.memory.span_copies import CopyKernels, _of_cuda
 
 MACHINE = Callable[..., Machine]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -36,6 +37,20 @@ def test_a_list_is_one_launch_for_1344_spans(machine: MACHINE) -> None:
     assert played.launched == [("ferry_many", 3, 1344), ("ferry_many", 3, 56)]
     cuda.ferry([(target[:32], source[:32])], None, 8)
     assert played.launched[2:] == [("ferry_few", 1, 1)]  # one stage has work for one
+
+
+def test_copies_of_small_spans_take_it_before_triton(machine: MACHINE) -> None:
+    """By addresses, on the current stream, as `zerokern.memory` launches its kernels."""
+    played = machine()
+    source = torch.arange(500, dtype=torch.int32)
+    target = torch.zeros_like(source)
+    spans_ = [(target.data_ptr() + at, source.data_ptr() + at, 40) for at in range(0, 2000, 40)]
+    kernels = CopyKernels(_of_cuda(torch.device("cpu")))
+    assert [name for name, _ in kernels.ways] == ["CUDA"]
+    assert kernels.launch(spans_, torch.empty(0)) and torch.equal(target, source)
+    assert played.launched == [("ferry_many", 4, 50)]
+    cuda.ferry_spans([], torch.device("cpu"))
+    assert len(played.launched) == 1
 
 
 def test_a_long_list_departs_with_one_sum(machine: MACHINE) -> None:

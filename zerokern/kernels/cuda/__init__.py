@@ -16,6 +16,6 @@ Nothing of that is imported before.
 
 from zerokern.kernels.cuda.bucket import BucketLaunches
 from zerokern.kernels.cuda.loader import CUDA, available, reason, refuse_without
-from zerokern.kernels.cuda.spans import depart, ferry
+from zerokern.kernels.cuda.spans import depart, ferry, ferry_spans
 
-__all__ = ["CUDA", "BucketLaunches", "available", "depart", "ferry", "reason", "refuse_without"]
+__all__ = ["CUDA", "BucketLaunches", "available", "depart", "ferry", "ferry_spans", "reason", "refuse_without"]

@@ -13,7 +13,16 @@ from zerokern.kernels.cuda.loader import Stream, architecture, kernel, placed, r
 from zerokern.kernels.cuda.rows import NAMES, parameters, parts_of, scratch
 from zerokern.kernels.formats import DTYPES
 
-__all__ = ["CHUNK", "DEPART_THREADS", "FERRY_THREADS", "depart", "depart_shared", "ferry", "ferry_shared"]
+__all__ = [
+    "CHUNK",
+    "DEPART_THREADS",
+    "FERRY_THREADS",
+    "depart",
+    "depart_shared",
+    "ferry",
+    "ferry_shared",
+    "ferry_spans",
+]
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 FERRY_THREADS = DEPART_THREADS = 256
@@ -34,13 +43,25 @@ def ferry(pairs: Pairs, stream: Stream | None = None, ctas: int | None = None) -
     True
     """
     device = _check_pairs("ferry", pairs, None)
-    if device is None:
-        return
-    grid = _ctas(ctas, device)
-    to, source = [dst.data_ptr() for dst, _ in pairs], [src.data_ptr() for _, src in pairs]
-    found = architecture(device)
+    if device is not None:
+        ferry_spans([(dst.data_ptr(), src.data_ptr(), src.nbytes) for dst, src in pairs], device, stream, ctas)
+
+
+def ferry_spans(
+    spans: Sequence[tuple[int, int, int]], device: torch.device, stream: Stream | None = None, ctas: int | None = None
+) -> None:
+    """`ferry` of addresses: to where, from where, how many bytes. Nothing is checked but the device.
+
+    >>> ferry_spans([], torch.device("cpu"))
+    Traceback (most recent call last):
+    ...
+    zerokern.core.errors.BackendError: ferry: CUDA kernels run on cuda devices, not on cpu; what runs instead: ...
+    """
+    refuse_without(device, "ferry", INSTEAD)
+    grid, found = _ctas(ctas, device), architecture(device)
+    columns = [*zip(*spans, strict=True)] or [()] * 3
     with placed(device, stream):
-        for part in parts_of(to, source, [src.nbytes for _, src in pairs], (1, 1), stage_bytes(found)):
+        for part in parts_of(*columns, (1, 1), stage_bytes(found)):
             launch = kernel("ferry.cu", f"ferry_{part.size}", device, ferry_shared(found))
             launch(min(grid, part.tasks), FERRY_THREADS, parameters("ferry", part))
 
