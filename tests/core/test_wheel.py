@@ -114,6 +114,7 @@ def test_the_wheel_installs_and_trains_without_a_compiler(built: Path, tmp_path:
     ran = subprocess.run([python, "-c", program], env=nothing, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     library, include, value = ran.stdout.split()
+    assert (Path(include) / "cuda" / "ferry.cu").is_file()
     assert Path(library).is_relative_to(fresh) and Path(include).is_relative_to(fresh) and float(value) < 0.51
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "libstdc++" not in needed

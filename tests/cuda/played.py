@@ -28,7 +28,7 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "cuda"
 STAGE, CHUNK = 1024, 1024
 READ, WRITE, SCRATCH = 1, 2, 4
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 WIDTHS = {"f32": 4, "bf16": 2, "f16": 2}
 
 
@@ -50,7 +50,7 @@ class Machine:
 
     def RawModule(self, path: str) -> Any:  # a name of CuPy
         name = Path(path).name.partition("-")[0]
-        return _Module(self, build(self._folder, name, self._architecture >= 90, self._edits))
+        return _Module(self, build(self._folder, name, self._architecture >= 90 or name == "flatten", self._edits))
 
 
 class _Module:
@@ -114,7 +114,14 @@ def _built(folder: Path, name: str, bulk: bool, edits: tuple[Edit, ...]) -> ctyp
         count = texts[edit.source].count(edit.old)
         assert count == 1, f"{edit.source} has {edit.old!r} {count} times"
         texts[edit.source] = texts[edit.source].replace(edit.old, edit.new)
-    words = (*FLAGS, "-DZK_MACHINE", f"-DZK_BULK={int(bulk)}", f"-DZK_STAGE={STAGE}", f"-DZK_CHUNK={CHUNK}")
+    words = (
+        *FLAGS,
+        "-O0" if edits else "-O1",
+        "-DZK_MACHINE",
+        f"-DZK_BULK={int(bulk)}",
+        f"-DZK_STAGE={STAGE}",
+        f"-DZK_CHUNK={CHUNK}",
+    )
     key = hashlib.sha256(repr((sorted(texts.items()), words, name)).encode()).hexdigest()[:24]
     library = folder / f"{name}-{key}.so"
     if not library.exists():

@@ -174,6 +174,11 @@ def test_bad_pairs_are_refused_and_nothing_is_written(machine: MACHINE) -> None:
         ([(one, two[:4])], ValueError, r"pairs\[0\] copies 8 elements of torch.float32 from 4"),
         ([(one, two.double())], ValueError, "the same number and dtype"),
         ([(one, two), (one[4:], two[:4])], ValueError, r"dst of pairs\[0\] and dst of pairs\[1\] share memory"),
+        (
+            [(one[:4], two[:4]), (two[4:], one[2:6])],
+            ValueError,
+            r"dst of pairs\[0\] and src of pairs\[1\] share memory",
+        ),
         ([(one.view(2, 4).t(), two.view(4, 2))], ValueError, "contiguous"),
         ([(one, "two")], TypeError, r"src of pairs\[0\] is a str"),
     ):

@@ -36,8 +36,8 @@ def ferry(pairs: Pairs, stream: Stream | None = None, ctas: int | None = None) -
     """Queues copies of (dst, src) between a device and pinned host memory on a stream, a launch for 1,344 of them.
 
     Either way, and both in one list. The tensors are contiguous, and dst has the dtype and the number of elements of
-    src; what is written overlaps nothing. ``ctas`` thread blocks move them, by default 4, or 8 before sm_90; each takes
-    an SM while it runs. As with copies of torch, memory must stay as it is until the stream has passed.
+    src; what is written overlaps nothing else. ``ctas`` thread blocks move them, by default 4, or 8 before sm_90; each
+    takes an SM while it runs. As with copies of torch, memory must stay as it is until the stream has passed.
 
     >>> ferry([]) is None
     True
@@ -59,9 +59,9 @@ def ferry_spans(
     """
     refuse_without(device, "ferry", INSTEAD)
     grid, found = _ctas(ctas, device), architecture(device)
-    columns = [*zip(*spans, strict=True)] or [()] * 3
+    to, source, sizes = zip(*spans, strict=True) if spans else ((), (), ())
     with placed(device, stream):
-        for part in parts_of(*columns, (1, 1), stage_bytes(found)):
+        for part in parts_of(to, source, sizes, (1, 1), stage_bytes(found)):
             launch = kernel("ferry.cu", f"ferry_{part.size}", device, ferry_shared(found))
             launch(min(grid, part.tasks), FERRY_THREADS, parameters("ferry", part))
 
@@ -158,7 +158,7 @@ def _check_pairs(what: str, pairs: Pairs, dtypes: tuple[torch.dtype, ...] | None
             found = f"{dst.numel()} elements of {dst.dtype} from {src.numel()} of {src.dtype}"
             raise ValueError(f"pairs[{i}] copies {found}; allowed: the same number and dtype on both sides")
         written.append((f"dst of pairs[{i}]", dst))
-    checks.no_overlap(written)
+    checks.no_overlap(written, [(f"src of pairs[{i}]", src) for i, (_, src) in enumerate(pairs)])
     return devices[0]
 
 
