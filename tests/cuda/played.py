@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels import reference
-from zerokern.kernels.cuda import bucket, loader, rows, spans
+from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "cuda"
@@ -158,8 +158,9 @@ def install(
 
 def forget() -> None:
     """Modules and kernels are those of one machine."""
-    for cached in (loader._module, loader._kernel, bucket._kernel, rows._scratch):
+    for cached in (loader._module, loader._kernel, bucket._kernel, rows._scratch, trial._failure):
         cached.cache_clear()
+    trial._tried.clear()
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:

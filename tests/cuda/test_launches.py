@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from faults import FAULTS
 from kernel_cases import same_bits, spread_values
 from played import CHUNK, STAGE, Machine
 from torch import Tensor
 
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda, flat, reference_device
-from zerokern.kernels.cuda import loader, rows, spans
+from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
 from zerokern.memory.span_copies import CopyKernels, _of_cuda
 
 MACHINE = Callable[..., Machine]
@@ -48,9 +49,9 @@ def test_copies_of_small_spans_take_it_before_triton(machine: MACHINE) -> None:
     kernels = CopyKernels(_of_cuda(torch.device("cpu")))
     assert [name for name, _ in kernels.ways] == ["CUDA"]
     assert kernels.launch(spans_, torch.empty(0)) and torch.equal(target, source)
-    assert played.launched == [("ferry_many", 4, 50)]
+    assert played.launched[1:] == [("ferry_many", 4, 50)]  # the first was a trial
     cuda.ferry_spans([], torch.device("cpu"))
-    assert len(played.launched) == 1
+    assert len(played.launched) == 2
 
 
 def test_a_long_list_departs_with_one_sum(machine: MACHINE) -> None:
@@ -219,6 +220,34 @@ def test_without_cupy_triton_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     flat.flatten([spread_values(3, torch.Generator())], bucket)
     assert asked == []  # nobody asks for a CPU's tensors
     assert not cuda.available(torch.device("cuda", 0)) and asked == ["cuda"]
+
+
+def test_a_first_launch_is_a_trial(machine: MACHINE, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, played = torch.device("cpu"), machine()
+    assert cuda.available(cpu) and cuda.available(cpu)
+    assert played.launched == [("flatten_bf16_f32_stats_few", 5, 3)]
+    trial._failure.cache_clear()
+    monkeypatch.setattr(played, "RawModule", None)
+    loader._module.cache_clear(), loader._kernel.cache_clear(), bucket._kernel.cache_clear()
+    assert not cuda.available(cpu)
+    assert "a first launch failed: TypeError" in trial._failure(cpu)
+
+
+def test_wrong_bits_are_not_used(machine: MACHINE) -> None:
+    (fault,) = (one for one in FAULTS if one.name == "last_two_columns_not_added")
+    machine(90, (fault.edit,))
+    assert not cuda.available(torch.device("cpu"))
+    assert "other bits than its reference" in trial._failure(torch.device("cpu"))
+
+
+def test_nothing_is_tried_within_a_capture(machine: MACHINE, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, played = torch.device("cpu"), machine()
+    monkeypatch.setattr(trial, "capturing", lambda device: True)
+    assert not cuda.available(cpu) and played.launched == []
+    monkeypatch.setattr(trial, "capturing", lambda device: False)
+    assert cuda.available(cpu)
+    monkeypatch.setattr(trial, "capturing", lambda device: True)
+    assert cuda.available(cpu)
 
 
 def test_stages_fit_the_shared_memory_of_an_architecture() -> None:

@@ -17,7 +17,7 @@ from played import SOURCES
 
 from zerokern.core import errors
 from zerokern.kernels import cuda
-from zerokern.kernels.cuda import loader, nvrtc
+from zerokern.kernels.cuda import loader, nvrtc, trial
 
 CODE = b"\x7fELF and so on"
 GPU = torch.device("cuda", 0)
@@ -119,7 +119,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     loader._reason_of.cache_clear()
 
 
-def test_with_everything_they_run(gpu: SimpleNamespace) -> None:
+def test_with_everything_they_run(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_failure", lambda device: None)
+    monkeypatch.setattr(trial, "capturing", lambda device: False)
     assert cuda.reason(GPU) is None and cuda.available(GPU)
 
 

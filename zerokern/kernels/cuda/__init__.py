@@ -5,8 +5,8 @@ way down, ``BucketLaunches`` moves a list of tensors into a bucket and out of it
 "cuda" of `zerokern.kernels.flat`, which takes it where it is available.
 
 The sources are in the folder `cuda` at the top of the repository. NVRTC compiles them when they are first needed, for
-the GPU that is there, into a cache on disk. CuPy loads and launches them: ``available`` says whether all of it is here.
-Nothing of that is imported before.
+the GPU that is there, into a cache on disk. CuPy loads and launches them: ``available`` says whether all of it is here,
+and whether a first launch has given the right bits. Nothing of that is imported before.
 
     from zerokern.kernels import cuda
 
@@ -15,7 +15,8 @@ Nothing of that is imported before.
 """
 
 from zerokern.kernels.cuda.bucket import BucketLaunches
-from zerokern.kernels.cuda.loader import CUDA, available, reason, refuse_without
+from zerokern.kernels.cuda.loader import CUDA, reason, refuse_without
 from zerokern.kernels.cuda.spans import depart, ferry, ferry_spans
+from zerokern.kernels.cuda.trial import available
 
 __all__ = ["CUDA", "BucketLaunches", "available", "depart", "ferry", "ferry_spans", "reason", "refuse_without"]

@@ -20,14 +20,13 @@ from typing import Any, TypeAlias
 import torch
 
 from zerokern.core.env import cache_folder
-from zerokern.core.errors import BackendError, say_once
+from zerokern.core.errors import BackendError
 from zerokern.kernels.cuda import nvrtc
 
 __all__ = [
     "CUDA",
     "Stream",
     "architecture",
-    "available",
     "cubin",
     "kernel",
     "placed",
@@ -43,18 +42,6 @@ FLAGS = ("-std=c++17", "-fmad=false")  # results are a fixed sequence of roundin
 INSTALL = "pip install 'zerokern[cuda]', or zerokern[cuda12] for CUDA 12"
 _SOURCES = Path(__file__).resolve().parents[2] / "include" / "cuda"
 _OLDEST_DRIVER = 12010
-
-
-def available(device: torch.device) -> bool:
-    """Returns whether these kernels run on a device; what is missing is logged once by name.
-
-    >>> available(torch.device("cpu"))
-    False
-    """
-    found = reason(device)
-    if found and device.type == "cuda":
-        say_once(__name__, f"the kernels of zerokern.kernels.cuda are not used: {found}")
-    return not found
 
 
 def reason(device: torch.device) -> str | None:
