@@ -10,7 +10,7 @@ from lists import KERNELS
 from played import SOURCES, Machine
 from tables import each
 
-LISTS = 60
+LISTS = 200
 FIRST = {fault.kernel: fault for fault in reversed(FAULTS)}  # one of each kernel among the quick
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda, flat, reference_device
 from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
+from zerokern.kernels.triton.backend import interpreted
 from zerokern.memory.span_copies import CopyKernels, _of_cuda
 
 MACHINE = Callable[..., Machine]
@@ -101,6 +102,8 @@ def test_nothing_departs_as_zero(machine: MACHINE) -> None:
 def test_a_list_with_views_has_the_bits_of_triton(machine: MACHINE) -> None:
     """Also of its sum: contiguous tensors of each dtype first, then the others, in Triton's order."""
     pytest.importorskip("triton", reason="needs triton")
+    if not interpreted():
+        pytest.skip("runs interpreted; test_on_gpu.py has the GPU's turn")
     played = machine()
 
     def fresh() -> list[Tensor]:
