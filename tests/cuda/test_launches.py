@@ -15,6 +15,7 @@ from torch import Tensor
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda, flat, reference_device
 from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
+from zerokern.kernels.squares import ChunkSums
 from zerokern.kernels.triton.backend import interpreted
 from zerokern.memory.span_copies import CopyKernels, _of_cuda
 
@@ -79,6 +80,21 @@ def test_chunks_are_those_of_sumsq(machine: MACHINE) -> None:
     assert spans.CHUNK == reference_device.reference.SUMSQ_CHUNK == 65536
     machine()
     assert spans.CHUNK == CHUNK
+
+
+def test_sums_of_chunks_are_those_that_are_added_elsewhere(machine: MACHINE) -> None:
+    machine()
+    source = [values(3 * CHUNK + 5, BF16), values(0, BF16), values(7, BF16), values(CHUNK, BF16)]
+    sums = ChunkSums([t.numel() for t in source], [BF16] * 4)
+    chunks, (out, finite) = torch.zeros(sums.count, dtype=torch.float64), outputs()
+    cuda.depart([(torch.zeros_like(t), t) for t in source], out, finite, chunks_out=chunks)
+    assert sums.added(chunks).tolist() == [reference_device.reference.sumsq([t]) for t in source]
+    assert out.item() == reference_device.sumsq(source)
+    with pytest.raises(ValueError, match="chunks_out has 1 elements"):
+        cuda.depart([(torch.zeros_like(t), t) for t in source], out, finite, chunks_out=chunks[:1])
+    two = [values(3), values(4, BF16)]
+    with pytest.raises(ValueError, match="several dtypes"):
+        cuda.depart([(torch.zeros_like(t), t) for t in two], out, finite, chunks_out=chunks[:2])
 
 
 def test_what_is_not_finite_is_told(machine: MACHINE) -> None:

@@ -72,12 +72,15 @@ def depart(
     finite_out: Tensor,
     stream: Stream | None = None,
     ctas: int | None = None,
+    *,
+    chunks_out: Tensor | None = None,
 ) -> None:
     """`ferry`, with the sum of squares of all that was copied, read once: for gradients that leave the device.
 
     ``sums_out``, one float64, becomes the sum of the sources' squares with the bits of `reference_device.sumsq`, which
     are those of Triton's `sumsq`; ``finite_out``, one bool, whether it is finite. Both are on the device or in pinned
-    host memory. The tensors are float32, bfloat16 or float16; a launch is of one dtype.
+    host memory. The tensors are float32, bfloat16 or float16; a launch is of one dtype. ``chunks_out``, for tensors of
+    one dtype: float64 that become the sums of chunks as `ChunkSums` has them, from which each tensor's own is added up.
 
     >>> depart([], torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool))
     Traceback (most recent call last):
@@ -91,6 +94,12 @@ def depart(
     checks.tensor("finite_out", finite_out, (torch.bool,), 1, why="whether it is finite")
     for name, one in (("sums_out", sums_out), ("finite_out", finite_out)):
         _check_reached(name, one, device)
+    if chunks_out is not None:
+        count = sum(-(-src.numel() // CHUNK) for _, src in pairs)
+        checks.tensor("chunks_out", chunks_out, (torch.float64,), count, why="one for each chunk")
+        _check_reached("chunks_out", chunks_out, device)
+        if len({src.dtype for _, src in pairs}) > 1:
+            raise ValueError("chunks_out was given for tensors of several dtypes; allowed: a call for each dtype")
     grid, found, follows = _ctas(ctas, device), architecture(device), 0
     own = scratch(device, stream)
     with placed(device, stream):
@@ -100,7 +109,7 @@ def depart(
             width = dtype.itemsize
             parts = parts_of(to, source, [src.numel() for _, src in some], (width, width), CHUNK)
             count = sum(part.tasks for part in parts)
-            partials = own.room(count)
+            partials = own.room(count) if chunks_out is None else chunks_out
             for part in parts:
                 given = parameters("depart", part)
                 given["finite"] = finite_out.data_ptr()
