@@ -330,7 +330,7 @@ def counted_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
         "MemPool": object,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
         "use_mem_pool": lambda pool, place=None: nullcontext(),
-        "get_device_properties": lambda place: SimpleNamespace(),
+        "get_device_properties": lambda place: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
