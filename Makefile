@@ -15,8 +15,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-sources := $(shell find zerokern cpu bench examples -type f -not -path '*/.*' -not -path '*/__pycache__/*' -not -path 'bench/results/*' -not -path 'cpu/fuzz/*')
-native := $(shell find cpu examples -name '*.h' -o -name '*.cpp' -o -name '*.c')
+sources := $(shell find zerokern cpu cuda bench examples -type f -not -path '*/.*' -not -path '*/__pycache__/*' -not -path 'bench/results/*' -not -path 'cpu/fuzz/*')
+native := $(shell find cpu cuda examples tests/cuda -name '*.h' -o -name '*.cpp' -o -name '*.c' -o -name '*.cu' -o -name '*.cuh')
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 ifeq ($(VENV),none)

@@ -114,6 +114,7 @@ def test_the_wheel_installs_and_trains_without_a_compiler(built: Path, tmp_path:
     ran = subprocess.run([python, "-c", program], env=nothing, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     library, include, value = ran.stdout.split()
+    assert (Path(include) / "cuda" / "ferry.cu").is_file()
     assert Path(library).is_relative_to(fresh) and Path(include).is_relative_to(fresh) and float(value) < 0.51
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "libstdc++" not in needed
@@ -140,12 +141,14 @@ def test_the_wheel_for_aarch64_runs_there(built: Path, tmp_path: Path) -> None:
 
 def sources() -> set[str]:
     """Those that git knows; a copy without git is walked."""
-    folders = ("cpu", "zerokern", "examples")
+    folders = ("cpu", "cuda", "zerokern", "examples")
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode == 0:
         return set(listed.stdout.split())
     found = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
-    return {path.relative_to(ROOT).as_posix() for path in found if path.suffix in (".py", ".h", ".cpp", ".c")}
+    return {
+        path.relative_to(ROOT).as_posix() for path in found if path.suffix in (".py", ".h", ".cpp", ".c", ".cu", ".cuh")
+    }
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ HOOKS = frozenset(
 )
 WAITS = frozenset("Event Stream stream synchronize".split())
 OPTIONAL = frozenset(
-    "accelerate bitsandbytes deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
+    "accelerate bitsandbytes cupy deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
 )
 PLOTTING = "matplotlib"  # always there, but slow to import: only files of the command line start with it
 
@@ -44,6 +44,7 @@ CALLED = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
 KINDS = ("zerokern/zero/kinds.py", "zerokern/zero/shard.py")
 DTENSOR = frozenset({"torch.distributed.tensor.DTensor"})
 PINS = frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"})
+CUPY = "zerokern/kernels/cuda/loader.py"  # launches on the stream that its caller names, and allocates for it
 # layer 0 keeps the words that a launch reads until an event behind it has passed, which it never waits for
 STREAMS = ("zerokern/schedule/executor.py", "zerokern/memory/staging.py", "zerokern/kernels/triton/upload.py")
 VERBS = (
@@ -57,11 +58,11 @@ VERBS = (
     # layer 0 stages the words of a launch in torch's own pinned cache; what is large is leased from the arena
     Verb("host memory is pinned", ("zerokern/memory/arena.py", "zerokern/kernels/triton/upload.py"), attributes=PINS),
     Verb(
-        "streams and events are made and waited for", STREAMS,
+        "streams and events are made and waited for", (*STREAMS, CUPY),
         full=frozenset(f"torch.cuda.{name}" for name in WAITS), attributes=frozenset({"wait_event", "wait_stream"}),
     ),
     # Triton asks torch itself
-    Verb("the launcher alone asks for the stream", STREAMS, full=frozenset({"torch.cuda.current_stream"})),
+    Verb("the launchers alone ask for the stream", (*STREAMS, CUPY), full=frozenset({"torch.cuda.current_stream"})),
     Verb("nothing calls record_stream: a release event orders memory", (), attributes=frozenset({"record_stream"})),
     Verb("native signatures are declared", ("zerokern/core/native.py",), attributes=frozenset({"argtypes", "restype"})),
 )  # fmt: skip

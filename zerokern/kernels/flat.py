@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.kernels import checks, cpu, ops, reference
+from zerokern.kernels import checks, cpu, cuda, ops, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.versions import say_written
 
@@ -92,7 +93,7 @@ class Flattener:
         self._list = checks.SpanList(like, offsets)
         self._dtype = bucket_dtype
         self._impl = impl
-        self._table: object = None
+        self._table: Any = None
         self._checked: tuple[bool, int, list[int]] | None = None
 
     @property
@@ -126,9 +127,15 @@ class Flattener:
         self, into: bool, tensors: Sequence[Tensor], bucket: Tensor, scale: float | Tensor, stats: Tensor | None
     ) -> None:
         device = self._check(into, tensors, bucket, scale, stats)
+        if self._impl == cuda.CUDA or (self._impl is None and device.type != "cpu" and cuda.available(device)):
+            cuda.refuse_without(device, f"impl={cuda.CUDA!r}", "impl='triton'")
+            self._launch(cuda.BucketLaunches, into, tensors, bucket, scale, stats)
+            return
         with implementation(self._impl, device) as family:
             if family == TRITON:
-                self._launch(into, tensors, bucket, scale, stats)
+                from zerokern.kernels.triton.bucket import BucketTable
+
+                self._launch(BucketTable, into, tensors, bucket, scale, stats)
             else:
                 self._one_by_one(family, into, tensors, bucket, float(scale), stats)
 
@@ -153,12 +160,16 @@ class Flattener:
         return bucket.device
 
     def _launch(
-        self, into: bool, tensors: Sequence[Tensor], bucket: Tensor, scale: float | Tensor, stats: Tensor | None
+        self,
+        kind: Any,
+        into: bool,
+        tensors: Sequence[Tensor],
+        bucket: Tensor,
+        scale: float | Tensor,
+        stats: Tensor | None,
     ) -> None:
-        from zerokern.kernels.triton.bucket import BucketTable
-
-        if not isinstance(self._table, BucketTable):
-            self._table = BucketTable(bucket.device, self._list.members, self._dtype)
+        if not isinstance(self._table, kind):
+            self._table = kind(bucket.device, self._list.members, self._dtype)
         number, factor = (1.0, scale) if isinstance(scale, Tensor) else (float(scale), None)
         self._table.run(into, [t.data_ptr() for t in tensors], bucket, number, factor, stats)
 

@@ -1,0 +1,25 @@
+"""The tests and what they share lie in one folder; the launchers run on the coroutine machine where there is no GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # and the kernels' cases
+sys.path.insert(0, str(Path(__file__).parent))
+
+import played
+
+
+@pytest.fixture
+def machine(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., played.Machine]]:
+    """Makes `zerokern.kernels.cuda` run on the machine, as on a GPU of an architecture."""
+    kept = getattr(pytestconfig, "cache", None)
+    folder = kept.mkdir("machine") if kept else tmp_path_factory.mktemp("machine")
+    yield lambda architecture=90, edits=(): played.install(monkeypatch, folder, architecture, edits)
+    played.forget()

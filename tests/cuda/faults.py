@@ -1,0 +1,128 @@
+"""Bugs as data: what is wrong in a source of `cuda/`, the kernel that shows it, and what the machine says of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from played import Edit
+
+__all__ = ["FAULTS", "Fault"]
+
+
+class Fault(NamedTuple):
+    """`said` is a part of what the machine finds; an empty one means that bits differ from the reference."""
+
+    name: str
+    kernel: str
+    edit: Edit
+    said: str = ""
+    architecture: int = 90
+
+
+FAULTS = (
+    Fault(
+        "stage_loaded_before_its_store_has_read_it", "ferry",
+        Edit("ring.cuh", "bulk_wait_group_read<STAGES - AHEAD>();", "bulk_wait_group_read<STAGES>();"),
+        "loads into a stage before wait_group.read",
+    ),
+    Fault(
+        "parity_of_the_first_round_for_all", "ferry",
+        Edit("ring.cuh", "stores / STAGES & 1)", "0)"),
+        "uses a stage before the phase of its barrier is seen complete",
+    ),
+    Fault(
+        "load_not_waited_for", "depart",
+        Edit("ring.cuh", "while (!mbarrier_try_wait_parity(", "while (stores > AHEAD && !mbarrier_try_wait_parity("),
+        "reads shared memory that nobody wrote",
+    ),
+    Fault(
+        "barriers_not_shown_to_the_copy_engine", "ferry",
+        Edit("ring.cuh", "            fence_mbarrier_init();\n", ""),
+        "without fence.mbarrier_init",
+    ),
+    Fault(
+        "fewer_bytes_expected_than_come", "ferry",
+        Edit("ring.cuh", "BARRIER, nbytes);\n        bulk_load", "BARRIER, nbytes - 16);\n        bulk_load"),
+        "",
+    ),
+    Fault(
+        "cta_ends_before_its_stores", "ferry",
+        Edit("ring.cuh", "if (leads) bulk_wait_group<0>();", ""),
+        "ends before wait_group",
+    ),
+    Fault(
+        "head_of_the_other_side", "ferry",
+        Edit("ring.cuh", "(u32)(-to & (width - 1))", "(u32)(to & (width - 1))"),
+        "aligned",
+    ),
+    Fault(
+        "tail_as_long_as_head_and_tail", "ferry",
+        Edit("ferry.cu", "row.from + end, row.size - end, lane", "row.from + end, row.size - end + head, lane"),
+        "global memory out of bounds",
+    ),
+    Fault(
+        "ends_moved_by_each_task", "ferry",
+        Edit("ferry.cu", "if (tasks.within() == 0) ferry_ends(", "ferry_ends("),
+        "writes a byte twice",
+    ),
+    Fault(
+        "two_warps_with_the_same_tasks", "ferry",
+        Edit("ferry.cu", "cta_count() * warps, 0}", "cta_count() * (warps - 1), 0}"),
+        "writes a byte twice",
+    ),
+    Fault(
+        "no_proxy_fence_after_a_stage_was_read", "depart",
+        Edit("depart.cu", "fence_proxy_async();  // what was read here", "// what was read here"),
+        "no proxy fence",
+    ),
+    Fault(
+        "stage_loaded_while_other_lanes_read_it", "depart",
+        Edit("depart.cu", "writes over it\n        bar_warp_sync();", "writes over it"),
+        "no barrier",
+    ),
+    Fault(
+        "barriers_used_before_they_are_made", "depart",
+        Edit("depart.cu", "lane == 0);\n    bar_warp_sync();", "lane == 0);"),
+        "barrier",
+    ),
+    Fault(
+        "part_overwritten_while_other_lanes_add_it", "depart",
+        Edit("depart.cu", "at + count);\n        bar_warp_sync();\n    }\n}\n#endif", "at + count);\n    }\n}\n#endif"),
+        "no barrier", 80,
+    ),
+    Fault(
+        "last_elements_of_a_part_not_added", "depart",
+        Edit("depart.cu", "depart_plain<Type>(lanes, to, from, end, count);", ""),
+    ),
+    Fault(
+        "counted_before_all_warps_have_stored", "depart",
+        Edit("sums.cuh", "bar_sync();  // the parts that threads", "// the parts that threads"),
+    ),
+    Fault(
+        "counter_not_put_back", "flatten",
+        Edit("sums.cuh", "        if (last) st_global_u32(sums.counter, 0);\n", ""),
+    ),
+    Fault(
+        "last_two_columns_not_added", "flatten",
+        Edit("sums.cuh", "half > 0; half /= 2", "half > 1; half /= 2"),
+    ),
+    Fault(
+        "positions_change_hands_without_a_barrier", "flatten",
+        Edit("flatten.cu", "sums[j]);\n        bar_sync();", "sums[j]);"),
+        "",
+    ),
+    Fault(
+        "vector_beyond_the_end", "flatten",
+        Edit("flatten.cu", "if (at + VEC > left) continue;", "if (at >= left) continue;"),
+        "",
+    ),
+    Fault(
+        "tile_of_the_row_before", "flatten",
+        Edit("flatten.cu", "if (list.row[middle].first <= tile)", "if (list.row[middle].first < tile)"),
+        "",
+    ),
+    Fault(
+        "last_elements_added_in_other_positions", "flatten",
+        Edit("flatten.cu", "end % WIDTH == own", "thread_number() == 0"),
+    ),
+)  # fmt: skip
