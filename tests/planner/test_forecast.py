@@ -34,13 +34,14 @@ def by_hand(plan: zk.Plan, tokens: int, nbytes: float) -> float:
     """Seconds of a step that does one thing after another: 6 flops per token and parameter; `nbytes` through memory."""
     numel = plan.numel
     links = 2 * numel / DGX2.down_gb_s / 1e9 + 2 * numel / DGX2.up_gb_s / 1e9
-    return 6 * numel * tokens / DGX2.flops_s + links + nbytes * numel / DGX2.host_gb_s / 1e9
+    squares = 2 * numel / DGX2.device_gb_s / 1e9  # the device sums them where gradients were reduced
+    return 6 * numel * tokens / DGX2.flops_s + squares + links + nbytes * numel / DGX2.host_gb_s / 1e9
 
 
 class TestByHand:
-    @pytest.mark.parametrize("formats, nbytes", [(EXACT, 2 + 26), (SMALL, 2 + 12.1)])
+    @pytest.mark.parametrize("formats, nbytes", [(EXACT, 26), (SMALL, 12.1)])
     def test_sync_is_a_sum(self, formats: dict, nbytes: float) -> None:
-        """The norm reads what is 2 of the bytes; a copy of a span costs microseconds besides its bytes."""
+        """A copy of a span costs microseconds besides its bytes."""
         plan = zk.plan("1B", tier="cpu", **formats)
         for row in predicted("1B", DGX2, 1024, 8192, tier="cpu", **formats).rows:
             if row.schedule == "sync":
@@ -52,7 +53,7 @@ class TestByHand:
         update = 26e10 / DGX2.device_gb_s / 1e9
         assert found.step_seconds == pytest.approx(6e10 * 1024 / DGX2.flops_s + update, rel=1e-6)
 
-    @pytest.mark.parametrize("formats, nbytes", [(EXACT, 2 + 26), (SMALL, 2 + 12.1)])
+    @pytest.mark.parametrize("formats, nbytes", [(EXACT, 26), (SMALL, 12.1)])
     def test_delayed_is_the_slower_of_both(self, formats: dict, nbytes: float) -> None:
         machine = replace(H200, host_all_gb_s=None, copy_us=0, update_numel_s=None)
         update = nbytes * 1e9 / 150e9
@@ -60,15 +61,14 @@ class TestByHand:
         few, many = (found.at("delayed", n) for n in (1024, 65_536))
         # what the last gradient takes to arrive, and the first update to be stored, is 1 of some 32 parts
         assert update <= few.step_seconds <= 1.06 * update + 4e9 / 41.7e9 / 32
-        assert many.step_seconds == pytest.approx(6e9 * 65_536 / 600e12 + 4e9 / 4300e9, rel=0.003)
+        assert many.step_seconds == pytest.approx(6e9 * 65_536 / 600e12 + (4e9 + 2e9) / 4300e9, rel=0.003)
         assert many.hidden > 0.98 and many.of_resident > 1, "the device is even spared the update"
 
 
 class TestPublished:
-    @pytest.mark.parametrize("formats, nbytes, says", [(EXACT, 32, 21_000), (SMALL, 18.1, 11_000)])
+    @pytest.mark.parametrize("formats, nbytes, says", [(EXACT, 30, 20_000), (SMALL, 16.1, 11_000)])
     def test_where_the_update_vanishes(self, formats: dict, nbytes: float, says: int) -> None:
-        """T* = s F / 6 tokens, s the seconds per parameter of host memory at 150 GB/s, copies included, F = 600 TFLOPS.
-        The literature's figure of 8-bit states leaves out that the norm reads gradients."""
+        """T* = s F / 6 tokens, s the seconds per parameter of host memory at 150 GB/s, copies included, F = 600 TFLOPS."""
         found = predicted("1B", H200, *TOKENS, needed=True, tier="cpu", **formats).vanishes["delayed"]
         assert found == pytest.approx(nbytes / 150e9 * 600e12 / 6, rel=0.05)
         assert found == pytest.approx(says, rel=0.15)

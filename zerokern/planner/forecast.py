@@ -268,6 +268,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
+    if name in (NO_OFFLOAD, PLAIN):
+        spans = [replace(span, measured=False) for span in spans]
     if name == NO_OFFLOAD:
         return resident(shape.at_once(spans))
     on_disk = shape.plan.recipe.tier == "nvme"
@@ -420,6 +422,7 @@ class StepShape:
             forward_flops=compute,
             fetched=crosses,
             stored=crosses and not part.rests,
+            measured=True,
             backward_flops=2 * compute + again,
             reduce_nbytes=round(reduced),
             gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),

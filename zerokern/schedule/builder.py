@@ -77,7 +77,8 @@ class ProgramBuilder:
                 if verb == "Forward":
                     last = self.add(verb, span.name, "device", [*needed, *begin(place)], flops=span.forward_flops)
                 else:
-                    last = self.add(verb, span.name, "device", needed, flops=span.backward_flops)
+                    read, flops = span.measured_nbytes, span.backward_flops
+                    last = self.add(verb, span.name, "device", needed, read, flops=flops)
 
     def _reduce_and_fetch(self, span: Span, computed: list[OpKey], fetched: bool) -> None:
         if span.reduce_nbytes:
@@ -89,7 +90,8 @@ class ProgramBuilder:
         return self.add("Fetch", span.name, "down", after, span.grad_nbytes, turn=turn) if span.grad_nbytes else []
 
     def norm(self, spans: Sequence[Span], after: Iterable[OpKey]) -> list[OpKey]:
-        nbytes, numel = sum(span.grad_nbytes for span in spans), sum(span.numel for span in spans)
+        read = [span for span in spans if not span.measured]
+        nbytes, numel = sum(span.grad_nbytes for span in read), sum(span.numel for span in read)
         return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
 
     def step(self, span: Span, after: Iterable[OpKey], *, ahead: Iterable[OpKey] = (NORM,)) -> list[OpKey]:

@@ -96,6 +96,13 @@ class Span:
     """inputs that are kept off the device from forward to backward"""
     keep_lanes: tuple[str, ...] = ()
     """how they come back"""
+    measured: bool = False
+    """squares of gradients are summed where they were reduced, so the norm does not read them on the host"""
+
+    @property
+    def measured_nbytes(self) -> int:
+        """What the device reads of a gradient to sum its squares, before it leaves."""
+        return self.grad_nbytes if self.measured else 0
 
     @property
     def is_updated(self) -> bool:

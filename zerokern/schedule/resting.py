@@ -88,9 +88,10 @@ class _Resting:
             ready = self.begin(use.place) if number == use.place else []
             needed = self._fetch(number, span, ready)
             needed += self._fetch_inputs(number, span) if use.verb == "Backward" else []
-            flops = span.forward_flops if use.verb == "Forward" else span.backward_flops
-            before = [*self._computed(number - 1), *needed, *ready]
-            last = self.builder.add(use.verb, span.name, "device", before, flops=flops, turn=use.turn)
+            forward, before = use.verb == "Forward", [*self._computed(number - 1), *needed, *ready]
+            flops = span.forward_flops if forward else span.backward_flops
+            read = 0 if forward else span.measured_nbytes
+            last = self.builder.add(use.verb, span.name, "device", before, read, flops=flops, turn=use.turn)
             if use.verb == "Forward":
                 self._keep(use, span, last)
             else:
