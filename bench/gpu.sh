@@ -1,30 +1,41 @@
 #!/usr/bin/env bash
 # Builds, tests and measures zerokern on the GPU of this machine, and leaves JSON and logs in a folder.
 #
-#   bench/gpu.sh OUT [SECTION]             all sections in under ten minutes, or one of them
+#   bench/gpu.sh OUT [SECTION]             all sections in nine minutes, in order of value, or one of them
 #   bench/gpu.sh --rehearse OUT [SECTION]  the same code on a CPU at toy sizes, on the package that is there; measures nothing
+#   bench/gpu.sh --check FILE...           is each of these files a result that can be kept?
 #
-# Needs python3 (or $PYTHON) with torch and triton, cmake and a C++ compiler; no network. Where pip cannot install
-# (no scikit-build-core, say), the library is built by cmake alone and used from a folder. What else is missing is named
-# in one line, and the rest runs. A result is never overwritten: OUT is a new folder, or one without files of such a run.
+# WITHIN=540 seconds for all of it, build included. WHEELS=FOLDER: other libraries to compare with, as *.whl files, which
+# are unpacked beside the environment and not into it. Needs python3 (or $PYTHON) with torch and triton, cmake and a C++
+# compiler; no network. Where pip cannot install (no scikit-build-core, say), the library is built by cmake alone and
+# used from a folder. What else is missing is named in one line, and the rest runs. Whatever stops it, OUT/gpu.json holds
+# what was known a second before. A result is never overwritten: OUT is a new folder, or one without such a file.
 set -euo pipefail
 
 usage() {
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
-rehearse=()
+rehearse=() check=
 if [[ ${1-} == --rehearse ]]; then
     rehearse=(--rehearse)
     shift
+elif [[ ${1-} == --check ]]; then
+    check=1
+    shift
+fi
+python=${PYTHON:-python3}
+root=$(cd "$(dirname "$0")/.." && pwd)
+if [[ $check ]]; then
+    (($#)) || usage
+    exec "$python" -m zerokern.bench.gpu --check "$@"
 fi
 (($# == 1 || $# == 2)) && [[ $1 != -* ]] || usage
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 section=${2-}
-root=$(cd "$(dirname "$0")/.." && pwd)
-python=${PYTHON:-python3}
+within=${WITHIN:-540}
 export PYTHONUNBUFFERED=1
 # where a toolkit lies that nobody has put on PATH
 export PATH=$PATH:/usr/local/cuda/bin
@@ -36,7 +47,8 @@ installed() { # the package of this tree, into the environment of $python
 laid_out() { # the same package in a folder, where pip cannot install
     local made
     made=$(mktemp -d)
-    cmake -S "$root/cpu" -B "$made/build" -DCMAKE_BUILD_TYPE=Release && cmake --build "$made/build" --parallel || return 1
+    cmake -S "$root/cpu" -B "$made/build" -DCMAKE_BUILD_TYPE="${BUILD_TYPE:-Release}" &&
+        cmake --build "$made/build" --parallel || return 1
     cp -r "$root/zerokern" "$made/zerokern"
     cp -r "$root/bench" "$root/examples" "$made/zerokern/"
     mkdir -p "$made/zerokern/lib"
@@ -66,6 +78,17 @@ build() { # zerokern for $python
     echo "built in $SECONDS s"
 }
 
+unpack() { # the wheels of a folder, each by itself: one that does not fit this python costs only its own peer
+    local site log=$out/wheels.log wheel
+    site=$(mktemp -d)
+    for wheel in "$1"/*.whl; do
+        [[ -e $wheel ]] || { echo "could not unpack wheels: there is none in $1" && return; }
+        "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheel" \
+            >>"$log" 2>&1 || echo "could not unpack $(basename "$wheel"): $(tail -n 1 "$log")"
+    done
+    export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$site
+}
+
 if ((${#rehearse[@]})); then
     # the interpreter of Triton decides when it is imported, so for the whole process
     export TRITON_INTERPRET=1
@@ -80,7 +103,8 @@ else
         exit 1
     fi
 fi
+[[ -z ${WHEELS-} ]] || unpack "$(cd "$WHEELS" && pwd)"
 
 # Away from the sources, which `python -m` would put before what is installed.
 cd "$out"
-exec "$python" -m zerokern.bench.gpu "${rehearse[@]}" --tree "$root" --within $((555 - SECONDS)) "$out" ${section:+"$section"}
+exec "$python" -m zerokern.bench.gpu "${rehearse[@]}" --tree "$root" --within $((within - SECONDS)) "$out" ${section:+"$section"}

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zerokern.examples.model import Shape
+from zerokern.memory.room import memory_left
 
 from ...offload import device
 from ...offload.case import Case
 from ...offload.ours import RESIDENT
 from ...offload.watch import Found, run_case
 from ..report import Desk
+from .eight import BESIDE, HOST_BYTES
 from .offload import SHAPE, TOY
 from .offload7b import LEAST_S, tell
 
@@ -74,6 +76,11 @@ def _grow(desk: Desk, log: Path, form: str, shape: Shape, last: bool) -> None:
     if desk.budget.left < LEAST_S:
         if not last:
             desk.could_not(key, f"{desk.budget.left:.0f} s were left for it")
+        return
+    needed, free = HOST_BYTES[form] * shape.numel + BESIDE, min(memory_left().values(), default=0)
+    if needed > free and not desk.settings.rehearse:
+        why = f"it needs {needed / 1e9:.0f} GB of host memory, and {free / 1e9:.0f} GB are free"
+        desk.could_not(name if last else key, why)
         return
     found = run_case(case_of(NAME, form, shape, desk.settings.rehearse), log, desk.budget.left)
     tell(desk, name, found, "offloadmax")
