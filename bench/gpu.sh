@@ -6,14 +6,14 @@
 #   bench/gpu.sh --check FILE...           is each of these files a result that can be kept?
 #
 # WITHIN=540 seconds for all of it, build included. WHEELS=FOLDER: other libraries to compare with, as *.whl files, which
-# are unpacked beside the environment and not into it. Needs python3 (or $PYTHON) with torch and triton, cmake and a C++
+# are unpacked beside the environment and not into it; zerokern's own, if it is of these sources, saves the build. Needs python3 (or $PYTHON) with torch and triton, cmake and a C++
 # compiler; no network. Where pip cannot install (no scikit-build-core, say), the library is built by cmake alone and
 # used from a folder. What else is missing is named in one line, and the rest runs. Whatever stops it, OUT/gpu.json holds
 # what was known a second before. A result is never overwritten: OUT is a new folder, or one without such a file.
 set -euo pipefail
 
 usage() {
-    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -50,23 +50,48 @@ laid_out() { # the same package in a folder, where pip cannot install
     cmake -S "$root/cpu" -B "$made/build" -DCMAKE_BUILD_TYPE="${BUILD_TYPE:-Release}" &&
         cmake --build "$made/build" --parallel || return 1
     cp -r "$root/zerokern" "$made/zerokern"
-    cp -r "$root/bench" "$root/examples" "$made/zerokern/"
+    for part in bench examples cuda; do
+        [[ ! -d $root/$part ]] || cp -r "$root/$part" "$made/zerokern/"
+    done
     mkdir -p "$made/zerokern/lib"
     find "$made/build" -name 'libzerokern_cpu.so' -exec cp {} "$made/zerokern/lib/" \;
     export PYTHONPATH=$made${PYTHONPATH:+:$PYTHONPATH}
     "$python" -c 'import sys; sys.path = [p for p in sys.path if p]; from zerokern.core import native; native.library()'
 }
 
+unpack() { # the wheels of a folder, each by itself: one that does not fit this python costs only its own peer
+    local wheel
+    site=$(mktemp -d)
+    for wheel in "$1"/*.whl; do
+        [[ -e $wheel ]] || { echo "could not unpack wheels: there is none in $1" && return; }
+        "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheel" \
+            >>"$log" 2>&1 || echo "could not unpack $(basename "$wheel"): $(tail -n 1 "$log")"
+    done
+    if [[ -d $site/zerokern ]] && ! same "$root/zerokern" "$site/zerokern"; then
+        echo "could not use the wheel of zerokern: it is of other sources than $root"
+        rm -rf "$site"/zerokern "$site"/zerokern-*
+    fi
+    export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$site
+}
+
+same() { # whether an installed package is that of the tree
+    diff -rq -x __pycache__ -x lib -x include -x bench -x examples -x cuda "$1" "$2" >/dev/null &&
+        diff -rq -x __pycache__ -x results "$root/bench" "$2/bench" >/dev/null
+}
+
 build() { # zerokern for $python
-    local log=$out/build.log compiler
-    [[ ! -e $log ]] || log=$out/build-${section:-all}.log
+    local compiler
+    if [[ -n $site && -d $site/zerokern ]]; then
+        echo "=== build: none, the wheel of zerokern is of these sources"
+        return
+    fi
     compiler=$(command -v "${CXX:-c++}" g++ clang++ | head -n 1) || true
     if [[ -z $compiler ]]; then
         echo "could not run build: there is no C++ compiler (c++, g++ or clang++) on PATH; nothing else can run"
         return 1
     fi
     echo "=== build: pip install, with $compiler"
-    if installed >"$log" 2>&1; then
+    if installed >>"$log" 2>&1; then
         :
     elif echo "could not run pip install, see $log: building by cmake instead" && laid_out >>"$log" 2>&1; then
         :
@@ -78,17 +103,9 @@ build() { # zerokern for $python
     echo "built in $SECONDS s"
 }
 
-unpack() { # the wheels of a folder, each by itself: one that does not fit this python costs only its own peer
-    local site log=$out/wheels.log wheel
-    site=$(mktemp -d)
-    for wheel in "$1"/*.whl; do
-        [[ -e $wheel ]] || { echo "could not unpack wheels: there is none in $1" && return; }
-        "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheel" \
-            >>"$log" 2>&1 || echo "could not unpack $(basename "$wheel"): $(tail -n 1 "$log")"
-    done
-    export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$site
-}
-
+site='' log=$out/build.log
+[[ ! -e $log ]] || log=$out/build-${section:-all}.log
+[[ -z ${WHEELS-} ]] || unpack "$(cd "$WHEELS" && pwd)"
 if ((${#rehearse[@]})); then
     # the interpreter of Triton decides when it is imported, so for the whole process
     export TRITON_INTERPRET=1
@@ -103,7 +120,6 @@ else
         exit 1
     fi
 fi
-[[ -z ${WHEELS-} ]] || unpack "$(cd "$WHEELS" && pwd)"
 
 # Away from the sources, which `python -m` would put before what is installed.
 cd "$out"

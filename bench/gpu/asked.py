@@ -32,6 +32,8 @@ class Asked:
 
 
 ASKED = (
+    Asked("ranks.fsdp2", "two GPUs, stage 2 vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("ranks.ddp", "two GPUs, stage 2 vs DDP", "x", 1.0),
     Asked("update.copy_share", "every update format, one flat span: share of the copy bandwidth, the worst", "", 0.92),
     Asked("optim.flat", "fp32 AdamW, one flat span, vs torch fused", "x", 1.0),
     Asked("optim.uneven", "fp32 AdamW, 1,000 uneven tensors, vs torch fused", "x", 1.05),

@@ -19,13 +19,13 @@ TIMES = ("ns", "ns_interval", "ns_per_param", "gb_s", "roof_share", "ratio", "ra
 
 
 class Desk:
-    """Where a section lays down what it found: lines in `file`, and what commands print as logs in `out`."""
+    """Where a section lays down what it found: lines in `file`, and in `log` what the commands that it runs print."""
 
     def __init__(
-        self, settings: Settings, clock: Clock, budget: Budget, file: Path, say: Callable[[str], None], out: Path
+        self, settings: Settings, clock: Clock, budget: Budget, file: Path, say: Callable[[str], None], log: Path
     ) -> None:
-        self.settings, self.clock, self.budget, self.say, self.out = settings, clock, budget, say, out
-        self._file = file
+        self.settings, self.clock, self.budget, self.say, self.log = settings, clock, budget, say, log
+        self.file = file
 
     def contest(self, contest: Contest, contests_left: int = 1) -> Outcome:
         """Runs it within its part of the time that is left, and keeps the outcome."""
@@ -84,7 +84,7 @@ class Desk:
         self.figure(key, ratios[peer], of=f"{peer}: {outcome.chosen[peer]['wiring']}")
 
     def _keep(self, kind: str, content: dict[str, Any]) -> None:
-        lines.write(self._file, kind, content)
+        lines.write(self.file, kind, content)
 
 
 def outcome_lines(outcome: Outcome, rehearsal: bool) -> list[str]:

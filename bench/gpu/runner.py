@@ -120,7 +120,9 @@ class Run:
                 self._end(started)
 
     def _has_gpus(self, section: Section) -> bool:
-        there = section.gpus if self.settings.rehearse else machine.gpus()
+        if section.gpus == 1 or self.settings.rehearse:
+            return True
+        there = machine.gpus()
         if there < section.gpus:
             self._skip(section.name, f"this machine has {there} GPU{'s'[: there != 1]}, and it needs {section.gpus}")
         return there >= section.gpus
@@ -276,7 +278,7 @@ def _section(section: Section, settings: Settings, seconds: float, file: Path, l
         os.write(terminal, (text + "\n").encode())
 
     clock = RehearsalClock() if settings.rehearse or not section.timed else EventClock(settings.device)
-    desk = Desk(settings, clock, Budget(seconds), file, say, out)
+    desk = Desk(settings, clock, Budget(seconds), file, say, log)
     try:
         module = importlib.import_module(f"{__package__}.sections.{section.name}")
         module.run(desk) if section.timed else module.run(desk, out)

@@ -1,4 +1,4 @@
-"""Whole training steps on one device: who takes part, the losses that everyone must have, and what a step's time means."""
+"""Whole training steps on one device: who takes part, what losses everyone must have, and what a step's time means."""
 
 from __future__ import annotations
 

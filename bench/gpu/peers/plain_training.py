@@ -40,7 +40,7 @@ def plain(stage: Stage) -> Trainer:
 def fused(stage: Stage, dtype: torch.dtype) -> Trainer:
     """torch's fused AdamW; parameters and states are in `dtype`, and fp32 ones compute under autocast."""
     model = stage.model(dtype)
-    step = plain_loop(model, _clipped(model))
+    step = plain_loop(model, clipped(model))
 
     def autocast(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(stage.device.type, torch.bfloat16, enabled=dtype == torch.float32):
@@ -56,10 +56,10 @@ def fsdp2(stage: Stage) -> Trainer:
     for block in model.blocks:
         fully_shard(block, **how)
     fully_shard(model, **how)
-    return Trainer(plain_loop(model, _clipped(model)))
+    return Trainer(plain_loop(model, clipped(model)))
 
 
-def _clipped(model: nn.Module) -> device.Update:
+def clipped(model: nn.Module) -> device.Update:
     """What plain PyTorch does after backward."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, fused=True, **HYPER)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)  # before a fork: a child of a process with threads must load nothing
@@ -27,6 +27,7 @@ def run_logged(
     *,
     program: Sequence[str] = (sys.executable,),
     cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, list[str]]:
     """Run `program words`; returns its exit status, None where it was stopped at the limit, and the lines it wrote."""
     with log.open("ab") as file:
@@ -36,7 +37,7 @@ def run_logged(
         # a group of its own: what it has started ends with it
         process = subprocess.Popen(
             [*program, *words], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd,
-            start_new_session=True, preexec_fn=die_with_parent,
+            env=environment, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
             code: int | None = process.wait(max(1.0, limit_s))

@@ -31,8 +31,7 @@ def run(desk: Desk) -> None:
         return
     shape, tokens, on = (TOY, 64, "cpu") if rehearse else (SHAPE, TOKENS, "cuda")
     case = Case(NAME, form, shape.layers, shape.width, shape.context, (tokens,), STEPS, on)
-    log = desk.out / f"{'rehearsal-' if rehearse else ''}eight-case.log"
-    found = run_case(case, log, desk.budget.left)
+    found = run_case(case, desk.log, desk.budget.left)
     tell(desk, f"{NAME}, {form}, {shape.numel:,} parameters", found, "eight")
     if trained(found):
         desk.figure(f"eight.{form}", shape.numel / 1e9, of=f"{STEPS} steps of {shape.numel:,} parameters")

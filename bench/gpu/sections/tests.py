@@ -20,6 +20,7 @@ PROCESSES = 8
 FIRST = ("kernels", "cuda", "optim", "zero", "memory")
 MARK = "mark.gpu"
 COUNTED = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed|deselected)\b")
+LAST = re.compile(r" in \d[\d.]*s")
 OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?:\s|$)")
 WORD = {"PASSED": "passed", "FAILED": "failed", "ERROR": "errors", "SKIPPED": "skipped", "XFAIL": "xfailed"}
 
@@ -72,7 +73,7 @@ def counted(lines: list[str]) -> dict[str, int]:
     {'passed': 2, 'failed': 1}
     """
     for line in reversed(lines):
-        if " in " in line and (found := COUNTED.findall(line)):
+        if LAST.search(line) and (found := COUNTED.findall(line)):
             return {name: int(number) for name, number in found}
     told = Counter(WORD[match[1]] for line in lines if "::" in line and (match := OUTCOME.search(line)))
     return dict(told)
