@@ -107,8 +107,9 @@ site='' log=$out/build.log
 [[ ! -e $log ]] || log=$out/build-${section:-all}.log
 [[ -z ${WHEELS-} ]] || unpack "$(cd "$WHEELS" && pwd)"
 if ((${#rehearse[@]})); then
-    # the interpreter of Triton decides when it is imported, so for the whole process
-    export TRITON_INTERPRET=1
+    # the interpreter of Triton decides when it is imported, so for the whole process; toy sizes need one thread, and
+    # threads of OpenMP that wait for each other on busy cores take minutes
+    export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 ZEROKERN_THREADS=1
     echo "could not run build: a rehearsal takes the package that is installed"
     [[ $section != build ]] || exit 0
 else

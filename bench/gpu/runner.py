@@ -150,7 +150,9 @@ class Run:
 
     def _start(self, section: Section, seconds: float, most: float, folder: Path) -> Running | None:
         if seconds < section.least and not self.settings.rehearse:
-            self._could_not(section.name, f"{seconds:.0f} s were left for it, and it needs {section.least:.0f}")
+            self._could_not(
+                section.name, f"{max(0.0, seconds):.0f} s were left for it, and it needs {section.least:.0f}"
+            )
             return None
         self.say(f"\n=== {section.name}: {section.what} ({seconds:.0f} s)")
         file = folder / f"{section.name}.jsonl"

@@ -98,6 +98,8 @@ def _ready(who: str, make: Make, missing: dict[str, str], say: Say, latest: Budg
                 provider.use_threads(1)
                 provider.check()
                 ready.append(provider)
+            except Missing as reason:
+                missing[_label(who, provider)] = str(reason)
             except WrongResult as error:
                 missing[_label(who, provider)] = f"its result is wrong: {error}"
                 say(f"WRONG, and so not timed: {error}")

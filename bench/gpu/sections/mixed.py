@@ -1,8 +1,8 @@
 """The mixed step: bf16 gradients -> norm -> clip -> exact fp32 master -> bf16 parameters, against torch's ways.
 
 Ours is the public optimizer's `step()`. Everyone starts from the bf16 gradients and ends with bf16 parameters. What
-Inductor compiles by rules is compiled ahead, at full size, since its cache knows sizes; the graph that it tunes by trial
-on the GPU is not, beside others.
+Inductor compiles by rules is compiled ahead, at full size, since its cache knows sizes; what it tunes by trial on the
+GPU is not, beside others.
 """
 
 from __future__ import annotations

@@ -74,6 +74,6 @@ def counted(lines: list[str]) -> dict[str, int]:
     """
     for line in reversed(lines):
         if LAST.search(line) and (found := COUNTED.findall(line)):
-            return {name: int(number) for name, number in found}
+            return {name: int(number) for number, name in found}
     told = Counter(WORD[match[1]] for line in lines if "::" in line and (match := OUTCOME.search(line)))
     return dict(told)
