@@ -39,6 +39,8 @@ within=${WITHIN:-540}
 export PYTHONUNBUFFERED=1
 # where a toolkit lies that nobody has put on PATH
 export PATH=$PATH:/usr/local/cuda/bin
+# all ranks are on this machine, which may have no name that resolves
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
 installed() { # the package of this tree, into the environment of $python
     timeout 240 "$python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall "$root"

@@ -84,8 +84,8 @@ class Settled:
 def flops_per_token(shape: Shape) -> float:
     """Of a step of training; what is recomputed in the backward pass counts for nothing, as usual in an MFU.
 
-    >>> flops_per_token(Shape(layers=20, width=2048, context=1024)) / 6e9
-    1.091...
+    >>> flops_per_token(Shape(layers=20, width=2048, context=1024)) / 6e9  # doctest: +ELLIPSIS
+    1.0933...
     """
     return 6.0 * shape.numel + 12.0 * shape.layers * shape.width * shape.context
 

@@ -26,18 +26,18 @@ BUILD_S = 45.0  # of those, for compiling the library
 # in order of value, because the last ones are those that find no time
 SECTIONS = (
     Section("tests", 100, 20, "pytest -m gpu on the installed package, kernels first", timed=False),
-    Section("sanitize", 100, 20, "compute-sanitizer memcheck and racecheck on a small case", timed=False),
+    Section("sanitize", 80, 20, "compute-sanitizer memcheck and racecheck on a small case", timed=False),
     Section("ranks", 40, 15, "two ranks on two GPUs: stages 0 to 3 against DDP and FSDP2", gpus=2),
     Section("optim", 25, 8, "zk.AdamW on fp32 tensors against torch.optim.AdamW(fused=True)"),
     Section("flatten", 20, 8, "lists into buckets and back, against torch.cat, _foreach_copy_ and _chunk_cat"),
     Section("copies", 15, 6, "large spans to and from pinned host memory, one way and both at once"),
     Section("offload", 85, 40, "a GPT of 1B with its state on the host: every schedule, and what others offload with"),
     Section("zero", 50, 15, "ZeRO stages 0 to 3 through NCCL on one rank; at 1B beside FSDP2"),
-    Section("eight", 70, 40, "8B parameters on one GPU and its host, exact"),
-    Section("mixed", 40, 12, "the mixed step against torch fused with its casts and torch.compile of the whole step"),
+    Section("eight", 80, 40, "8B parameters on one GPU and its host, exact"),
+    Section("mixed", 35, 12, "the mixed step against torch fused with its casts and torch.compile of the whole step"),
     Section("batch", 25, 8, "many tensors to and from pinned host memory, by size: one batch, a loop, a kernel"),
     Section("step1b", 12, 6, "the exact step of 1B parameters"),
-    Section("update", 35, 12, "every update format on one flat span, against the copy bandwidth"),
+    Section("update", 30, 12, "every update format on one flat span, against the copy bandwidth"),
     Section("eightbit", 15, 5, "int8 states with split8 against the 8-bit optimizers that are installed"),
 )
 # each is a run of its own: a run of everything does without them

@@ -113,7 +113,7 @@ class EqualSpans:
             0, 256, (count * (nbytes + GAP_NBYTES),), dtype=torch.uint8, device=settings.device
         )  # fmt: skip
         host = memory.tensor(count * nbytes, torch.uint8)
-        host.copy_(torch.randint(0, 256, (count * nbytes,), dtype=torch.uint8))
+        host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8, device=settings.device))
         self.on_device = [one[:nbytes] for one in device.split(nbytes + GAP_NBYTES)]
         self.on_host = list(host.split(nbytes))
         self.table = memory.tensor(3 * count, torch.int64)  # that a kernel reads its list from

@@ -27,7 +27,7 @@ SHAPES: Mapping[str, Sequence[Shape]] = {
     "int8": (Shape(48, 5120, 1024), Shape(51, 5120, 1024)),
     "exact": (Shape(40, 4096, 1024), Shape(44, 4096, 1024)),
 }
-TOY_SHAPES: Mapping[str, Sequence[Shape]] = {form: (TOY, TOY) for form in SHAPES}
+TOY_SHAPES: Mapping[str, Sequence[Shape]] = dict.fromkeys(SHAPES, (TOY, TOY))
 NAME = device.OVERLAP
 Train = Callable[[Case], Found]
 

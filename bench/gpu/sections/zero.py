@@ -62,7 +62,8 @@ def warmers(settings: Settings) -> list[Callable[[], object]]:
 def run(desk: Desk) -> None:
     settings = desk.settings
     backend = "gloo" if settings.rehearse else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    both = "gloo" if settings.rehearse else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(both, store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = through_the_library(settings.device)
         small = Stage(settings.device, TOY if settings.rehearse else SHAPE, recompute=False)
