@@ -11,6 +11,7 @@ from zerokern.core import env, native
 from zerokern.core.errors import BackendError
 from zerokern.io import probes, why_no_uring
 from zerokern.kernels.triton import backend
+from zerokern.memory import span_copies
 
 __all__ = ["Info", "get_include", "get_library", "info"]
 
@@ -108,7 +109,7 @@ def _gpus() -> dict[str, object]:
             backend.check_device(device("cuda", i))
     except BackendError as error:
         return {"gpus": names, "gpu kernels": str(error)}
-    return {"gpus": names, "gpu kernels": "triton"}
+    return {"gpus": names, "gpu kernels": "triton", "small copies": span_copies.limits()}
 
 
 def _disks() -> dict[str, object]:

@@ -16,7 +16,18 @@ from triton.backends.compiler import GPUTarget
 
 from zerokern.kernels.checks import SpanList
 from zerokern.kernels.formats import CODECS
-from zerokern.kernels.triton import accumulate, ahead, bucket, codecs, fingerprint, stream, sumsq, table, variants
+from zerokern.kernels.triton import (
+    accumulate,
+    ahead,
+    bucket,
+    codecs,
+    ferry,
+    fingerprint,
+    stream,
+    sumsq,
+    table,
+    variants,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,6 +83,9 @@ def everything() -> None:
         for numel in (1, 16, 70_000):
             sumsq.sumsq([x[:numel]], stats[1:])
         fingerprint.fingerprints([x, x[1:]], torch.zeros(3, dtype=torch.int64)[1:])
+    x = torch.ones(100, dtype=torch.uint8)
+    spans = [(x.data_ptr() + at, x.data_ptr() + 64 + at, 16) for at in (16, 4, 2, 1)]
+    ferry.ferry(spans, torch.zeros(13, dtype=torch.int64)[1:])
     for reads, updates, writes in ((1, 4, 0), (1, 4, 1), (1, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)):
         streams = iter(torch.ones(10, 1024).unbind())
         stream.stream(*([next(streams) for _ in range(count)] for count in (reads, updates, writes)))

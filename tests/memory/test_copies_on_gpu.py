@@ -61,8 +61,8 @@ def test_ready_frees_a_copy_of_the_current_stream(copies: Copies) -> None:
 
 def test_the_driver_batches(copies: Copies) -> None:
     """CUDA 13 has the call, and so has any driver that runs it."""
-    batches = copies.driver._batches
-    assert batches is not None, "torch's runtime library was not found"
+    assert copies.driver._spans is not None, "torch's runtime library was not found"
+    batches = copies.driver._spans._batches
     if int(torch.version.cuda.split(".")[0]) >= 13:
         assert batches.batched
 
@@ -70,7 +70,7 @@ def test_the_driver_batches(copies: Copies) -> None:
 @each("one_by_one", [False, True])
 def test_a_list_of_small_tensors(copies: Copies, one_by_one: bool) -> None:
     if one_by_one:
-        copies.driver._batches.batched = False
+        copies.driver._spans._batches.batched = False
     sources = [torch.randn(n % 777 + 1, device="cuda") for n in range(2000)]
     bucket = pinned(sum(one.numel() for one in sources))
     hosts = list(bucket.split([one.numel() for one in sources]))
@@ -81,8 +81,31 @@ def test_a_list_of_small_tensors(copies: Copies, one_by_one: bool) -> None:
     assert torch.equal(torch.cat(back), torch.cat(sources))
 
 
+def test_many_small_ones_by_each_kernel(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROKERN_SMALL_COPIES", "28K")
+    kernels = copies.driver._spans.kernels
+    sources = [torch.randn(n % 777 + 1, device="cuda") for n in range(2000)] + [torch.randn(1 << 20, device="cuda")]
+    sources += [one.view(torch.uint8)[1:-1] for one in sources[:100]]  # of no alignment
+    for way in list(kernels.ways):
+        kernels.ways = [way]
+        hosts = [torch.zeros(one.shape, dtype=one.dtype, pin_memory=True) for one in sources]
+        copies.to_host(sources, hosts).wait()
+        assert all(torch.equal(host, one.cpu()) for host, one in zip(hosts, sources, strict=True))
+        back = [torch.zeros_like(one) for one in sources]
+        copies.to_device(hosts, back).wait()
+        assert all(map(torch.equal, back, sources))
+        assert kernels.ways == [way], "it was not refused"
+    assert kernels.ways, "Triton has one"
+
+
+def test_where_a_kernel_takes_over_is_measured(copies: Copies) -> None:
+    for to_host in (False, True):
+        limit = copies.driver._spans._measured(to_host)
+        assert limit.origin == "measured" and 0 <= limit.nbytes <= 64 << 10
+
+
 def test_without_a_runtime_library(copies: Copies) -> None:
-    copies.driver._batches = None
+    copies.driver._spans = None
     source, host = torch.randn(1000, device="cuda"), pinned(1000)
     copies.to_host([source[:10], source[10:]], [host[:10], host[10:]]).wait()
     assert torch.equal(host, source.cpu())

@@ -15,7 +15,7 @@ import torch
 from tables import each
 
 from zerokern.core.errors import ZerokernError, say_once
-from zerokern.memory.staging import Batches, runtime_library
+from zerokern.memory.runtime import Batches, runtime_library
 
 SOURCE = Path(__file__).parent / "runtime" / "cudart.cpp"
 STREAM = 0x7F0012345678

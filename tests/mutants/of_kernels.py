@@ -103,4 +103,12 @@ MUTANTS = (
         "An instruction set that one call was forced to is that of all later ones.",
         ("tests/kernels/test_dispatch.py",),
     ),
+    Mutant(
+        "ferry_last_bytes_left_out",
+        "zerokern/kernels/triton/ferry.py",
+        "if WIDTH > 1:  # less than an access has",
+        "if WIDTH > 8:  # less than an access has",
+        "A kernel that copies spans leaves out the bytes behind the last whole word.",
+        ("tests/kernels/test_ferry.py",),
+    ),
 )

@@ -24,7 +24,7 @@ def written(folder: Path, **changes: object) -> Path:
 
 class TestShipped:
     def test_names(self) -> None:
-        assert {"a100-pcie", "dgx2-v100", "h100-pcie", "h200-pcie"} <= set(shipped())
+        assert {"a100-pcie", "dgx2-v100", "gh200", "h100-pcie", "h200-pcie"} <= set(shipped())
 
     def test_every_number_has_a_source_and_both_directions_are_no_faster_than_one(self) -> None:
         for name in shipped():

@@ -44,6 +44,11 @@ ENV: dict[str, EnvVar] = {
         ),
         EnvVar("ZEROKERN_POISON", "0", "1 fills arena memory with 0xFF when it is leased and when it is released"),
         EnvVar(
+            "ZEROKERN_SMALL_COPIES",
+            "measured at first use",
+            "a kernel makes copies between host and GPU below this size, as in 28K, if a call has many; 0: none",
+        ),
+        EnvVar(
             "XDG_CACHE_HOME",
             "~/.cache",
             "where measurements of disks and compiled kernels are kept, in a folder zerokern",

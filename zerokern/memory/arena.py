@@ -31,7 +31,7 @@ from zerokern.core.errors import BudgetError, ZerokernError, got, say_once
 from zerokern.memory import placement
 from zerokern.memory.layout import PAGE, FreeSpans
 from zerokern.memory.room import amount, check_fits
-from zerokern.memory.staging import clear_cuda_error
+from zerokern.memory.runtime import clear_cuda_error
 
 __all__ = ["PAGE", "Arena", "Lease"]
 

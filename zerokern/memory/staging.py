@@ -1,35 +1,22 @@
-"""Tickets, and the CUDA streams and events that order copies to and from a GPU.
-
-Many copies are one call of cudaMemcpyBatchAsync if it is available, else cudaMemcpyAsync for each. The runtime library
-is the one that torch has loaded; its version determines the signature, the driver's whether it works.
-"""
+"""Tickets, and the CUDA streams and events that order copies to and from a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerokern.core.errors import BackendError, ZerokernError, got, say_once
+from zerokern.core.errors import BackendError, got
+from zerokern.memory.runtime import runtime_library
+from zerokern.memory.span_copies import CopyKernels, SpanCopies
 
-__all__ = [
-    "EMULATED_DRIVERS", "Batches", "CudaDriver", "CudaMark", "Ticket", "clear_cuda_error", "driver_of",
-    "runtime_library", "stream_gate", "stream_ticket",
-]  # fmt: skip
+__all__ = ["EMULATED_DRIVERS", "CudaDriver", "CudaMark", "Ticket", "driver_of", "stream_gate", "stream_ticket"]
 
-BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
-WITHOUT_FAULT = 13000
-_DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
-_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 EMULATED_DRIVERS = WeakTensorKeyDictionary()
 """Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
@@ -42,119 +29,6 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Returns whether it has ended."""
-
-
-class _Location(Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class Attributes(Structure):
-    """cudaMemcpyAttributes."""
-
-    _fields_ = (
-        ("src_access_order", c_int),
-        ("src_hint", _Location),
-        ("dst_hint", _Location),
-        ("flags", c_uint),
-    )
-
-
-class Batches:
-    """Batched copies by address on streams, through the functions of one CUDA runtime library.
-
-    >>> class Runtime:  # stands in for libcudart
-    ...     pass
-    >>> Batches(Runtime(), runtime_version=12060, driver_version=13000).batched
-    False
-    """
-
-    def __init__(self, library: Any, *, runtime_version: int, driver_version: int) -> None:
-        self.batched = min(runtime_version, driver_version) >= BATCH_SINCE
-        self._has_fault = runtime_version < WITHOUT_FAULT
-        self._library = library
-        self._functions: dict[str, Any] = {}
-        self._attributes = Attributes(src_access_order=_STREAM_ORDER)
-
-    def copy(self, stream: int, dsts: array[int], srcs: array[int], sizes: array[int]) -> None:
-        """Queues copies that must not overlap in memory; they run in any order."""
-        if stream == 0:
-            raise ZerokernError(
-                "copies were asked for on the legacy default stream, which waits for all others; make one"
-            )
-        if not sizes:
-            return
-        if self.batched:
-            self._copy_batch(stream, dsts, srcs, sizes)
-        else:
-            copy = self._function("cudaMemcpyAsync", c_int, c_void_p, c_void_p, c_size_t, c_int, c_void_p)
-            for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True):
-                self._check("cudaMemcpyAsync", copy(dst, src, nbytes, _DEFAULT_KIND, stream), 1, nbytes)
-
-    def _copy_batch(self, stream: int, dsts: array[int], srcs: array[int], sizes: array[int]) -> None:
-        words = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(Attributes), POINTER(c_size_t), c_size_t)
-        fault = (POINTER(c_size_t),) if self._has_fault else ()
-        copy = self._function("cudaMemcpyBatchAsync", c_int, *words, *fault, c_void_p)
-        addresses = [values.buffer_info()[0] for values in (dsts, srcs, sizes)]
-        at_fault = (byref(c_size_t()),) if self._has_fault else ()
-        # one set of attributes, from copy 0 on
-        code = copy(*addresses, len(sizes), byref(self._attributes), byref(c_size_t(0)), 1, *at_fault, stream)
-        self._check("cudaMemcpyBatchAsync", code, len(sizes), sum(sizes))
-
-    def _function(self, name: str, *signature: Any) -> Any:
-        """Returns a function of the library, looked up once; it releases the GIL."""
-        if name not in self._functions:
-            self._functions[name] = CFUNCTYPE(*signature)((name, self._library))
-        return self._functions[name]
-
-    def _check(self, function: str, code: int, count: int, nbytes: int) -> None:
-        if code:
-            name = self._function("cudaGetErrorName", c_char_p, c_int)(code).decode()
-            self._function("cudaGetLastError", c_int)()  # else torch would find it and blame its next call
-            raise ZerokernError(
-                f"{function} refused {count} copies of {nbytes} bytes in all: {name} ({code}). Copies go between the "
-                "memory of one GPU and pinned host memory; a stream that a CUDA graph captures takes none"
-            )
-
-
-def runtime_library() -> Batches | None:
-    """Returns batched copies through the runtime that torch uses; None, with one warning, if that cannot be called."""
-    try:
-        library = _cudart()
-    except OSError as error:
-        say_once("zerokern.memory", f"copies are not batched: {error}")
-        return None
-    if library is None:
-        return None
-    versions = {}
-    for function in ("cudaRuntimeGetVersion", "cudaDriverGetVersion"):
-        version = c_int()
-        if CFUNCTYPE(c_int, POINTER(c_int))((function, library))(byref(version)):
-            return None
-        versions[function] = version.value
-    batches = Batches(
-        library, runtime_version=versions["cudaRuntimeGetVersion"], driver_version=versions["cudaDriverGetVersion"]
-    )
-    if not batches.batched:
-        say_once(
-            "zerokern.memory",
-            f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both",
-        )
-    return batches
-
-
-def clear_cuda_error() -> None:
-    """Clears the error of a refused call, which the runtime would otherwise report at the next call."""
-    with contextlib.suppress(OSError):
-        library = _cudart()
-        if library is not None:
-            CFUNCTYPE(c_int)(("cudaGetLastError", library))()
-
-
-def _cudart() -> Any:
-    """Returns the CUDA runtime that torch has loaded; None for a torch without CUDA."""
-    if torch.version.cuda is None:
-        return None
-    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
 class CudaMark:
@@ -250,7 +124,8 @@ class CudaDriver:
             raise BackendError(f"{device} was asked for, and torch {torch.__version__} finds no GPU on this machine")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._batches = runtime_library()
+        batches = runtime_library()
+        self._spans = None if batches is None else SpanCopies(self, batches, CopyKernels.of(self.device, batches))
         self._aside: torch.cuda.Stream | None = None
         self._clock: _CudaClock | None = None
         self._begun: dict[int, CudaMark] = {}
@@ -261,8 +136,19 @@ class CudaDriver:
             self._clock = _CudaClock(torch.cuda.current_stream(self.device))
 
     def stream(self) -> torch.cuda.Stream:
-        """Returns a new stream, which does not wait for the legacy default stream."""
-        return torch.cuda.Stream(self.device)
+        """Returns a new stream, which does not wait for the legacy default stream.
+
+        Its priority is high: a kernel that copies is not to come behind all blocks of one that computes.
+        """
+        return torch.cuda.Stream(self.device, priority=-1)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Context manager that makes a stream of this device current."""
+        return torch.cuda.stream(stream)
+
+    def fence(self, stream: torch.cuda.Stream) -> CudaMark:
+        """Records an event as `mark` does, and takes no time."""
+        return CudaMark(stream)
 
     def mark(self, stream: torch.cuda.Stream | None) -> CudaMark:
         """Records an event behind all work queued on the stream; None is torch's current stream."""
@@ -279,16 +165,14 @@ class CudaDriver:
         """Queues copies (dst, src), in any order among themselves."""
         if self._clock is not None:
             self._begun[stream.cuda_stream] = CudaMark(stream, self._clock)
-        if self._batches is None:
+        if self._spans is None:
             with torch.cuda.stream(stream):
                 for dst, src in pairs:
                     dst.view(-1).copy_(src.view(-1), non_blocking=True)
             return
-        dsts = array("Q", [dst.data_ptr() for dst, _ in pairs])
-        srcs = array("Q", [src.data_ptr() for _, src in pairs])
-        sizes = array("Q", [src.numel() * src.itemsize for _, src in pairs])
+        spans = [(dst.data_ptr(), src.data_ptr(), src.numel() * src.itemsize) for dst, src in pairs]
         with torch.cuda.device(self.device):
-            self._batches.copy(stream.cuda_stream, dsts, srcs, sizes)
+            self._spans.copy(stream, spans, to_host=bool(pairs) and pairs[0][0].is_cpu)
 
     def aside(self) -> AbstractContextManager[None]:
         """Context manager that makes a side stream current, whose work does not wait for the program's."""

@@ -184,7 +184,7 @@ def shipped() -> tuple[str, ...]:
     """Returns the names of the machines that come with zerokern.
 
     >>> shipped()
-    ('a100-pcie', 'dgx2-v100', 'h100-pcie', 'h200-pcie')
+    ('a100-pcie', 'dgx2-v100', 'gh200', 'h100-pcie', 'h200-pcie')
     """
     folder = resources.files("zerokern.schedule") / "machines"
     return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))

@@ -6,13 +6,12 @@ engine, a kernel that reads and writes pinned memory, and a loop. Below some siz
 
 from __future__ import annotations
 
-import importlib
 from array import array
 from collections.abc import Callable, Sequence
 
 import torch
 
-from zerokern.memory import Copies, CudaDriver, staging
+from zerokern.memory import Copies, CudaDriver, span_copies, staging
 
 from ...contest import Missing, Provider, WrongResult
 from ...run import Outcome
@@ -126,7 +125,7 @@ class EqualSpans:
         ends = (self.on_device, self.on_host) if self.back else (self.on_host, self.on_device)
         return list(zip(*ends, strict=True))
 
-    def provider(self, name: str, run: Callable[[], object]) -> Provider:
+    def provider(self, name: str, run: Callable[[], object], wiring: str = "") -> Provider:
         def check() -> None:
             for dst, _ in self.pairs:
                 dst.zero_()
@@ -136,7 +135,7 @@ class EqualSpans:
             if not torch.equal(torch.cat(self.on_host), torch.cat(self.on_device).cpu()):
                 raise WrongResult(f"{name}: what arrived is not what was sent")
 
-        return Provider(name, run, check, self.nbytes, lambda count: None, COPY, wiring=name)
+        return Provider(name, run, check, self.nbytes, lambda count: None, COPY, wiring=wiring or name)
 
     def ours(self) -> Sequence[Provider]:
         def run() -> None:
@@ -166,12 +165,18 @@ class EqualSpans:
         return [self.provider(ENGINE, run)]
 
     def kernel(self) -> Sequence[Provider]:
-        try:
-            ferry = importlib.import_module("zerokern.kernels.triton.ferry").ferry
-        except ImportError:
-            raise Missing("this version has no kernel that copies spans") from None
+        """Those of the library that reach pinned memory themselves, whether it would choose them or not."""
+        if self.settings.rehearse:
+            from zerokern.kernels.triton.ferry import ferry
+
+            ways = [("Triton", ferry)]
+        else:
+            batches = staging.runtime_library()
+            ways = span_copies.CopyKernels.of(self.settings.device, batches).ways if batches is not None else []
+        if not ways:
+            raise Missing("no kernel of the library reaches pinned memory here")
         spans = [(dst.data_ptr(), src.data_ptr(), dst.numel()) for dst, src in self.pairs]
-        return [self.provider(KERNEL, lambda: ferry(spans, self.table))]
+        return [self.provider(KERNEL, lambda way=way: way(spans, self.table), name) for name, way in ways]
 
     def loop(self) -> Sequence[Provider]:
         pairs = self.pairs

@@ -10,6 +10,7 @@
 typedef int cudaError_t;
 typedef void *cudaStream_t;
 typedef int cudaMemcpyKind;
+typedef int cudaDeviceAttr;
 struct cudaMemLocation {
     int type, id;
 };
@@ -78,6 +79,11 @@ const char *cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheStandIn"; }
 
 cudaError_t cudaGetLastError() {
     asked[6] += 1;
+    return static_cast<cudaError_t>(refusal);
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    *value = attribute == 91;  // cudaDevAttrCanUseHostPointerForRegisteredMem
     return static_cast<cudaError_t>(refusal);
 }
 

@@ -30,7 +30,8 @@ __all__ = ["ARCHITECTURES", "MODULES", "Promises", "compile_job", "jobs", "make_
 
 ARCHITECTURES = (80, 90, 100)
 MODULES = (
-    "accumulate", "cast", "codecs", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq", "variants",
+    "accumulate", "cast", "codecs", "ferry", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq",
+    "variants",
 )  # fmt: skip
 _DTYPE = "tl."
 
