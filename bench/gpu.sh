@@ -37,6 +37,8 @@ out=$(cd "$1" && pwd)
 section=${2-}
 within=${WITHIN:-540}
 export PYTHONUNBUFFERED=1
+# "is there a GPU" must not start CUDA in the process that sections are forked from
+export PYTORCH_NVML_BASED_CUDA_CHECK=1
 # where a toolkit lies that nobody has put on PATH
 export PATH=$PATH:/usr/local/cuda/bin
 # all ranks are on this machine, which may have no name that resolves

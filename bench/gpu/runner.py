@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from . import asked, lines, machine, warm
 from .clock import Budget, EventClock, RehearsalClock
 from .report import Desk
-from .schema import SCHEMA
+from .schema import SCHEMA, check
 from .sections import ALONE, SECTIONS, Section
 from .sections.commands import die_with_parent
 from .settings import Settings
@@ -238,8 +238,7 @@ class Run:
         told += [f"could not run {entry['key']}: {entry['why']}" for entry in found["could_not"]]
         told += [f"took: {', '.join(f'{name} {took}' for name, took in self.took.items())}"]
         told += [f"interrupted {self.interrupted}"] if self.interrupted else []
-        if self.settings.rehearse:
-            told.append(REHEARSAL)
+        told.append(REHEARSAL if self.settings.rehearse else check(self.path)[1])
         (self.out / f"{self.stem}.txt").write_text("\n".join(told).lstrip() + "\n", encoding="utf-8")
         self.say("\n".join(told))
 

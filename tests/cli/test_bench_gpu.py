@@ -203,8 +203,8 @@ class TestTests:
     def test_only_files_with_tests_for_a_gpu_are_collected_kernels_first(self, tmp_path: Path) -> None:
         """All others took 46 s of each process's time on the GPU machine."""
         texts = {
-            "zero/test_a.py": "@pytest.mark.gpu", "kernels/test_b.py": "marks=pytest.mark.gpu", "cli/test_c.py": "",
-            "checkpoint/test_d.py": "mark.gpu", "kernels/cases.py": "mark.gpu",
+            "zero/test_a.py": f"@pytest.{tests.MARK}", "kernels/test_b.py": f"marks=pytest.{tests.MARK}",
+            "cli/test_c.py": "", "checkpoint/test_d.py": tests.MARK, "kernels/cases.py": tests.MARK,
         }  # fmt: skip
         for name, text in texts.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -216,8 +216,9 @@ class TestTests:
         """A test that gets it from elsewhere would not be collected."""
         folder = ROOT / "tests"
         others = [path for path in folder.rglob("*.py") if not path.name.startswith("test_")]
-        assert [path.name for path in others if "mark.gpu" in path.read_text()] == []
-        assert len(tests.chosen(folder)) >= 12
+        assert [path.name for path in others if tests.MARK in path.read_text()] == []
+        found = tests.chosen(folder)
+        assert len(found) >= 12 and not any("cli" in path.parts for path in found)
 
     def test_a_run_that_was_stopped_tells_what_had_run(self) -> None:
         """There is no last line, which alone was read before; the number of what was deselected is no outcome."""
@@ -227,6 +228,29 @@ class TestTests:
         ]  # fmt: skip
         assert tests.counted(said) == {"passed": 1, "failed": 1, "skipped": 1}
         assert tests.counted([*said, "= 1 failed, 2 passed in 3.21s ="]) == {"failed": 1, "passed": 2}
+
+
+class TestForks:
+    def test_the_process_that_forks_never_asks_for_cuda(self) -> None:
+        """Else no section could use a GPU: neither what they import asks, nor what is compiled ahead, nor the machine."""
+        program = """
+import sys
+sys.path = [p for p in sys.path if p]
+import torch
+def refuse(*args, **kwargs):
+    raise AssertionError("CUDA was asked for")
+for name in ("is_available", "device_count", "_lazy_init", "init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
+from zerokern.bench.gpu import machine, runner, settings, warm
+from zerokern.bench.gpu.sections import ALONE, SECTIONS
+print(len(warm.jobs([one.name for one in (*SECTIONS, *ALONE)], settings.Settings(False))), machine.gpus())
+machine.birth("test")
+"""
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr
+        assert int(ran.stdout.split()[0]) > 100
+        # what a library asks at its import goes another way then, after which children can use CUDA
+        assert "export PYTORCH_NVML_BASED_CUDA_CHECK=1" in SCRIPT.read_text()
 
 
 class TestSections:
