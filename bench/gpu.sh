@@ -41,6 +41,8 @@ export PYTHONUNBUFFERED=1
 export PYTORCH_NVML_BASED_CUDA_CHECK=1
 # where a toolkit lies that nobody has put on PATH
 export PATH=$PATH:/usr/local/cuda/bin
+# as whoever trains with NCCL is told: with eight queues two streams may share one
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 # all ranks are on this machine, which may have no name that resolves
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 

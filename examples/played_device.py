@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.memory.staging import EMULATED_DRIVERS
+from zerokern.memory import staging
+from zerokern.memory.staging import EMULATED_DRIVERS, check_stream_name
 
 __all__ = ["PlayedDevice", "PlayedMark", "PlayedStream"]
 
-STREAMS = ("compute", "down", "up")
+STREAMS = ("compute", *staging.STREAMS)
 RUINS = 0xEE
 SPIN_NS = 120_000  # a sleep ends later than asked, by less than this; the rest is spent looking at the clock
 MARGIN_NS = 60_000  # what is to be done at an end begins so much before, so that it does not move the end
@@ -103,8 +104,8 @@ class PlayedStream:
     """A thread that does what it is given, in order. Made by `PlayedDevice.stream`.
 
     >>> device = PlayedDevice()
-    >>> device.stream().name, device.stream().name
-    ('down', 'up')
+    >>> device.stream("down").name, device.stream("up") is device.stream("up")
+    ('down', True)
     >>> device.close()
     """
 
@@ -175,8 +176,8 @@ class PlayedDevice:
 
     `down_gb_s` and `up_gb_s`: what the link carries to and from the host; None: as fast as memory is. `latency_us`
     comes before each batch of copies. `stretch`: seconds by which work is prolonged at random, for all streams or by
-    their names ("compute", "down", "up"), so that races are lost; `seed` says how. `poison`: what a copy is about to
-    fill holds ruins until it is filled.
+    their names ("compute" and those of `staging.STREAMS`), so that races are lost; `seed` says how. `poison`: what a
+    copy is about to fill holds ruins until it is filled.
 
     A copy reads and writes one half at its begin and the other at its end.
 
@@ -217,8 +218,8 @@ class PlayedDevice:
         self._process = os.getpid()
         self._state = _State()
         self._streams: list[PlayedStream] = []
-        self._for_copies = 0
-        self._aside: PlayedStream | None = None
+        self._named: dict[str, PlayedStream] = {}
+        self._naming = threading.Lock()
         self._current = threading.local()
         self.compute = self._new("compute")
         leaving = _Leaving(self._streams)
@@ -267,17 +268,22 @@ class PlayedDevice:
                 stream.thread.join()
         self._state.tell()
 
-    def stream(self) -> PlayedStream:
-        """A new stream: the first is for copies to the host, the second for copies from it, and so on in turn."""
-        self._for_copies += 1
-        return self._new(STREAMS[2 - self._for_copies % 2])
+    @property
+    def streams(self) -> list[str]:
+        """The names of all streams that it has."""
+        return [stream.name for stream in self._streams]
+
+    def stream(self, name: str) -> PlayedStream:
+        """The stream of this name: "down" is for copies to the host, "up" for copies from it."""
+        with self._naming:
+            if check_stream_name(name) not in self._named:
+                self._named[name] = self._new(name)
+            return self._named[name]
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, name: str) -> Iterator[None]:
         """What this thread launches within does not come behind what the program launches: its stream is another."""
-        if self._aside is None:
-            self._aside = self._new("aside")
-        before, self._current.stream = self._this_or_current(None), self._aside
+        before, self._current.stream = self._this_or_current(None), self.stream(name)
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ class StandInDriver:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def stream(self) -> object:
+    def stream(self, name: str) -> object:
         return object()
 
     def mark(self, stream: object) -> StandInMark:

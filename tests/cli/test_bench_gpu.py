@@ -232,7 +232,7 @@ class TestTests:
 
 class TestForks:
     def test_the_process_that_forks_never_asks_for_cuda(self) -> None:
-        """Else no section could use a GPU: neither what they import asks, nor what is compiled ahead, nor the machine."""
+        """Else no section could use a GPU: not what they import, nor what is compiled ahead, nor the machine asks."""
         program = """
 import sys
 sys.path = [p for p in sys.path if p]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,26 +19,31 @@ class DoubleGroup:
 
     group_name, group_desc = "0", "double"
 
-    def __init__(self, world: LibraryDouble, rank: int, lane: int) -> None:
-        self.world, self.rank, self.lane = world, rank, lane
+    def __init__(self, world: LibraryDouble, rank: int, lane: int, options: Any = None) -> None:
+        self.world, self.rank, self.lane, self.options = world, rank, lane, options
         self.aborted = False
+        # what this rank launched and what waited for it: verb, communicator, number and the current stream
+        self.log: list[tuple[str, tuple[str, int], int, str]] = []
+        self.current: Callable[[], str] = lambda: "compute"
 
     def _get_backend(self, device: torch.device) -> Any:
         options = SimpleNamespace(_timeout=dist.distributed_c10d.default_pg_timeout)
-        return SimpleNamespace(options=options, name=lambda: "nccl")
+        return SimpleNamespace(options=options, name=lambda: self.world.backend)
 
     def abort(self) -> None:
         self.aborted = True
 
 
 class DoubleWork:
-    def __init__(self, world: LibraryDouble, key: tuple, finish: Any) -> None:
-        self._world, self._key, self._finish = world, key, finish
+    def __init__(self, world: LibraryDouble, pg: DoubleGroup, key: tuple, finish: Any) -> None:
+        self._world, self._pg, self._key, self._finish = world, pg, key, finish
 
     def is_completed(self) -> bool:
         return len(self._world.given[self._key]) == self._world.size
 
     def wait(self) -> None:
+        lane, count = self._key
+        self._pg.log.append(("wait", (self._world.called, lane), count, self._pg.current()))
         limit = time.monotonic() + 120
         while not self.is_completed():
             if time.monotonic() > limit:
@@ -49,8 +55,10 @@ class DoubleWork:
 class LibraryDouble:
     """`names`: "old" (torch 2.10), "both" (2.13: the old ones warn) or "new"."""
 
-    def __init__(self, size: int, names: str) -> None:
-        self.size, self.names = size, names
+    def __init__(self, size: int, names: str, called: str = "") -> None:
+        self.size, self.names, self.called = size, names, called
+        self.backend = "nccl"
+        self.options: Any = None  # `ProcessGroupNCCL.Options`, which builds of torch without NCCL have not
         self.given: dict[tuple, dict[int, torch.Tensor]] = {}
         self.calls: list[tuple[str, int, int]] = []
         self.lanes_made = 0
@@ -67,6 +75,8 @@ class LibraryDouble:
         }
         there |= {"ReduceOp": dist.ReduceOp, "HashStore": lambda: self.store, "distributed_c10d": dist.distributed_c10d}
         there["PrefixStore"] = dist.PrefixStore
+        if self.options is not None:
+            there["ProcessGroupNCCL"] = SimpleNamespace(Options=self.options)
         there["get_process_group_ranks"] = lambda pg: list(range(self.size))
         if self.names in ("old", "both"):
             there["all_gather_into_tensor"] = self._old(self.gather)
@@ -89,12 +99,16 @@ class LibraryDouble:
     def get_world_size(self, pg: DoubleGroup | None = None) -> int:
         return self.size
 
-    def new_group(self, ranks: list[int], use_local_synchronization: bool, group_desc: str) -> DoubleGroup:
+    def new_group(
+        self, ranks: list[int], use_local_synchronization: bool, group_desc: str, **given: Any
+    ) -> DoubleGroup:
+        assert {*given} in (set(), {"pg_options", "timeout"})
+        assert not given or given["pg_options"]._timeout == given["timeout"], "of which torch warns"
         assert ranks == list(range(self.size)) and not use_local_synchronization
         with self.lock:
             self.lanes_made += 1
         rank = int(threading.current_thread().name.rpartition(" ")[2])
-        return DoubleGroup(self, rank, 1)
+        return DoubleGroup(self, rank, 1, given.get("pg_options"))
 
     def _launch(self, pg: DoubleGroup, name: str, given: torch.Tensor, out: torch.Tensor, finish: Any) -> DoubleWork:
         if self.fails == name:
@@ -104,7 +118,8 @@ class LibraryDouble:
             key = (pg.lane, count)
             self.given.setdefault(key, {})[pg.rank] = given.clone()
             self.calls.append((name, pg.lane, out.data_ptr()))
-        return DoubleWork(self, key, finish)
+            pg.log.append(("launch", (self.called, pg.lane), count, pg.current()))
+        return DoubleWork(self, pg, key, finish)
 
     def gather(self, output: Any, input: Any, group: DoubleGroup, async_op: bool) -> DoubleWork:
         assert async_op and output.numel() == self.size * input.numel() and output.dtype == input.dtype

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,8 +183,80 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(joining, "dist", double.module())
     monkeypatch.setattr(joining, "_process_group", lambda mesh, device: double.groups[0])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(ValueError, match="2 or more, or leave it unset"):
+    with pytest.raises(ValueError, match="2 or more, best 32"):
         group_on(None, CUDA)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What joining says, as if for the first time."""
+    heard: list[str] = []
+    monkeypatch.setattr(joining, "say_once", lambda logger, text: heard.append(text))
+    return heard
+
+
+@each("queues", [None, "2", "8", "31", "many", "32"])
+def test_few_queues_are_warned_of(queues: str | None, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said.clear()
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    joining._check_queues()
+    assert len(said) == (queues != "32")
+    now = "is not set, and CUDA makes 8 queues" if queues is None else f"is {queues}"
+    for text in said:
+        assert now in text and "CUDA_DEVICE_MAX_CONNECTIONS=32" in text
+
+
+@each("implicit", [None, "0", "1"])
+def test_nccls_implicit_order_is_warned_of_and_never_set(
+    implicit: str | None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_queues.py: with orders that differ between ranks it makes them wait for each other for ever."""
+    said.clear()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if implicit is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", implicit)
+    joining._check_queues()
+    assert len(said) == (implicit == "1") and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == implicit
+    assert all("one order of all launches" in text and "Unset it" in text for text in said)
+
+
+def test_ranks_on_gpus_are_warned_when_they_join_and_others_are_not(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    double = LibraryDouble(2, "new")
+    monkeypatch.setattr(joining, "dist", double.module())
+    monkeypatch.setattr(joining, "_process_group", lambda mesh, device: double.groups[0])
+    monkeypatch.setattr(joining, "_meet", lambda pg, group, common: None)
+    monkeypatch.setattr(joining, "_common", lambda pg, device: SimpleNamespace(groups={}))
+    monkeypatch.setattr(joining, "_group", lambda pg, device, common: f"a group on {device}")
+    assert group_on(None, CPU) == "a group on cpu" and not said
+    assert group_on(None, CUDA) == "a group on cuda:0" and len(said) == 1
+    monkeypatch.setattr(double, "size", 1)
+    said.clear()
+    assert group_on(None, CUDA).size == 1 and not said, "one rank has nobody to wait for"
+
+
+class HighOptions:
+    """`ProcessGroupNCCL.Options`, of a build of torch that has NCCL."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+
+
+@each("offers, backend", [(True, "nccl"), (True, "custom"), (False, "nccl")])
+def test_reductions_run_on_a_stream_of_high_priority_where_torch_has_one(run, offers: bool, backend: str) -> None:
+    double = LibraryDouble(2, "new")
+    double.options, double.backend = HighOptions if offers else None, backend
+    found = run(double, lambda group: group._common.lane.options)
+    if offers and backend == "nccl":
+        assert all(isinstance(one, HighOptions) and one.is_high_priority_stream for one in found)
+        assert found[0] is not found[1], "one for each communicator: torch writes its name and ranks into them"
+    else:
+        assert found == [None, None]
 
 
 def test_each_waiter_is_gated_and_the_sum_is_taken_once(run, monkeypatch: pytest.MonkeyPatch) -> None:

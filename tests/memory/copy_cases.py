@@ -91,8 +91,8 @@ class ThreadDriver:
         self.streams.append(stream)
         return stream
 
-    def stream(self) -> ThreadStream:
-        return self._named(("out", "in")[len(self.streams) - 1])
+    def stream(self, name: str) -> ThreadStream:
+        return self._named({"down": "out", "up": "in"}[name])
 
     def mark(self, stream: ThreadStream | None) -> ThreadMark:
         self.struck("mark")

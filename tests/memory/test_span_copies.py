@@ -9,6 +9,8 @@ import contextlib
 import logging
 import random
 import sys
+import threading
+import time
 import types
 from array import array
 from collections.abc import Callable, Sequence
@@ -103,7 +105,7 @@ class Driver:
         self.passes, self.pins = passes, pins
         self.fences: list[Mark] = []
 
-    def stream(self) -> Stream:
+    def stream(self, name: str) -> Stream:
         return Stream()
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
@@ -354,6 +356,31 @@ def test_a_table_is_written_again_when_the_kernels_that_read_it_have_ended(engin
     assert {table.data_ptr() for _, table in late.waiting} <= tables, "they are used again"
     late.run()
     assert all(memory.is_right for memory in again)
+
+
+def test_two_threads_never_have_one_table(engine: Engine) -> None:
+    """A model and its optimizer's worker copy on one driver; each asks for a table before the other's is in use."""
+    late = Late()
+
+    def slowly(spans: Spans, table: Tensor) -> None:
+        time.sleep(0.005)
+        late(spans, table)
+
+    copies = SpanCopies(Driver(passes=False), engine, CopyKernels([("late", slowly)]))
+    memories = [mixed(LEAST + number, 0, number) for number in range(8)]
+
+    def copied(some: Sequence[Any]) -> None:
+        for memory in some:
+            copies.copy(Stream(), memory.spans, to_host=False)
+
+    threads = [threading.Thread(target=copied, args=(memories[begin::2],)) for begin in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({table.data_ptr() for _, table in late.waiting}) == len(memories)
+    late.run()
+    assert all(memory.is_right for memory in memories)
 
 
 def test_a_list_of_more_spans_than_a_table_has_is_launched_in_turns(

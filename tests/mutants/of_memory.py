@@ -43,6 +43,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "driver_of_each_asker",
+        "zerokern/memory/staging.py",
+        "driver = _CUDA_DRIVERS.get(index)",
+        "driver = None",
+        "Whoever asks for the driver of a GPU gets another one, with a clock of its own.",
+        ("tests/zero/test_streams.py",),
+    ),
+    Mutant(
+        "streams_drawn_anew_by_each_driver",
+        "zerokern/memory/staging.py",
+        "if key not in _CUDA_STREAMS:",
+        "if True:",
+        "A process that makes many models ends up copying on the stream that NCCL runs on.",
+        ("tests/zero/test_streams.py",),
+    ),
+    Mutant(
         "table_of_spans_written_while_a_kernel_reads_it",
         "zerokern/memory/span_copies.py",
         "if reader is None or reader.done():",

@@ -43,7 +43,7 @@ class Addresses:
     def __init__(self) -> None:
         self.ended = threading.Event()
 
-    def stream(self) -> object:
+    def stream(self, name: str) -> object:
         return object()
 
     def mark(self, stream: object) -> Addresses:

@@ -15,7 +15,7 @@ from torch import nn
 from .tree import Finding, assert_clean, files, imports, is_package, module_name, nodes, read
 
 SOURCES = files(".py", under=("zerokern/",))
-TORCHS = frozenset(dir(torch.Tensor)) | frozenset(dir(nn.Module())) | {"_is_param", "_schema", "_spec"}
+TORCHS = frozenset(dir(torch.Tensor)) | frozenset(dir(nn.Module())) | {"_is_param", "_schema", "_spec", "_timeout"}
 WITHIN_IO = {"_crc", "_failure", "_slot", "_source", "_tensor"}  # of a ticket, which the files of zerokern/io share
 
 

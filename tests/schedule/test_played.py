@@ -46,7 +46,7 @@ def span(begin_end: tuple[int, int] | None) -> float:
 
 def test_a_copy_takes_what_its_bytes_take(device: PlayedDevice) -> None:
     """By the streams' clocks: exactly, unless this machine was too slow for it now and then."""
-    down, up = device.stream(), device.stream()
+    down, up = device.stream("down"), device.stream("up")
     here, there = torch.ones(4 * MEGA, dtype=torch.uint8), torch.zeros(4 * MEGA, dtype=torch.uint8)
     for stream, dst, src, milliseconds in ((down, there, here, 4.0), (up, here, there, 8.0)):
 
@@ -63,7 +63,7 @@ def test_a_copy_takes_what_its_bytes_take(device: PlayedDevice) -> None:
 def test_copies_and_compute_run_beside_each_other() -> None:
     """Ten times 3 ms in three streams take as long as in one; their clocks do not drift, whatever wakes up late."""
     device = PlayedDevice(1.0, 1.0)
-    down, up = device.stream(), device.stream()
+    down, up = device.stream("down"), device.stream("up")
     tensors = [torch.zeros(3 * MEGA, dtype=torch.uint8) for _ in range(4)]
 
     def step() -> None:
@@ -81,7 +81,7 @@ def test_a_copy_is_torn_while_it_runs(device: PlayedDevice, monkeypatch: pytest.
     """One half early, the other late, and ruins until then."""
     half_way, go_on = threading.Event(), threading.Event()
     monkeypatch.setattr(PlayedStream, "pause", lambda *_: half_way.set() or go_on.wait(PATIENCE))
-    stream, src, dst = device.stream(), torch.arange(MEGA, dtype=torch.int32), torch.zeros(MEGA).int()
+    stream, src, dst = device.stream("down"), torch.arange(MEGA, dtype=torch.int32), torch.zeros(MEGA).int()
     device.copy(stream, [(dst, src)])
     assert half_way.wait(PATIENCE) and dst[: MEGA // 2].equal(src[: MEGA // 2])
     assert dst[-1] == torch.tensor([0xEE] * 4, dtype=torch.uint8).view(torch.int32)
@@ -94,10 +94,10 @@ def test_a_copy_is_torn_while_it_runs(device: PlayedDevice, monkeypatch: pytest.
 def test_what_is_launched_aside_runs_beside_compute(device: PlayedDevice) -> None:
     go_on = threading.Event()
     compute = device.launch(lambda: go_on.wait(PATIENCE))
-    with device.aside():
+    with device.aside("gather"):
         mark = device.launch(None, seconds=0.001)
     mark.wait()
-    assert not compute.done() and device.stream().name == "down"
+    assert not compute.done() and device.streams == ["compute", "gather"]
     go_on.set()
     compute.wait()
 
@@ -105,7 +105,7 @@ def test_what_is_launched_aside_runs_beside_compute(device: PlayedDevice) -> Non
 def test_no_version_counter_sees_a_copy_and_latency_comes_before_each_batch() -> None:
     """As with copies of a device: what was written by whom is for the program to say, and at once."""
     device = PlayedDevice(latency_us=2000)
-    stream, dst, tensors = device.stream(), torch.nn.Parameter(torch.zeros(8)), [torch.zeros(8) for _ in range(4)]
+    stream, dst, tensors = device.stream("down"), torch.nn.Parameter(torch.zeros(8)), [torch.zeros(8) for _ in range(4)]
     device.copy(stream, [(dst, torch.ones(8)), *zip(tensors[:2], tensors[2:], strict=True)])
     mark = device.mark(stream)
     mark.wait()
@@ -161,7 +161,7 @@ def test_what_is_dropped_ends() -> None:
 def test_bad_requests_are_refused() -> None:
     for settings, says in [
         ({"down_gb_s": 0}, r"down_gb_s=0: must be GB/s above 0"), ({"latency_us": -1}, "not be below 0"),
-        ({"stretch": {"sideways": 1.0}}, "seconds by compute, down, up"),
+        ({"stretch": {"sideways": 1.0}}, "seconds by compute, down, up, gather, reduce, publish"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=says):
             PlayedDevice(**settings)

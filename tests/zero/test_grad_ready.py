@@ -231,7 +231,7 @@ def test_on_a_device_nobody_waits_for_squares_and_pieces_are_there_for_who_follo
             heard, plain, copies = Heard(model), built(Net), {}
 
             def copied(number: int, ready: Any) -> None:
-                stream, kept = device.stream(), [torch.zeros_like(piece) for piece in ready.pieces]
+                stream, kept = device.stream("down"), [torch.zeros_like(piece) for piece in ready.pieces]
                 device.follow(stream, device.mark(None))
                 device.copy(stream, list(zip(kept, ready.pieces, strict=True)))
                 copies[number] = kept

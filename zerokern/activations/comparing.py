@@ -84,7 +84,7 @@ class Compared:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        with aside(self._copies):
+        with aside(self._copies, "reduce"):
             handle.wait()
             if self._copies is not None:
                 self._row = self._owner.take_row()
@@ -104,9 +104,9 @@ class Compared:
         return self._differs
 
 
-def aside(copies: Copies | None) -> AbstractContextManager[None]:
+def aside(copies: Copies | None, name: str) -> AbstractContextManager[None]:
     """Context manager whose launches go to a stream beside the program's, so that they do not queue behind it."""
-    return nullcontext() if copies is None else copies.driver.aside()
+    return nullcontext() if copies is None else copies.driver.aside(name)
 
 
 def fingerprint(span: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class Whole:
             return
         self._coming = part.come(self.out[group.rank * part.each :][: part.each])
         if self._keeper.in_stream_order:
-            with aside(self._keeper.copies_of(self.out)):
+            with aside(self._keeper.copies_of(self.out), "gather"):
                 self.launch()
 
     def launch(self) -> None:

@@ -87,11 +87,28 @@ def abort_transfers(pg: Any, rank: int, size: int) -> None:
 
 
 def second_communicator(pg: Any) -> Any:
-    """Returns another communicator of the same ranks, whose collectives need no order relative to
-    those of the first."""
+    """Returns another communicator of the same ranks, on a stream of high priority where the library has one.
+
+    torch takes streams of each priority from a pool of their own: so this one's is not the first communicator's,
+    however many streams the program draws. Its kernels get multiprocessors before those of compute.
+    """
     ranks = dist.get_process_group_ranks(pg)
     whole = len(ranks) == dist.get_world_size()
-    return dist.new_group(ranks, use_local_synchronization=not whole, group_desc="zerokern reductions")
+    options = _high_priority(pg)
+    given = {} if options is None else {"pg_options": options, "timeout": options._timeout}
+    return dist.new_group(ranks, use_local_synchronization=not whole, group_desc="zerokern reductions", **given)
+
+
+def _high_priority(pg: Any) -> Any:
+    """Returns the options of a communicator on a stream of high priority; None if it is not NCCL's to make."""
+    kind = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)  # only in builds of torch with NCCL
+    backend = pg._get_backend(torch.device("cuda"))
+    if kind is None or backend.name() != "nccl":
+        return None
+    options = kind()
+    options.is_high_priority_stream = True
+    options._timeout = backend.options._timeout  # torch warns of options with another timeout than its argument
+    return options
 
 
 def abort(*pgs: Any) -> None:

@@ -1,6 +1,10 @@
 """Groups of ranks on devices: NCCL, one launch per collective, in place where the request allows it.
 
-Reductions run on a second communicator, so that their order relative to gathers may differ from rank to rank.
+Gathers and broadcasts run on the program's communicator, all that a step reduces or publishes on a second one. On each
+of them the order is the same on all ranks. Between the two it is as long as one thread launches and the ranks compute
+the same graph; what may differ are publications, which an update's worker launches, and reductions of ranks that leave
+a parameter out. Those end in any order where no two streams share a queue (`joining` warns), and because a collective
+of each communicator fits on a GPU at once: NCCL takes at most 32 of its multiprocessors for one.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerokern.comm.group import Group, Handle, own_span
 from zerokern.kernels.casts import Squares, add_up
-from zerokern.memory.staging import CudaDriver, stream_gate
+from zerokern.memory.staging import cuda_driver, stream_gate
 
 __all__ = ["AllReplicas", "GroupsInTurn", "HybridGroup"]
 
@@ -88,7 +88,7 @@ class HybridGroup(Group):
         self.alone = shard.alone
         self.traffic, self.publishing = shard.traffic, shard.publishing
         self._everyone = AllReplicas(shard, replicas)
-        self._driver = CudaDriver(shard.device) if shard.device.type == "cuda" else None
+        self._driver = cuda_driver(shard.device) if shard.device.type == "cuda" else None
         shard.link_failures(replicas)
 
     @property
@@ -161,7 +161,7 @@ class HybridGroup(Group):
 
         if self._driver is None:
             return _Rounds(first, begin, finish)
-        with self._driver.aside():  # one round after the other, beside what the program launches next
+        with self._driver.aside("reduce"):  # one round after the other, beside what the program launches next
             first.wait()
             begin().wait()
             finish()

@@ -34,6 +34,23 @@ _EACH_ALONE = (
     "torchrun started %d ranks, but there is no process group: call torch.distributed.init_process_group() first. "
     "Without it each of them trains a model of its own"
 )
+QUEUES = 32  # the most that CUDA makes, and as many as torch's pool has streams of one priority
+_FEW_QUEUES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS {now}: two streams may share a queue, where one waits for the other. If those are of "
+    "a gather and of a reduction, ranks that launch them in different orders wait for each other for ever, and copies "
+    "wait for collectives anyway. Set it before the program starts: CUDA_DEVICE_MAX_CONNECTIONS={queues}"
+)
+# It is not set here either. With it each collective begins only when the one launched before it on this rank has begun,
+# whatever its communicator. That helps where every rank launches in one order, which no queue can turn into a deadlock
+# anyway. But an update's worker publishes parameters beside what the program's own thread launches, on each rank when
+# it comes to it. Then two collectives of each are enough for ranks to wait for each other for ever, even with a queue
+# for each stream (tests/comm/test_queues.py), and NCCL refuses launches from two threads at once
+# (NCCL_LAUNCH_RACE_FATAL, on by default).
+_ONE_ORDER = (
+    "NCCL_LAUNCH_ORDER_IMPLICIT=1 wants one order of all launches on all ranks, from one thread. With "
+    "schedule='overlap' and state in host memory or on a disk, at stages 1 and 2, a worker launches beside your "
+    "program, which NCCL may refuse ('host threads racing') or never end. Unset it"
+)
 _TWO = "(replicate, shard), as FSDP2 has it: what is divided along the second has copies along the first"
 # dimensions that divide a model's work and not the batch, as torchtitan and Accelerate call them
 _OF_THE_MODEL = {"tp": "tensor", "pp": "pipeline"}
@@ -185,11 +202,8 @@ def _join(pg: Any, device: torch.device) -> Group:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(got("device", str(device), "cpu, cuda", "zk.plan(model, world=...) plans without a device"))
     _backend(pg, device)
-    if device.type == "cuda" and env.read("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, in which a reduction and a "
-            "gather of two ranks can wait for each other for ever; allowed: 2 or more, or leave it unset"
-        )
+    if device.type == "cuda":
+        _check_queues()
     kinds = _COMMON.setdefault(pg, {})
     common = kinds.get(device.type) or _common(pg, device)
     known = common.groups.get(str(device))
@@ -200,6 +214,21 @@ def _join(pg: Any, device: torch.device) -> Group:
         _meet(pg, group, common)
         kinds[device.type] = common
     return group
+
+
+def _check_queues() -> None:
+    """Refuses or warns of settings with which collectives of two communicators could wait for each other for ever."""
+    said = env.read("CUDA_DEVICE_MAX_CONNECTIONS")
+    if said == "1":
+        raise ValueError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, in which a reduction and a "
+            f"gather of two ranks can wait for each other for ever; allowed: 2 or more, best {QUEUES}"
+        )
+    if said is None or not said.isdecimal() or int(said) < QUEUES:
+        now = "is not set, and CUDA makes 8 queues" if said is None else f"is {said}"
+        say_once("zerokern.comm", _FEW_QUEUES.format(now=now, queues=QUEUES))
+    if (env.read("NCCL_LAUNCH_ORDER_IMPLICIT") or "0") != "0":
+        say_once("zerokern.comm", _ONE_ORDER)
 
 
 def _common(pg: Any, device: torch.device) -> Common:

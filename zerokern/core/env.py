@@ -55,8 +55,14 @@ ENV: dict[str, EnvVar] = {
         ),
         EnvVar(
             "CUDA_DEVICE_MAX_CONNECTIONS",
-            "CUDA's own",
-            "read, not set: with 1 several GPUs are refused, for their gathers and reductions could block each other",
+            "CUDA's own, 8",
+            "read, not set: several GPUs want 32. Fewer are warned of, and 1 is refused: gathers and reductions could "
+            "block each other",
+        ),
+        EnvVar(
+            "NCCL_LAUNCH_ORDER_IMPLICIT",
+            "NCCL's own, 0",
+            "read, not set: 1 is warned of, for it wants one order of all launches on all ranks",
         ),
         EnvVar("LOCAL_WORLD_SIZE", "1", "set by torchrun: ranks that share this machine"),
         EnvVar("WORLD_SIZE", "1", "set by torchrun: all ranks; read to warn where they have no process group"),

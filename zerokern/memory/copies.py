@@ -1,7 +1,8 @@
 """Copies between a device and host memory: one stream for each direction, and a ticket for each call.
 
-A copy keeps its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy
-changes a dtype: casts run on the device.
+All parts of a process that copy to and from a device share its two streams, each with `Copies` of its own. A copy keeps
+its tensors until it has ended, so their memory is not reused and nothing calls `record_stream`. No copy changes a
+dtype: casts run on the device.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Driver(Protocol):
 
     device: torch.device
 
-    def stream(self) -> Any:
-        """Returns a new stream."""
+    def stream(self, name: str) -> Any:
+        """Returns the device's stream of this name, one of `staging.STREAMS`; the same one each time."""
 
     def mark(self, stream: Any | None) -> Ticket:
         """Records an event behind all work queued on the stream; None is the caller's current stream."""
@@ -40,8 +41,9 @@ class Driver(Protocol):
     def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src), in any order among themselves. The host does not wait."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Context manager that makes a side stream current, whose work does not wait for the program's."""
+    def aside(self, name: str) -> AbstractContextManager[None]:
+        """Context manager that makes the stream of this name current; its work does not wait for the program's, or for
+        that of another name."""
 
     def pinned(self, tensor: Tensor) -> bool:
         """Returns whether copies to and from this host tensor run asynchronously."""
@@ -108,7 +110,7 @@ class Copy:
 
 
 class Copies:
-    """The two copy streams of a device, and the copies in flight on them.
+    """Copies on the two copy streams of a device, and which of its own are in flight there.
 
     ``ready``: a ticket after which the tensors may be read or written; by default the point that the current stream has
     reached. ``after``: one more such ticket, as `flow` passes it; for a ticket of another engine the host waits.
@@ -116,7 +118,7 @@ class Copies:
 
     >>> class NoDevice:
     ...     device = torch.device("cuda", 0)
-    ...     def stream(self):
+    ...     def stream(self, name):
     ...         return object()
     >>> copies = Copies(NoDevice())
     >>> copies.to_host(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))  # doctest: +ELLIPSIS
@@ -128,7 +130,7 @@ class Copies:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self._out, self._in = driver.stream(), driver.stream()
+        self._out, self._in = driver.stream("down"), driver.stream("up")
         self._pending: deque[Copy] = deque()
         self._unreported: list[Copy] = []  # failed, and let go of before anybody had asked
         self._lock = threading.RLock()

@@ -188,6 +188,7 @@ class SpanCopies:
         self._driver, self._batches, self.kernels = driver, batches, kernels
         self._tables: list[Tensor] = []
         self._readers: list[Any] = []  # of each table: the mark behind the kernels that read it
+        self._launching = threading.Lock()  # all who copy on the device share its driver, and these tables
 
     def copy(self, stream: Any, spans: Sequence[Span], *, to_host: bool) -> None:
         """Queues copies that must not overlap in memory; they run in any order."""
@@ -245,7 +246,7 @@ class SpanCopies:
             ends = (host.data_ptr(), device.data_ptr()) if to_host else (device.data_ptr(), host.data_ptr())
             if not self._driver.pinned(host):
                 return DEFAULTS[to_host]  # it has been said where it was registered
-            stream = self._driver.stream()
+            stream = self._driver.stream("measure")
             self._driver.follow(stream, self._driver.mark(None))  # the memory has been filled by then
 
             def seconds(by_kernel: bool, count: int, size: int) -> float:
@@ -272,7 +273,7 @@ class SpanCopies:
 
     def _launch(self, stream: Any, spans: Sequence[Span]) -> bool:
         """Has a kernel copy these; returns False if none can. Some of them may be on their way all the same."""
-        with self._driver.on(stream):
+        with self._launching, self._driver.on(stream):
             for begin in range(0, len(spans), TABLE_SPANS):
                 number = self._free_table()
                 if number is None:

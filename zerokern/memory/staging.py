@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -15,8 +17,19 @@ from zerokern.core.errors import BackendError, got
 from zerokern.memory.runtime import runtime_library
 from zerokern.memory.span_copies import CopyKernels, SpanCopies
 
-__all__ = ["EMULATED_DRIVERS", "CudaDriver", "CudaMark", "Ticket", "driver_of", "stream_gate", "stream_ticket"]
+__all__ = [
+    "EMULATED_DRIVERS", "STREAMS", "CudaDriver", "CudaMark", "Ticket", "check_stream_name", "cuda_driver", "driver_of",
+    "stream_gate", "stream_ticket",
+]  # fmt: skip
 
+STREAMS = ("down", "up", "gather", "reduce", "publish", "measure")
+"""All streams that a process has on a device beside the program's: for copies, to launch collectives from, and to
+measure copies on, once."""
+# torch's pool has 32 streams for each priority and never frees one; the 33rd request gets the first again, which may be
+# the one that NCCL runs on. So a process that makes a thousand models draws as many as one that makes one.
+_CUDA_STREAMS: dict[tuple[int, str], torch.cuda.Stream] = {}
+_CUDA_DRIVERS: weakref.WeakValueDictionary[int, CudaDriver] = weakref.WeakValueDictionary()
+_MAKING = threading.Lock()
 EMULATED_DRIVERS = WeakTensorKeyDictionary()
 """Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
@@ -126,21 +139,24 @@ class CudaDriver:
         self.device = torch.device("cuda", index)
         batches = runtime_library()
         self._spans = None if batches is None else SpanCopies(self, batches, CopyKernels.of(self.device, batches))
-        self._aside: torch.cuda.Stream | None = None
         self._clock: _CudaClock | None = None
-        self._begun: dict[int, CudaMark] = {}
+        self._begun: dict[tuple[int, int], CudaMark] = {}  # by stream and by the thread that copies there
 
     def measure(self) -> None:
         """Makes marks record their times from now on, and when copies began."""
         if self._clock is None:
             self._clock = _CudaClock(torch.cuda.current_stream(self.device))
 
-    def stream(self) -> torch.cuda.Stream:
-        """Returns a new stream, which does not wait for the legacy default stream.
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """Returns this process's stream of that name, one of `STREAMS`; it does not wait for the legacy default stream.
 
         Its priority is high: a kernel that copies is not to come behind all blocks of one that computes.
         """
-        return torch.cuda.Stream(self.device, priority=-1)
+        key = self.device.index, check_stream_name(name)
+        with _MAKING:
+            if key not in _CUDA_STREAMS:
+                _CUDA_STREAMS[key] = torch.cuda.Stream(self.device, priority=-1)
+            return _CUDA_STREAMS[key]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """Context manager that makes a stream of this device current."""
@@ -154,7 +170,7 @@ class CudaDriver:
         """Records an event behind all work queued on the stream; None is torch's current stream."""
         stream = self._this_or_current(stream)
         mark = CudaMark(stream, self._clock)
-        mark.begin = self._begun.pop(stream.cuda_stream, None)
+        mark.begin = self._begun.pop((stream.cuda_stream, threading.get_ident()), None)
         return mark
 
     def follow(self, stream: torch.cuda.Stream | None, mark: CudaMark) -> None:
@@ -164,7 +180,7 @@ class CudaDriver:
     def copy(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src), in any order among themselves."""
         if self._clock is not None:
-            self._begun[stream.cuda_stream] = CudaMark(stream, self._clock)
+            self._begun[stream.cuda_stream, threading.get_ident()] = CudaMark(stream, self._clock)
         if self._spans is None:
             with torch.cuda.stream(stream):
                 for dst, src in pairs:
@@ -174,11 +190,10 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             self._spans.copy(stream, spans, to_host=bool(pairs) and pairs[0][0].is_cpu)
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Context manager that makes a side stream current, whose work does not wait for the program's."""
-        if self._aside is None:
-            self._aside = self.stream()
-        return torch.cuda.stream(self._aside)
+    def aside(self, name: str) -> AbstractContextManager[None]:
+        """Context manager that makes this stream current; its work does not wait for the program's, or for that of
+        another name."""
+        return torch.cuda.stream(self.stream(name))
 
     def pinned(self, tensor: Tensor) -> bool:
         """Returns whether CUDA knows the memory: only then is a copy asynchronous."""
@@ -188,10 +203,39 @@ class CudaDriver:
         return torch.cuda.current_stream(self.device) if stream is None else stream
 
 
+def check_stream_name(name: str) -> str:
+    """Returns the name of a stream, or raises: names are few, so that streams are.
+
+    >>> check_stream_name("gather")
+    'gather'
+    """
+    if name not in STREAMS:
+        raise ValueError(got("name", name, ", ".join(map(repr, STREAMS))))
+    return name
+
+
+def cuda_driver(device: torch.device) -> CudaDriver:
+    """Returns the driver of a GPU: one object for all who ask, which goes with its last reference.
+
+    >>> cuda_driver(torch.device("cpu"))
+    Traceback (most recent call last):
+    ...
+    ValueError: device=device(type='cpu'): must be a cuda device
+    """
+    index = -1
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+    with _MAKING:
+        driver = _CUDA_DRIVERS.get(index)
+        if driver is None:
+            driver = _CUDA_DRIVERS[index] = CudaDriver(device)
+    return driver
+
+
 def driver_of(tensor: Tensor) -> Any:
     """Returns the driver for copies between a tensor's device and host memory; None for a tensor in host memory.
 
     >>> driver_of(torch.ones(1)) is None
     True
     """
-    return CudaDriver(tensor.device) if tensor.is_cuda else EMULATED_DRIVERS.get(tensor)
+    return cuda_driver(tensor.device) if tensor.is_cuda else EMULATED_DRIVERS.get(tensor)

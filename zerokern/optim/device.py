@@ -17,7 +17,7 @@ from zerokern.kernels.triton.backend import capturing as capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.copies import Driver
-from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS
 
 __all__ = ["DeviceSteps", "Kernels"]
 
@@ -69,17 +69,6 @@ def kernels() -> Kernels:
     from zerokern.kernels.triton.table import Control, DeviceTable
 
     return Kernels(DeviceTable, Control, SumsqTable)
-
-
-def driver_of(param: Tensor) -> Any:
-    """Returns the driver that copies to and from a parameter's device; None for host memory.
-
-    >>> driver_of(torch.ones(1)) is None
-    True
-    """
-    if serves(param.device):
-        return CudaDriver(param.device)
-    return EMULATED_DRIVERS.get(param)
 
 
 def is_apart(param: Tensor) -> bool:

@@ -23,8 +23,9 @@ from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
 from zerokern.memory import NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
+from zerokern.memory.staging import driver_of
 from zerokern.optim import device
-from zerokern.optim.device import driver_of, put_in_place
+from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of

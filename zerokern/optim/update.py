@@ -155,7 +155,7 @@ class Update:
         if driver is None:
             part.sharding.publisher.gather(part.bucket).wait()
             return None
-        with driver.aside():  # not behind all that the program has launched
+        with driver.aside("publish"):  # not behind all that the program has launched
             return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
 
     def publish(self) -> None:
@@ -239,7 +239,7 @@ class _DeviceCollective:
         self._handle.wait()
 
     def wait(self) -> None:
-        with self._driver.aside():
+        with self._driver.aside("publish"):
             self._handle.wait()
             self._driver.mark(None).wait()
 

@@ -334,7 +334,7 @@ class BucketMemory:
         copy = self._coming = self._lifted(own)
         if self.group.alone or self.host.copies is None:
             return Handle(copy.gate, copy.done, copy.gate)
-        with self.host.copies.driver.aside():
+        with self.host.copies.driver.aside("gather"):
             copy.gate()
             return self.group.all_gather(self.full if full is None else full)
 

@@ -144,7 +144,7 @@ class HostReducer:
         first = self._group.rank * out.numel()
         span = buffer[first : first + out.numel()]
         given = copies.here()
-        with copies.driver.aside() if add or not self._group.everyone.alone else nullcontext():
+        with copies.driver.aside("reduce") if add or not self._group.everyone.alone else nullcontext():
             given.gate()
             if add:
                 span = torch.empty_like(span)

@@ -21,7 +21,7 @@ from zerokern.memory import tier as tiers
 from zerokern.memory.arena import PAGE
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import GOING, Rest
-from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver
+from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver, cuda_driver
 from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.partition import Bucket, shards_parameters
 
@@ -89,7 +89,7 @@ def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
     A device that torch does not know forgets these parameters, whose contents will be swapped: see `keep_driver`.
     """
     played = [driver for param in params if (driver := EMULATED_DRIVERS.pop(param, None)) is not None]
-    return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
+    return cuda_driver(device) if device.type == "cuda" else next(iter(played), None)
 
 
 def keep_driver(driver: Any, tensors: Sequence[Tensor]) -> None:
