@@ -220,12 +220,16 @@ class Run:
     def _write(self, *, new: bool = False) -> None:
         """The whole JSON anew, by rename: what is there is complete whenever the run ends."""
         part = self.out / f".{self.stem}.part"
-        part.write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(self.content(), indent=1) + "\n"
+        part.write_text(text, encoding="utf-8")
         if new:  # a result that is there already stays
             try:
                 os.link(part, self.path)
             except FileExistsError:
                 raise FileExistsError(17, "exists", str(self.path)) from None
+            except OSError:  # a file system without hard links
+                with self.path.open("x", encoding="utf-8") as file:
+                    file.write(text)
             finally:
                 part.unlink()
         else:

@@ -287,6 +287,15 @@ class TestSections:
         assert "stopped" in found["took"]["hangs"] and "stopped" not in found["took"]["runs"]
         assert found["could_not"][0]["key"] == "hangs"
 
+    def test_a_folder_without_hard_links_gets_its_results(
+        self, run_of: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*paths: object) -> None:
+            raise PermissionError(1, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+        assert [fact["name"] for fact in run_of({"runs": lambda desk: desk.fact("ran", 1)})["facts"]] == ["ran"]
+
     def test_one_without_time_is_named(self, run_of: Callable[..., dict]) -> None:
         found = run_of({"late": lambda desk, out: None}, within_s=3.0, seconds=60.0, rehearse=False)
         (entry,) = found["could_not"]
