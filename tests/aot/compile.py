@@ -2,7 +2,7 @@
 
 A process of its own: Triton decides when a kernel is defined whether it is compiled or interpreted. Reads a JSON list
 of [job, architecture] from stdin, prints a JSON line of facts for each, in order, and with the word `launches` one
-more of what launchers ask for. Needs no GPU.
+more of what launchers ask for. Its first argument is the folder of the disassembler. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from collections import Counter
 from pathlib import Path
 
 import launches
-import triton
 
 from zerokern.kernels.triton.ahead import compile_job
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOOLS = Path(sys.argv[1] if __name__ == "__main__" else "")
 BITS = re.compile(r"(?:\.v(\d))?\.[a-z]+(\d+)$")
 
 

@@ -7,6 +7,7 @@ start: what remains is the launcher's Python and Triton's own reading of the arg
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from zerokern.kernels.triton import (
     stream,
     sumsq,
     table,
+    upload,
     variants,
 )
 
@@ -56,6 +58,7 @@ def recorder(launches: list[dict[str, Any]]) -> Callable[..., bool]:
                 "constexprs": {names[path[0]]: ahead.plain(value) for path, value in compile["constants"].items()},
                 "aligned": [names[path[0]] for path, value in attributes.items() if value],
                 "num_warps": compile["num_warps"],
+                "maxnreg": json.loads(compile["specialization_data"])["options"]["maxnreg"],
                 "enable_fp_fusion": compile["enable_fp_fusion"],
             }
         )
@@ -71,6 +74,7 @@ def everything() -> None:
         x, y = torch.ones(5000, dtype=tensor), torch.ones(5000, dtype=other)
         for add in (True, False):
             accumulate.accumulate(y, [x, x], add, 0.5)
+        accumulate.accumulate(y, [x], True, 0.5)
         accumulate.accumulate(y[1:], [x[1:]], True, 0.5)
         accumulate.accumulate(y, [x], False, 0.5)
         members = SpanList([x, torch.ones(40, 50, dtype=tensor).t()], None).members
@@ -80,7 +84,7 @@ def everything() -> None:
             table.run(into, [x.data_ptr()] * 2, torch.ones(7001, dtype=other)[1:], 0.5)
     for dtype in DTYPES:
         x = torch.ones(70_000, dtype=dtype)
-        for numel in (1, 16, 70_000):
+        for numel, sumsq.PROGRAMS_EACH in itertools.product((1, 16, 70_000), (4, 0)):
             sumsq.sumsq([x[:numel]], stats[1:])
         fingerprint.fingerprints([x, x[1:]], torch.zeros(3, dtype=torch.int64)[1:])
     x = torch.ones(100, dtype=torch.uint8)
@@ -120,6 +124,7 @@ def recorded() -> list[dict[str, Any]]:
     triton.knobs.runtime.jit_cache_hook = recorder(launches)
     for module in (bucket, sumsq, table):
         module.check_device = lambda device: None
+    upload._in_place = lambda device: False
     everything()
     updates()
     conversions()

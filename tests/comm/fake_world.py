@@ -19,7 +19,8 @@ from zerokern.comm.operations import Ledger, Operation
 from zerokern.core.errors import CommError, got
 from zerokern.debug.agreement import Agreement, Disagreement, Interrupted
 from zerokern.debug.processes import ProcessState
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 
 __all__ = ["FakeWorld"]
 

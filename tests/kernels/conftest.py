@@ -37,3 +37,19 @@ def restored_native() -> Iterator[None]:
     yield
     native.force_isa(None)
     native.set_threads(threads)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that the interpreter has run since the test began, by name."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found: list[str] = []
+    run = InterpretedFunction.run
+
+    def counted(self: InterpretedFunction, *arguments: object, **settings: object) -> object:
+        found.append(self.fn.__name__)
+        return run(self, *arguments, **settings)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    return found

@@ -12,7 +12,8 @@ from tables import each, pairwise
 from zerokern.core import native
 from zerokern.core.errors import KernelError
 from zerokern.kernels import ops, reference
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = list(itertools.product(DTYPES, DTYPES))

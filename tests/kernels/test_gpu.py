@@ -3,6 +3,8 @@ CPU bit for bit and against float64. What the interpreter cannot show is shown h
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from kernel_cases import (
@@ -27,6 +29,7 @@ from tables import each
 from test_exactness import Float64, Hyper, errors, theirs, training_state
 
 from zerokern.kernels import ops
+from zerokern.kernels.triton.upload import upload
 
 pytestmark = pytest.mark.gpu
 
@@ -154,3 +157,26 @@ def test_a_launch_waits_for_nothing() -> None:
 def test_tensors_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"grad is on device cpu and param on cuda:0; allowed: all on one device"):
         ops.sgd(torch.ones(3, device="cuda"), torch.ones(3), lr=0.5)
+
+
+def test_pinned_words_are_kept_while_the_device_is_busy() -> None:
+    """Torch's allocator is asked for as much again while the device is busy."""
+    place, sleep = torch.device("cuda"), 50_000_000
+    torch.cuda._sleep(sleep)
+    made = [upload(array("q", range(number, number + 5000)), place) for number in range(50)]
+    for number, one in enumerate(made):
+        assert one.tolist() == list(range(number, number + 5000))
+
+
+def test_words_in_a_graph_are_written_at_every_replay() -> None:
+    place = torch.device("cuda")
+    for count in (3, 5000):
+        upload(array("q", range(count)), place)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = upload(array("q", range(count)), place)
+        for _ in range(2):
+            upload(array("q", [1] * count), place)
+            made.zero_()
+            graph.replay()
+            assert made.tolist() == list(range(count))

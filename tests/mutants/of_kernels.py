@@ -8,6 +8,14 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "pinned_words_dropped_while_a_kernel_reads_them",
+        "zerokern/kernels/triton/upload.py",
+        "            self._of.setdefault(stream, deque()).append((event, memory))",
+        "            self._of.setdefault(stream, deque()).append((event, memory[:0].clone()))",
+        "Memory that a launch reads is given back before it has read it.",
+        ("tests/kernels/test_words.py",),
+    ),
+    Mutant(
         "adam_second_bias_correction_forgotten",
         "cpu/api.cpp",
         "std::fmin(per_step / std::sqrt(1.0 - power(g.beta2, g.step)), FLT_MAX)",
@@ -102,6 +110,14 @@ MUTANTS = (
         "native.force_isa(native.isa_active())",
         "An instruction set that one call was forced to is that of all later ones.",
         ("tests/kernels/test_dispatch.py",),
+    ),
+    Mutant(
+        "bits_beyond_the_last_place_are_forgotten",
+        "zerokern/kernels/triton/wide.py",
+        "total = large + (aligned | lost)",
+        "total = large + aligned",
+        "A square that is a little more than half of the sum's last place is rounded as one of exactly half of it.",
+        ("tests/kernels/test_wide.py",),
     ),
     Mutant(
         "ferry_last_bytes_left_out",

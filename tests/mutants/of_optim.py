@@ -54,10 +54,18 @@ MUTANTS = (
     Mutant(
         "one_rank_skips_alone",
         "zerokern/optim/accord.py",
-        "mine = [math.inf if broken else own, bool(said), torn, makes, mark, mark * mark]",
-        "mine = [own, bool(said), torn, makes, mark, mark * mark]",
+        "mine = [math.inf if broken else own, failed, torn, self.makes_state, mark, mark * mark]",
+        "mine = [own, failed, torn, self.makes_state, mark, mark * mark]",
         "A rank whose GradScaler found an infinity skips the step, and the others make it.",
         ("tests/optim/test_shard.py",),
+    ),
+    Mutant(
+        "a_failure_stops_at_the_group_it_was_heard_in",
+        "zerokern/optim/accord.py",
+        "                word[1:4] += before[1:4]\n",
+        "",
+        "A rank that shares no group with the one that failed does not hear of it, and steps.",
+        ("tests/optim/test_meeting.py",),
     ),
     Mutant(
         "delay_begins_one_call_late",
@@ -169,5 +177,21 @@ MUTANTS = (
         "self._increments.mul_(self._counts * (self._flat >= self._flat.max()))",
         "The step counter of a parameter that began later stands still.",
         ("tests/optim/test_adam.py", "tests/optim/test_torch_parity.py"),
+    ),
+    Mutant(
+        "an_edited_gradient_keeps_the_squares_that_it_left_with",
+        "zerokern/optim/hosted.py",
+        "        if ready is None:\n            found = self.measure(pairs)\n",
+        "        if ready is None and not pairs[0][0].checked:\n            found = self.measure(pairs)\n",
+        "Gradients that are fetched again are not measured again on the device: the host reads all of them.",
+        ("tests/optim/test_offload_norm.py",),
+    ),
+    Mutant(
+        "squares_measured_behind_the_mark",
+        "zerokern/optim/hosted.py",
+        "        self._found = host.measure(pairs)\n        self._mark = host.here()\n",
+        "        self._mark = host.here()\n        self._found = host.measure(pairs)\n",
+        "The sums of squares leave a device before they have been measured there.",
+        ("tests/optim/test_offload_norm.py",),
     ),
 )

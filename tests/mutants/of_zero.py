@@ -225,6 +225,14 @@ MUTANTS = (
         ("tests/zero/test_tiers_on_device.py",),
     ),
     Mutant(
+        "gradient_read_before_it_is_in_host_memory",
+        "zerokern/optim/base.py",
+        "shards.land()  # the step's first",
+        "pass  # the step's first",
+        "A step on the host reads gradients that a device is still copying there.",
+        ("tests/zero/test_landing.py",),
+    ),
+    Mutant(
         "measured_square_of_an_older_gradient",
         "zerokern/zero/gradients.py",
         "return self.ready is not None and not self.handed_out() and self._versions_of() == self.ready.versions",

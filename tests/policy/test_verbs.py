@@ -44,7 +44,8 @@ CALLED = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
 KINDS = ("zerokern/zero/kinds.py", "zerokern/zero/shard.py")
 DTENSOR = frozenset({"torch.distributed.tensor.DTensor"})
 PINS = frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"})
-STREAMS = ("zerokern/schedule/executor.py", "zerokern/memory/staging.py")
+# layer 0 keeps the words that a launch reads until an event behind it has passed, which it never waits for
+STREAMS = ("zerokern/schedule/executor.py", "zerokern/memory/staging.py", "zerokern/kernels/triton/upload.py")
 VERBS = (
     Verb("the environment is read", ("zerokern/core/env.py",), full=ENVIRON),
     Verb("collectives are called", ("zerokern/comm/collectives.py",), full=CALLED),
@@ -160,7 +161,7 @@ def test_a_displaced_verb_is_found() -> None:
         ("def f(p):\n    p.register_hook(g)", "only in zerokern/zero/hooks.py"),
         ("import torch\ntorch.empty(1, pin_memory=True)", "only in zerokern/memory/arena.py"),
         ("f().pin_memory()", "host memory is pinned"),
-        ("import torch\ntorch.cuda.synchronize()", "zerokern/schedule/executor.py and zerokern/memory/staging.py"),
+        ("import torch\ntorch.cuda.synchronize()", "zerokern/memory/staging.py and zerokern/kernels/triton/upload.py"),
         ("from torch.distributed.tensor import DTensor", "what a tensor is, is asked"),
         ("x.record_stream(s)", "a release event"),
         ("lib.f.argtypes = []", "only in zerokern/core/native.py"),

@@ -18,7 +18,8 @@ from torch import Tensor
 from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import Handle, own_span
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 from zerokern.memory.staging import stream_gate
 
 __all__ = ["DeviceGroup"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 
 __all__ = ["Group", "Handle", "Traffic", "own_span"]
 
@@ -44,6 +45,11 @@ class Handle:
         self._ended = complete is None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+
+    @property
+    def poll(self) -> Callable[[], bool]:
+        """Asks whether the transport has ended it, whoever waits for it; False where the transport cannot tell."""
+        return _cannot_tell if self._poll is None else self._poll
 
     def wait(self) -> None:
         """Waits until the result is there: on a CPU the caller waits, on a device the current stream.
@@ -80,6 +86,10 @@ class Handle:
         waited."""
         poll = self._poll
         return self._ended or (poll is not None and poll())
+
+
+def _cannot_tell() -> bool:
+    return False
 
 
 class Traffic:

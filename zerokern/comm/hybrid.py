@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.comm.group import Group, Handle, own_span
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 from zerokern.memory.staging import cuda_driver, stream_gate
 
 __all__ = ["AllReplicas", "GroupsInTurn", "HybridGroup"]

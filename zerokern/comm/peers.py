@@ -18,7 +18,8 @@ from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import FLOATS, Handle, own_span
 from zerokern.comm.operations import Operation
-from zerokern.kernels.casts import Squares, add_up
+from zerokern.kernels.casts import add_up
+from zerokern.kernels.squares import Squares
 
 __all__ = ["PeerGroup"]
 

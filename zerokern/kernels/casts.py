@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from zerokern.kernels import checks, cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+from zerokern.kernels.squares import Squares
 from zerokern.kernels.versions import say_written
 
-__all__ = ["Squares", "accumulate", "add_up", "cast"]
-
-
-class Squares:
-    """The sums of squares of spans of what somebody is about to write, asked for beforehand: nothing is read twice.
-
-    `sums`: in the order of the spans and with the bits of `sumsq`; None as long as nobody has measured them. A device
-    measures nothing.
-
-    >>> wanted, total = Squares([(0, 2), (2, 1)]), torch.zeros(3)
-    >>> add_up(total, torch.tensor([3.0, 4.0, 5.0]), squares=wanted); wanted.sums
-    array('d', [25.0, 25.0])
-    """
-
-    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
-        """`spans`: where each begins, and its elements; they come in order and do not overlap."""
-        self.begins, self.numels = array("q"), array("q")
-        for begin, numel in spans:
-            self.begins.append(begin)
-            self.numels.append(numel)
-        self.sums: array[float] | None = None
+__all__ = ["accumulate", "add_up", "cast"]
 
 
 def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:
@@ -71,7 +52,7 @@ def add_up(
 ) -> None:
     """`accumulate`, of which autograd hears nothing: for buckets, whose versions are raised where a step ends.
 
-    `squares`: are measured on the way.
+    `squares`: are measured on the way; on a device they are not (`ChunkSums` does that there).
 
     >>> total = torch.ones(2)
     >>> add_up(total, torch.ones(2)); total, total._version
@@ -106,8 +87,7 @@ def _sum(
         if family == REFERENCE:
             reference.accumulate(dst, sources, add=add, scale=factor)
             if squares is not None:
-                spans = zip(squares.begins, squares.numels, strict=True)
-                squares.sums = array("d", [reference.sumsq([dst[at : at + numel]]) for at, numel in spans])
+                squares.sums = array("d", [reference.sumsq([one]) for one in squares.of(dst)])
         elif family == TRITON:
             from zerokern.kernels.triton import accumulate as device_accumulate
 

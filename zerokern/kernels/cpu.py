@@ -23,6 +23,7 @@ __all__ = [
     "collect",
     "convert",
     "stream",
+    "sumsq_chunks",
     "sumsq_pointers",
 ]
 
@@ -157,14 +158,25 @@ def sumsq_pointers(pointers: array[int], numels: array[int], dtype: torch.dtype)
     >>> sumsq_pointers(array("Q", [x.data_ptr()]), array("q", [5]), torch.float32)
     array('d', [20.0])
     """
-    lib = native.library()
+    partials = (c_double * max(native.library().zk_sumsq_partials(_address(numels), len(numels)), 1))()
+    return _sumsq(pointers, numels, dtype, ctypes.addressof(partials))
+
+
+def sumsq_chunks(pointers: array[int], numels: array[int], dtype: torch.dtype, out: Tensor) -> None:
+    """Writes the sums of squares of the chunks of these tensors, of 65536 elements each, to `out` in float64.
+
+    >>> x, out = torch.ones(65537), torch.empty(2, dtype=torch.float64)
+    >>> sumsq_chunks(array("Q", [x.data_ptr()]), array("q", [65537]), torch.float32, out); out
+    tensor([6.5536e+04, 1.0000e+00], dtype=torch.float64)
+    """
+    _sumsq(pointers, numels, dtype, out.data_ptr())
+
+
+def _sumsq(pointers: array[int], numels: array[int], dtype: torch.dtype, partials: int) -> array[float]:
     count = len(pointers)
     sums = array("d", bytes(8 * count))
-    partials = (c_double * max(lib.zk_sumsq_partials(_address(numels), count), 1))()
-    native.check(
-        lib.zk_sumsq(_address(pointers), _address(numels), count, formats.DTYPES[dtype], partials, _address(sums)),
-        context="zk_sumsq",
-    )
+    columns = _address(pointers), _address(numels), count, formats.DTYPES[dtype]
+    native.check(native.library().zk_sumsq(*columns, partials, _address(sums)), context="zk_sumsq")
     return sums
 
 

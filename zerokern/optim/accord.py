@@ -10,6 +10,11 @@ An optimizer's outcome on one rank, and how it changes:
 Ranks meet in a step anyway, to add up the norm; there each says too whether it cannot take part, whether it is about to
 make state, and with which settings. Only where state is made, or read from a disk, can a rank fail later; there they
 meet once more.
+
+What is checked when. An update in host memory needs the answer before it begins: the host waits once for each meeting,
+however many groups of ranks meet, and for these sums alone, on a stream that the program does not launch on. An update
+on a device needs none: norm and skipping are added up and decided there (`Shards.total_there`), and nobody waits; that
+a rank cannot take part, and other settings, are found where ranks next compare what they do (`Group.agree`).
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import enum
 import math
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,6 +33,7 @@ from torch import Tensor
 
 from zerokern.comm import Group, MeshGroups, during
 from zerokern.core.errors import StateError, ZerokernError
+from zerokern.kernels.triton.upload import upload
 from zerokern.optim.survey import added
 
 __all__ = ["OWED", "TORN", "UNTOLD", "WHOLE", "Accord", "Outcome", "Phase", "norm_of_all", "say_outcome"]
@@ -52,6 +59,7 @@ class Outcome(enum.Enum):
 
 
 WHOLE, TORN, UNTOLD, OWED = Outcome
+_WORDS = 6  # of what a rank says: its sum, whether it failed, is torn, makes state, its settings and their square
 
 
 class Phase(enum.IntEnum):
@@ -71,8 +79,17 @@ class Accord:
     (4.0, False)
     """
 
-    def __init__(self, shardings: Sequence[Any], party: Group | MeshGroups | None = None) -> None:
-        """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline."""
+    def __init__(
+        self,
+        shardings: Sequence[Any],
+        party: Group | MeshGroups | None = None,
+        aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline.
+
+        `aside` makes a stream current that has nothing of the program's, so that waiting for it waits for nothing else.
+        """
+        self._aside = aside
         divided = [team for sharding in shardings for team in sharding.teams]
         self.teams = list({id(team): team for team in divided}.values())
         self.shares: list[tuple[int, int]] = []  # of each sum but the first: the place of its team, and its copies
@@ -153,17 +170,13 @@ class Accord:
         self, sums: Sequence[float], broken: bool, said: dict[str, str], *, torn: bool
     ) -> tuple[list[float], dict[str, str]]:
         self.phase = Phase.MET
+        with self._aside():
+            words = self._add_up(sums, broken, bool(said), torn)
+            rows = words[0].tolist() if len(words) == 1 else torch.cat(words).tolist()  # the host waits here, once
         terms = [sums[0]]
-        for number, team in enumerate(self._deciding):  # the party last: it adds up what teams have
-            last = team is self.party
-            own = added(terms) if last else sums[1 + number]
-            mark = 0 if last else self._marks[number]  # the party's settings may differ
-            makes = self.makes_state or (last and self._anyone_makes_state)
-            mine = [math.inf if broken else own, bool(said), torn, makes, mark, mark * mark]
-            word = torch.tensor(mine, dtype=torch.float64, device=team.device)
-            norm_of_all(team, word, "sum", "opt.step")
-            term, failed, torn_ones, makers, marks, squares = word.tolist()
-            terms = [term] if last else [*terms, term]
+        for number, (team, _) in enumerate(zip(self._deciding, words, strict=True)):
+            term, failed, torn_ones, makers, marks, squares = rows[number * _WORDS : (number + 1) * _WORDS]
+            terms = [term] if team is self.party else [*terms, term]
             torn = torn or torn_ones > 0
             self._anyone_makes_state |= makers > 0
             if failed:
@@ -173,6 +186,29 @@ class Accord:
                 said = {**said, **_different(_exchanged(_groups_of([team]), own_settings))}
         self._agree(said, torn)
         return terms, said
+
+    def _add_up(self, sums: Sequence[float], broken: bool, failed: bool, torn: bool) -> list[Tensor]:
+        """Adds up a word of each team, and of the party, over its ranks, one after the other.
+
+        A word has what earlier ones have found, so that those who meet here alone hear of it; nothing is read for that.
+        """
+        words: list[Tensor] = []
+        for number, team in enumerate(self._deciding):  # the party last: it adds up what teams have
+            last = team is self.party
+            own = added(sums) if last else sums[1 + number]
+            mark = 0 if last else self._marks[number]  # the party's settings may differ
+            mine = [math.inf if broken else own, failed, torn, self.makes_state, mark, mark * mark]
+            word = upload(array("d", mine), team.device)
+            for before, other in zip(words, self._deciding, strict=False):
+                word[1:4] += before[1:4]
+                word[1] += (other.size * before[5] != before[4] * before[4]).to(word.dtype)
+            if last and words and not broken:
+                word[0] = sums[0]
+                for before in words:
+                    word[0] += before[0]
+            norm_of_all(team, word, "sum", "opt.step")
+            words.append(word)
+        return words
 
     def _agree(self, said: dict[str, str], torn: bool) -> None:
         self.agreed = (TORN if torn else WHOLE) if said else None
@@ -208,10 +244,11 @@ class Accord:
         if teams is self._everyone:
             self.phase = Phase.REPORTED
         for group in _groups_of(teams):
-            word = torch.tensor([bool(said), torn], dtype=torch.int64, device=group.device)
-            with during("opt.step", of="the outcome of opt.step"):
-                group.all_reduce(word).wait()
-            failed, torn_ones = word.tolist()
+            with self._aside():
+                word = upload(array("q", [bool(said), torn]), group.device)
+                with during("opt.step", of="the outcome of opt.step"):
+                    group.all_reduce(word).wait()
+                failed, torn_ones = word.tolist()
             torn = torn_ones > 0
             if failed:
                 said = _exchanged([group], said)

@@ -204,6 +204,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         if any(shards_parameters(one.stage) for one in shards.shardings):
             zero_checks.refuse_materialized(shards.shards)
         shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
+        shards.host.measures = self._max_grad_norm is not None or bool(shards.shardings or shards.accord.party)
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in
@@ -245,10 +246,15 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _ask(self, survey: Survey, pointers: array[int]) -> None:
         """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""
         shards, decision = self.holdings.shards, self.decision
+
+        def sums() -> list[float]:
+            shards.land()  # the step's first read of them, in whatever thread: an update comes after its norm
+            return survey.sumsq(pointers)
+
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
         decision.ask(
-            sums=lambda: survey.sumsq(pointers),
+            sums=sums,
             max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),

@@ -123,8 +123,12 @@ class DeviceCompute(HostCompute):
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         for number, group in enumerate(self.groups):
             values = {**group.formats, **settings[group.owner], "first_step": group.first}
-            if isinstance(values["lr"], Tensor):
-                values["lr"] = values["lr"].detach().to(self.place, non_blocking=True)
+            if isinstance(lr := values["lr"], Tensor):  # of the host's the value is sent, in the order
+                values["lr"] = (
+                    float(lr)
+                    if lr.is_cpu and self.place.type != "cpu"
+                    else lr.detach().to(self.place, non_blocking=True)
+                )
             self.table.set_group(number, **values)
         self.table.columns["grad"][:] = pointers
         self._pointers = pointers

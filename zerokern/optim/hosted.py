@@ -23,6 +23,7 @@ from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
 from zerokern.memory import NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
+from zerokern.memory.squares import MeasuredThere, SquaresBelow
 from zerokern.memory.staging import driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
@@ -99,7 +100,10 @@ class HostCopy:
 
 @dataclass(eq=False)
 class HostCopies:
-    """Holds the copies of one optimizer. `delays`: parameters change when published, not when copies are stored."""
+    """Holds the copies of one optimizer. `delays`: parameters change when published, not when copies are stored.
+
+    `measures`: steps ask for the norm of gradients, so the device measures their squares before they leave it.
+    """
 
     room: Any  # a HostTier; None where there are no copies
     delays: bool
@@ -108,6 +112,8 @@ class HostCopies:
     driver: Any = None
     link: Copies | None = None  # to the device that the parameters lie on
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
+    measures: bool = False
+    _squares: dict[int, SquaresBelow] = field(default_factory=dict)  # by the first copy of those fetched together
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
@@ -228,11 +234,17 @@ class HostCopies:
                 copy.values.copy_(copy.local)
 
     def fetch(
-        self, pairs: Sequence[tuple[HostCopy, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
+        self,
+        pairs: Sequence[tuple[HostCopy, Tensor]],
+        *,
+        left_as: Sequence[int] = (),
+        ready: Copy | None = None,
+        found: MeasuredThere | None = None,
     ) -> Copy | None:
         """Copies gradients to where the update reads them, once `ready`; returns a ticket where they are on their way.
 
         `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
+        `found`: their squares, measured by then; without `ready` they are measured now.
         """
         if not left_as:
             pairs = [(copy, grad) for copy, grad in pairs if not copy.holds(grad)]
@@ -249,12 +261,31 @@ class HostCopies:
             return None
         if not pairs:
             return None
+        if ready is None:
+            found = self.measure(pairs)
         sources, targets = [grad.detach() for _, grad in pairs], [copy.grad for copy, _ in pairs]
         # a gradient is checked when it is found; its copy, once
-        ticket = self.link.to_host(sources, targets, ready=ready, checked=all(copy.checked for copy, _ in pairs))
-        for copy, _ in pairs:
+        checked = all(copy.checked for copy, _ in pairs)
+        if found is not None:
+            sources.append(found.there)
+            targets.append(found.here)
+        ticket = self.link.to_host(sources, targets, ready=ready, checked=checked)
+        later = None if found is None else found.later(ticket)
+        for place, (copy, _) in enumerate(pairs):
             copy.checked = True
+            copy.grad.zk_sumsq = None if later is None else partial(_one_of, later, place)  # type: ignore[attr-defined]
         return ticket
+
+    def measure(self, pairs: Sequence[tuple[HostCopy, Tensor]]) -> MeasuredThere | None:
+        """Launches the sums of squares of these gradients, on the device, if steps ask for their norm."""
+        if not self.measures or not pairs or self.link is None:
+            return None
+        grads, key = [grad.detach() for _, grad in pairs], id(pairs[0][0])
+        numels, dtypes = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
+        squares = self._squares.get(key)
+        if squares is None or squares.key != (tuple(numels), tuple(dtypes)):
+            squares = self._squares[key] = SquaresBelow(numels, dtypes)
+        return squares.launch(self.driver, grads)
 
     def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:
         """Gives gradients of another dtype other memory."""
@@ -298,6 +329,7 @@ class HostCopies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if self._poisons:
                 copy.grad.fill_(torch.nan)
+            copy.grad.zk_sumsq = None  # type: ignore[attr-defined]
             copy.free = True  # last: from now on the next one may be fetched
         self.freed()
 
@@ -370,6 +402,10 @@ class HostCopies:
             copy.loaded = copy.bits if copy.pending else None
 
 
+def _one_of(sums: Callable[[], Sequence[float]], place: int) -> float:
+    return sums()[place]
+
+
 def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
     """Makes the copy of a parameter that rests; it rests at the same offset."""
     with rest.adding_views():
@@ -387,13 +423,14 @@ class EarlyFetch:
     def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
         self._host, self._pairs, self._handed_out = host, pairs, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
+        self._found = host.measure(pairs)
         self._mark = host.here()
         self.ticket: Any = None
 
     def launch_if_free(self) -> None:
         """Starts the copies, once, unless an update has yet to read what is where they go."""
         if self.ticket is None and all(copy.free for copy, _ in self._pairs):
-            self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
+            self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark, found=self._found)
 
     def compare(self) -> None:
         """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""

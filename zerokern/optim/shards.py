@@ -6,7 +6,9 @@ An update changes this rank's piece of each parameter, or a copy of that in host
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
@@ -84,8 +86,11 @@ class Shards:
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
         self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
-        self.accord = Accord(self.shardings, user_group(group, self.local[0].device if self.local else "cpu"))
+        party = user_group(group, self.local[0].device if self.local else "cpu")
+        self.accord = Accord(self.shardings, party, self._aside())
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
+        buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
+        self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
         self._trained = [one.requires_grad for one in self.local]
@@ -111,6 +116,13 @@ class Shards:
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
+
+    def _aside(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Returns what makes a stream beside the program's current, where an update in host memory serves a device."""
+        memories = [memory for one in self.shardings for memory in getattr(one, "memories", ())]
+        links = [memory.host.copies for memory in memories if memory.host is not None]
+        drivers = [self.host.driver, *(link.driver for link in links if link is not None)]
+        return next((partial(driver.aside, "reduce") for driver in drivers if driver is not None), nullcontext)
 
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, sharded and placed as they were."""
@@ -172,11 +184,16 @@ class Shards:
         self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
         return found
 
-    def _local_gradients(self) -> list[Tensor | None]:
+    def land(self) -> None:
+        """Waits until gradients that a device sends to host memory are there; whoever reads them there calls it."""
+        for bucket in self._landing:
+            bucket.land()
+
+    def _local_gradients(self, *, landed: bool = True) -> list[Tensor | None]:
         """Returns this rank's gradients, in the memory that they lie in."""
         found: list[Tensor | None] = []
         for param, shard in zip(self.params, self.shards, strict=True):
-            grad = shard.local_gradient(param)
+            grad = shard.local_gradient(param, landed=landed)
             if grad is None and shard.piece.grad is not None:
                 raise StateError(_EXPOSED.format(name=shard.name))
             found.append(grad.resolve_neg() if grad is not None and grad.is_neg() else grad)
@@ -210,7 +227,7 @@ class Shards:
                 found = list(chain(*spans))
                 self.grads = list(map(found.__getitem__, self._span_places))
             else:
-                self.grads = self._local_gradients()
+                self.grads = self._local_gradients(landed=False)
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     def end_step(self, *, undone: bool) -> None:

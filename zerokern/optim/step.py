@@ -178,7 +178,7 @@ class StepRunner:
         inline = self._runs_inline
         lazily = not inline and here.schedule == "overlap"
         if inline or lazily or first or not survey.params or shards.accord.meets:
-            for ticket in self._fetched.values():
+            for ticket in reversed(self._fetched.values()):  # the last ends last: others are not waited for any more
                 ticket.wait()
             if self._decision.take() is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)

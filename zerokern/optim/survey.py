@@ -23,7 +23,7 @@ from zerokern.memory.addresses import TensorBodies, gradient_reader
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.reducing import KnownSquares, Seen, sumsq_of_each
+from zerokern.zero.reducing import KnownSquares, Measured, Seen, measured, sumsq_of_each
 from zerokern.zero.shard import shard_of
 
 Groups = Sequence[dict[str, Any]]
@@ -138,6 +138,7 @@ class Survey:
         # whether gradients may have been measured where they were reduced; a device measures its own
         of_pieces = bool(starts) and self.device is None
         self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
+        self._are_copies = of_pieces and any(hasattr(grad, "zk_sumsq") for grad in dense_grads)  # of a device's
         self._note_gradients(dense_grads)
 
     def pointers(self, groups: Groups, given: Grads | None = None) -> array[int] | None:
@@ -172,7 +173,9 @@ class Survey:
         `gradient_rests`: where they are while nobody uses them.
         """
         unknown: list[Any] = [None] * len(self.params)
-        self._known: Sequence[float | None] = unknown if self._squares is None else self._squares.of(grads)
+        self._known: Sequence[Measured] = unknown if self._squares is None else self._squares.of(grads)
+        if self._are_copies:
+            self._known = [getattr(grad, "zk_sumsq", None) for grad in grads]
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
 
     def _are_there(self, grads: Sequence[Tensor], pointers: array[int]) -> bool:
@@ -229,9 +232,10 @@ class Survey:
     def _measured(
         self, pointers: array[int], numels: array[int], dtype: torch.dtype, chosen: Sequence[bool]
     ) -> Sequence[float]:
-        known = list(compress(self._known, chosen))
-        if not self.rests and known.count(None) == len(known):
+        listed = list(compress(self._known, chosen))
+        if not self.rests and listed.count(None) == len(listed):
             return sumsq_pointers(pointers, numels, dtype)
+        known = measured(listed)
         if None not in known:
             return known  # type: ignore[return-value]
 

@@ -82,6 +82,7 @@ class StageCopy:
     @property
     def span(self) -> Tensor:
         """This rank's span of its gradient."""
+        self.bucket.land()
         return self.bucket.reduced_span(self.shard.place)
 
     def described(self, name: str) -> dict[str, Any]:

@@ -107,9 +107,10 @@ class GradientBucket:
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [entry.place for entry in self.entries]
         self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
-        divided = not self.replicated and not on_device  # whole ones are plain tensors, which anybody may write
+        # whole ones are plain tensors, which anybody may write; a device measures its own when it makes a step
+        counted = not self.replicated and (not on_device or memory.host is not None)
         params, here = [entry.place.param for entry in self.entries], self.bucket.pieces(self.group.rank)
-        self.squares = BucketSquares(params, here, counted=divided)
+        self.squares = BucketSquares(params, here, counted=counted)
 
     def begin(self, task: int, expected: int, arrived: int | None, *, shows_none: bool) -> None:
         """Begins a pass, in which so many gradients are expected: empties `.grad`, where gradients arrive.
@@ -307,6 +308,7 @@ class GradientBucket:
         """Takes a gradient that was set by hand; it counts as reduced already."""
         shard = self.shards[place]
         self._show()
+        self.land()
         with fetched([grad], written=()):
             span = grad if self.exposed else shard.part_of(grad)
             self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
@@ -362,6 +364,7 @@ class GradientBucket:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
         else:
+            self.land()
             kept = self.reduced
             self.reduced = kept.clone() if self.host_reducer is None else self._room().copy_(kept)  # type: ignore[arg-type,union-attr]
         self._make_shown()
@@ -419,7 +422,9 @@ class GradientBucket:
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
-            for place in () if self.in_place else self._places - self.held:
+            if new := set() if self.in_place else self._places - self.held:
+                self.land()
+            for place in new:
                 self.reduced_span(place).zero_()
         if not reduces:
             self.local |= self.arrived
@@ -503,6 +508,8 @@ class GradientBucket:
             local.zk_handed_out = False
             named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
             named.settle = self._settle_shown
+            if self.host_reducer is not None:
+                named.land = weakly(self.host_reducer.wait)
             named.receive = None if self.receive is None else partial(self.receive, number)
             named.gather_full = partial(gather_full, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
@@ -517,12 +524,19 @@ class GradientBucket:
     def tell(self) -> None:
         """Tells listeners that what is reduced is there, on a device for the current stream."""
         assert self.reduced is not None
+        if self.leaves_memory:
+            self.land()
         pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self.pieces
         versions = array("q", map(_version_of, pieces)) if self.replicated else self._versions_of()
         sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
         self.ready = GradReady(pieces, versions, sums)
         for listener in self.listeners:
             listener(self.ready)
+
+    def land(self) -> None:
+        """Waits until what was reduced is in host memory, where it goes there: for who reads or writes it there."""
+        if self.host_reducer is not None:
+            self.host_reducer.wait()
 
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
@@ -531,6 +545,7 @@ class GradientBucket:
     def _settle_all(self) -> None:
         if self.settle is not None:
             self.settle()
+        self.land()
         self._guard()
 
     def _guard(self) -> None:

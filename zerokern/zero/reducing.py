@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from zerokern.comm import Group, Handle
 from zerokern.kernels import Flattener, cpu
-from zerokern.kernels.casts import Squares
 from zerokern.kernels.cpu import sumsq_pointers
+from zerokern.kernels.squares import Squares
 from zerokern.memory import HostTier, Wanted
 from zerokern.memory.addresses import GradientReader, gradient_reader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
+from zerokern.memory.squares import SquaresBelow
 from zerokern.zero.kinds import is_divided, local_of
 from zerokern.zero.partition import Piece
 from zerokern.zero.tiers import in_turns, rests_of
@@ -35,9 +37,11 @@ __all__ = [
     "GradReady",
     "HostReducer",
     "KnownSquares",
+    "Measured",
     "References",
     "Seen",
     "Summing",
+    "measured",
     "shares",
     "sumsq_of_each",
 ]
@@ -126,6 +130,7 @@ class HostReducer:
     def __init__(self, group: Group, host: HostTier) -> None:
         self._group, self._host = group, host
         self._last: Copy | None = None
+        self._below: SquaresBelow | None = None
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates host memory that the device copies to."""
@@ -137,7 +142,8 @@ class HostReducer:
         """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
 
         What is added to is copied to the device first, so that the sum has the same bits there. `squares` are
-        not measured.
+        measured there too, and known once they have come down with it. The device does not wait for the host, nor the
+        host for the device: who reads `out` calls `wait`.
         """
         copies = self._host.copies
         assert copies is not None
@@ -150,11 +156,26 @@ class HostReducer:
                 span = torch.empty_like(span)
                 self._host.fetch(out, span).gate()
             self._group.reduce_scatter(buffer, span, scale=scale, add=add, scratch=scratch).wait()
-            copy = self._last = self._host.store(out, span)
+            if squares is None or not squares.numels:
+                copy = self._host.store(out, span)
+            else:
+                if self._below is None:
+                    numels = list(squares.numels)
+                    self._below = SquaresBelow(numels, [span.dtype] * len(numels))
+                found = self._below.launch(copies.driver, squares.of(span))
+                self._host.store(out, span)
+                copy = self._host.store(found.here, found.there)  # behind the other, on one stream
+                squares.later = found.later(copy)
+            self._last = copy
         return Handle(copy.gate, copy.done, copy.gate)
 
     def wait(self) -> None:
-        """Waits until what was reduced is in host memory."""
+        """Waits until what was reduced is in host memory; raises, each time, if it did not come there."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Waits for the last time: what was reduced is given up."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
@@ -209,6 +230,10 @@ class Summing:
 _version_of = operator.attrgetter("_version")
 
 
+Measured = float | Callable[[], float] | None
+"""A sum of squares; what returns it, once it has come from a device; or None: not measured."""
+
+
 class GradReady(NamedTuple):
     """Tells listeners that the gradients of one bucket are reduced on this rank.
 
@@ -217,13 +242,22 @@ class GradReady(NamedTuple):
 
     pieces: Sequence[Tensor]  # of each parameter, in the order of the bucket
     versions: Sequence[int]  # of the pieces, when they were ready
-    sumsq: Sequence[float | None]  # of the pieces; None: not measured
+    sumsq: Sequence[Measured]  # of the pieces
 
-    def knows(self, place: int, grad: Tensor) -> float | None:
+    def knows(self, place: int, grad: Tensor) -> Measured:
         """Returns the sum of squares of a gradient, if it is still the reduced one of this place."""
         piece = self.pieces[place]
         same = grad is piece and piece._version == self.versions[place]
         return self.sumsq[place] if same and not getattr(piece, "zk_handed_out", False) else None
+
+
+def measured(sums: Iterable[Measured]) -> list[float | None]:
+    """Returns sums of squares as numbers; waits for those that are still on their way from a device.
+
+    >>> measured([4.0, None, lambda: 9.0])
+    [4.0, None, 9.0]
+    """
+    return [one() if callable(one) else one for one in sums]
 
 
 class BucketSquares:
@@ -251,13 +285,15 @@ class BucketSquares:
 
     def wanted(self) -> Squares | None:
         """Returns what the reduction that begins measures."""
-        self._squares.sums = None
+        self._squares.forget()
         return self._squares if self._counted else None
 
-    def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[float | None]:
+    def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[Measured]:
         """Returns what has been measured of these, by place; `everything`: measures the rest now."""
-        found: list[float | None] = [None] * len(reduced)
-        sums = self._squares.sums
+        found: list[Measured] = [None] * len(reduced)
+        sums: Sequence[Measured] | None = self._squares.sums
+        if (later := self._squares.later) is not None:
+            sums = [partial(_one_of, later, at) for at in range(len(self._here))]
         for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
             found[place] = one
         for place in self._elsewhere if sums is not None else ():
@@ -269,6 +305,10 @@ class BucketSquares:
             for place, one in zip(some, sumsq_pointers(pointers, numels, reduced[0].dtype), strict=True):
                 found[place] = one
         return found
+
+
+def _one_of(sums: Callable[[], Sequence[float]], at: int) -> float:
+    return sums()[at]
 
 
 class KnownSquares:
@@ -287,9 +327,9 @@ class KnownSquares:
                 places.append(shard.place)
         self._buckets = list(found.values())
 
-    def of(self, grads: Sequence[Tensor]) -> list[float | None]:
+    def of(self, grads: Sequence[Tensor]) -> list[Measured]:
         """Returns the sums of squares of these gradients, by row; None where unknown."""
-        found: list[float | None] = [None] * len(grads)
+        found: list[Measured] = [None] * len(grads)
         for bucket, rows, places in self._buckets:
             ready: GradReady | None = bucket.ready
             if ready is None:

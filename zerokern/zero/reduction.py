@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
+from zerokern.kernels.triton.upload import read_back, upload
 from zerokern.memory.addresses import TensorBodies
-from zerokern.zero import hooks
+from zerokern.memory.staging import Ticket, stream_ticket
+from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.units import RankGroups
@@ -34,6 +36,16 @@ _times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
 ROOT = 0  # the number of the unit that has what belongs to no other
+UNREAD = 8  # passes whose answers may wait to be read
+
+
+class _Answer(NamedTuple):
+    """What ranks said of the gradients of one pass; the host has not looked at it."""
+
+    there: Ticket
+    marks: Tensor
+    frozen: Mapping[int, int]  # places in the model of parameters that are frozen here, by their places in the marks
+    group: Any
 
 
 class Reduction:
@@ -46,7 +58,8 @@ class Reduction:
         self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there
         self.group = parts[0].group
         # whether the transport leaves it to us to sum what other ranks send
-        self._needs_scratch = self.group.device.type == "cpu" and not all(part.group.everyone.alone for part in parts)
+        self._on_host = self.group.device.type == "cpu"
+        self._needs_scratch = self._on_host and not all(part.group.everyone.alone for part in parts)
         self.synchronizes = True
         self.active = False
         self.passes = 0  # that have reduced
@@ -57,6 +70,8 @@ class Reduction:
         self._params = TensorBodies([param for one in buckets for param in one.params])
         self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
         self._lands_in_params = all(one.lands_in_params for one in buckets)
+        self._trained: Sequence[int] = []  # whether parameters were, when the pass began
+        self._answers: deque[_Answer] = deque()  # of passes on a device that did not need them
         self._shows_none = False  # whether parameters had no `.grad` when the pass began
         self._shown: tuple[list[int], array[int]] = [], array("Q")  # how often each bucket made what it shows; these
         # those whose order is one: where several groups reduce, all ranks that any of them has
@@ -152,6 +167,7 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
+        self._check_frozen()
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied
@@ -161,7 +177,8 @@ class Reduction:
         self._next = 0
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values
-            trained, self._shows_none = self._params.trained(), self._params.have_gradients()
+            self._trained = trained = self._params.trained()
+            self._shows_none = self._params.have_gradients()
             trains = trained if self._lands_in_params else self._leaves.trained()
             for bucket, end in zip(self.buckets, self._ends, strict=True):
                 some = slice(end - len(bucket.entries), end)
@@ -322,7 +339,9 @@ class Reduction:
             if AFTER_LAUNCH in mine:
                 bucket.reduce_after_launch(self._scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
-        self._land()
+        for bucket in self.buckets:
+            if bucket.exposed:  # optimizers that know nothing of copies read these
+                bucket.land()
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
                 bucket.put_back()
@@ -342,33 +361,58 @@ class Reduction:
         for number, part in enumerate(self._parts):
             mine = [place for place, one in enumerate(numbers) if one == number]
             if part.hearing.size > 1 and mine:
-                found = self._agreed(part.hearing, bytearray(marks[place] for place in mine))
+                frozen = {at: place for at, place in enumerate(mine) if not (marks[place] or self._trained[place])}
+                found = self._agreed(part, bytearray(marks[place] for place in mine), frozen)
                 for place, mark in zip(mine, found, strict=True):
                     marks[place] = mark
         return marks
 
-    def _agreed(self, hearing: Any, marks: bytearray) -> bytearray:
-        """Returns what arrived of each parameter on any rank; on a device only ranks that lack something wait."""
-        on_host = self.group.device.type == "cpu"
-        after_launch, usual = AFTER_LAUNCH in marks, marks.count(ARRIVED) == len(marks)
-        if not on_host:  # where some do not wait for what the others say, all must say the same of this
+    def _agreed(self, part: RankGroups, marks: bytearray, frozen: Mapping[int, int]) -> bytearray:
+        """Returns what arrived of each parameter on any rank; on a device only ranks that lack something wait.
+
+        `.grad` of a trained parameter says whether any rank had one, so the host needs the answer. Parameters that are
+        `frozen` here show none: ranks freeze alike, and whether they do is read later, when it costs nothing.
+        """
+        hearing, after_launch = part.hearing, AFTER_LAUNCH in marks
+        known = not self._on_host and marks.count(ARRIVED) + len(frozen) == len(marks)
+        if not self._on_host:  # where some do not wait for what the others say, all must say the same of this
             hearing.agree("late gradients") if after_launch else hearing.follow("no late gradients")
-        whole = torch.frombuffer(marks, dtype=torch.uint8)
-        # made there, where nothing is missing: a copy from the host would wait for the device
-        there = torch.ones_like(whole, device=self.group.device) if usual else whole.to(self.group.device)
+        there = self._marks_there(marks)
         with during(BACKWARD, of="which gradients there are"):
             hearing.follow(BACKWARD)
             handle = hearing.all_reduce(there, "max")
-            if on_host or not usual:
+            if not known:
                 handle.wait()
-                return bytearray(there.tolist())
+                return bytearray(there.tolist()[: len(marks)])
+            if frozen:
+                handle.wait()  # on a device the stream waits, and the host goes on
+                copied = read_back(there)
+                self._answers.append(_Answer(stream_ticket(there.device), copied, frozen, part.group))
         return marks
 
-    def _land(self) -> None:
-        """Waits until reduced gradients are in host memory, where they go there."""
-        for bucket in self.buckets:
-            if bucket.host_reducer is not None:
-                bucket.host_reducer.wait()
+    def _marks_there(self, marks: bytearray) -> Tensor:
+        """Returns the marks where ranks compare them, as whole words."""
+        if self._on_host:
+            return torch.frombuffer(marks, dtype=torch.uint8)
+        words = marks + bytes(-len(marks) % 8)
+        if marks.count(ARRIVED) == len(marks):
+            return torch.ones(len(words), dtype=torch.uint8, device=self.group.device)
+        return upload(torch.frombuffer(words, dtype=torch.uint8), self.group.device)
+
+    def _check_frozen(self) -> None:
+        """Refuses gradients that other ranks had, in an earlier pass, of parameters that are frozen here."""
+        while self._answers and (len(self._answers) > UNREAD or self._answers[0].there.done()):
+            answer = self._answers.popleft()
+            answer.there.wait()
+            marks = answer.marks.tolist()
+            there = [place for at, place in answer.frozen.items() if marks[at]]
+            if there:
+                names = [entry.name for bucket in self.buckets for entry in bucket.entries]
+                try:
+                    checks.frozen_here([names[place] for place in there])
+                except StateError as error:
+                    answer.group.fail(str(error))
+                    raise
 
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
@@ -386,7 +430,9 @@ class Reduction:
         if self.active:
             while self._outstanding:
                 self._wait_for_oldest()
-            self._land()
+            for bucket in self.buckets:
+                if bucket.host_reducer is not None:
+                    bucket.host_reducer.end()
             self._reset()
 
     def _reset(self) -> None:

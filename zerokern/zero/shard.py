@@ -220,10 +220,11 @@ class Shard:
             torch.autograd.graph.increment_version(self.piece)
             self.seen_version = version
 
-    def local_gradient(self, param: Tensor) -> Tensor | None:
+    def local_gradient(self, param: Tensor, *, landed: bool = True) -> Tensor | None:
         """This rank's elements of the parameter's gradient, as the piece has them; None where it has none.
 
-        A plain gradient of the whole shape, set by hand, counts as reduced already.
+        A plain gradient of the whole shape, set by hand, counts as reduced already. `landed`: what is on its way from
+        a device to host memory is waited for.
         """
         grad = param.grad
         if grad is None:
@@ -231,6 +232,8 @@ class Shard:
         bucket = self.gradients
         if bucket is not None and bucket.local:
             bucket.refuse_unreduced()
+        if landed and bucket is not None:
+            bucket.land()
         if param is self.piece:
             return grad
         if self._param is None:

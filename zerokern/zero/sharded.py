@@ -107,6 +107,7 @@ class Sharded(torch.Tensor):
     #: says that a forward is running, where even element-wise results have to meet full tensors
     in_forward: Callable[[], bool] = staticmethod(lambda: False)
     settle: Callable[[], None] = staticmethod(lambda: None)  # returns once no update of it is under way
+    land: Callable[[], None] = staticmethod(lambda: None)  # returns once its values are in its memory
     #: gathers all elements of it, or of another tensor that is sharded alike, from all ranks
     gather_full: Callable[[Sharded], torch.Tensor] | None = None
     original: Sharded | None = None  # what it was detached of
@@ -164,6 +165,7 @@ class Sharded(torch.Tensor):
 
     def _shown(self, counts: bool = True) -> torch.Tensor:
         """Returns the span, in memory while it is held. `counts`: the caller bumps its version when it writes."""
+        self.land()
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
         Sharded.last_hand_out = object()  # last: who has seen this one sees the mark
         if self.zk_rest is None:

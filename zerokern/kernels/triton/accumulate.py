@@ -1,6 +1,7 @@
 """dst = cast((dst) + scale * s0 + scale * s1 ...), in fp32 from left to right, for any number of sources in one launch.
 
 Every source is read once, `dst` is read where it is a term and written once. Reference: `reference.accumulate`.
+The address of the first source is an argument: where there is one, as in a reduction, nothing is sent beforehand.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ TAIL_SHARED = 4096  # a last tile that is not whole is loaded as the whole ones 
 
 
 @triton.jit
-def _term(words, i, base, at, mask, scale, TYPE: tl.constexpr, VEC: tl.constexpr):
-    src = tl.load(words + i).to(tl.pointer_type(TYPE)) + base
+def _term(address, base, at, mask, scale, TYPE: tl.constexpr, VEC: tl.constexpr):
+    src = address.to(tl.pointer_type(TYPE)) + base
     if VEC > 1:
         src = tl.multiple_of(src, VEC * TYPE.primitive_bitwidth // 8)
     return widened(tl.load(src + at, mask=mask)) * scale
@@ -38,8 +39,9 @@ def _term(words, i, base, at, mask, scale, TYPE: tl.constexpr, VEC: tl.constexpr
 
 @triton.jit
 def _sum(
-    dst, words, count, base, left, scale, TYPE: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr
-):
+    dst, first, words, count, base, left, scale,
+    TYPE: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
     """One tile, `left` elements of it. With VEC > 1 it is whole: so many elements are 16 bytes of the wider dtype."""
     at = tl.arange(0, TILE)
     dst += base
@@ -49,26 +51,28 @@ def _sum(
     else:
         mask = at < left
     if ADD:
-        total = widened(tl.load(dst + at, mask=mask)) + _term(words, 0, base, at, mask, scale, TYPE, VEC)
+        total = widened(tl.load(dst + at, mask=mask)) + _term(first, base, at, mask, scale, TYPE, VEC)
     else:
-        total = _term(words, 0, base, at, mask, scale, TYPE, VEC)
-    for i in range(1, count):
-        total += _term(words, i, base, at, mask, scale, TYPE, VEC)
+        total = _term(first, base, at, mask, scale, TYPE, VEC)
+    if words is not None:
+        for i in range(1, count):
+            total += _term(tl.load(words + i), base, at, mask, scale, TYPE, VEC)
     tl.store(dst + at, rounded(total, dst.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "numel", "scale"], do_not_specialize_on_alignment=["dst", "words"])
+@triton.jit(do_not_specialize=["first", "count", "numel", "scale"], do_not_specialize_on_alignment=["dst", "words"])
 def accumulate_tile(
-    dst, words, count, numel: tl.int64, scale,
+    dst, first: tl.int64, words, count, numel: tl.int64, scale,
     TYPE: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Program i adds up tile i of the `count` sources at the addresses `words`. VEC is 1 unless all are aligned."""
+    """Program i adds up tile i of the `count` sources at the addresses `words`, the first of which is
+    `first`; there are no words where it is alone. VEC is 1 unless all are aligned."""
     base = tl.program_id(0).to(tl.int64) * TILE
     left = tl.minimum(numel - base, TILE).to(tl.int32)
     if VEC > 1 and left == TILE:
-        _sum(dst, words, count, base, left, scale, TYPE, ADD, TILE, VEC)
+        _sum(dst, first, words, count, base, left, scale, TYPE, ADD, TILE, VEC)
     else:
-        _sum(dst, words, count, base, left, scale, TYPE, ADD, TILE, 1)
+        _sum(dst, first, words, count, base, left, scale, TYPE, ADD, TILE, 1)
 
 
 def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:
@@ -82,7 +86,8 @@ def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> 
     if numel := dst.numel():
         accumulate_tile[(triton.cdiv(numel, shape["TILE"]),)](
             dst,
-            upload(array("Q", [t.data_ptr() for t in srcs]), dst.device),
+            srcs[0].data_ptr(),
+            upload(array("Q", [t.data_ptr() for t in srcs]), dst.device) if len(srcs) > 1 else None,
             len(srcs),
             numel,
             scale,
@@ -102,24 +107,27 @@ def _shape(src: torch.dtype, dst: torch.dtype, aligned: bool) -> dict[str, int]:
 
 
 def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: from and to each dtype, with and without the old value."""
+    """Jobs of `ahead`: from and to each dtype, with and without the old value, of one source or many."""
     fp32, bf16 = torch.float32, torch.bfloat16
     if not every:
-        return [_job(fp32, bf16, True, True), _job(bf16, fp32, False, True), _job(bf16, fp32, True, False)]
+        return [_job(fp32, bf16, True, True), _job(bf16, fp32, False, True), _job(bf16, fp32, True, False, one=True)]
     pairs = list(product(TYPES, TYPES))
-    return [_job(*pair, add, True) for pair in pairs for add in (True, False)] + [
-        _job(*pair, True, False) for pair in pairs
+    return [
+        *(_job(*pair, add, True) for pair in pairs for add in (True, False)),
+        *(_job(*pair, True, False) for pair in pairs),
+        *(_job(*pair, True, aligned, one=True) for pair in pairs for aligned in (True, False)),
     ]
 
 
-def _job(src: torch.dtype, dst: torch.dtype, add: bool, aligned: bool) -> dict[str, Any]:
+def _job(src: torch.dtype, dst: torch.dtype, add: bool, aligned: bool, one: bool = False) -> dict[str, Any]:
     wider = max(src.itemsize, dst.itemsize)
     widest = {"load": src.itemsize == wider or (add and dst.itemsize == wider), "store": dst.itemsize == wider}
     return make_job(
         accumulate_tile,
-        f"{src}-{dst}-{'add' if add else 'set'}{'' if aligned else '-ragged'}".replace("torch.", ""),
-        {"dst": POINTERS[dst], "words": "*i64", "count": "i32", "numel": "i64", "scale": "fp32"},
-        {"TYPE": TYPES[src], "ADD": add, **_shape(src, dst, aligned)},
+        f"{src}-{dst}-{'add' if add else 'set'}{'-one' * one}{'' if aligned else '-ragged'}".replace("torch.", ""),
+        {"dst": POINTERS[dst], "first": "i64", "count": "i32", "numel": "i64", "scale": "fp32"}
+        | ({} if one else {"words": "*i64"}),
+        {"TYPE": TYPES[src], "ADD": add, **_shape(src, dst, aligned)} | ({"words": None} if one else {}),
         Promises(REGISTERS, wide=tuple(way for way, yes in widest.items() if yes and aligned), shared=TAIL_SHARED),
         num_warps=NUM_WARPS,
     )

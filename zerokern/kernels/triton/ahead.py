@@ -7,7 +7,8 @@ A job is a dictionary of plain values, so that it can be written as JSON and com
     signature   {argument: type} in the kernel's order: "*i64", "*fp32", "i32", "fp32", ... or "constexpr"
     constexprs  {argument: value}; "tl.bfloat16" and the like stand for Triton's dtypes
     aligned     arguments that a launch finds divisible by 16: pointers into memory of an allocator
-    num_warps   as the launcher has it
+    num_warps   as the launcher has it; so has maxnreg, null where it has none
+    scarce      whether it is for GPUs with few float64 units alone, or for others alone; null: for all
     promises    what the compiled kernel must show; see `Promises`
 
 Each module of kernels has `aot_jobs(every)`: a few jobs that represent all of them, or one for every format.
@@ -17,7 +18,8 @@ A job whose signature, alignment and options are those of a launch fills the cac
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,15 +27,32 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
-__all__ = ["ARCHITECTURES", "MODULES", "Promises", "compile_job", "jobs", "make_job", "plain"]
+__all__ = [
+    "ARCHITECTURES", "FAST_FLOAT64", "MODULES", "Promises", "by_integers", "compile_job", "is_for", "jobs", "make_job",
+    "plain", "promised",
+]  # fmt: skip
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 90, 100, 103, 120)
 MODULES = (
     "accumulate", "cast", "codecs", "ferry", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq",
-    "variants",
+    "variants", "words",
 )  # fmt: skip
+FAST_FLOAT64 = (80, 90, 100)  # of all architectures, those with at least half as many float64 units as fp32 units
+INTEGER_REGISTERS = 48  # more than float64 takes: what is added to has two words and an exponent
 _DTYPE = "tl."
+
+
+@constexpr_function
+def by_integers():
+    """Whether the GPU that a kernel is compiled for has few float64 units, so that `wide` adds in integers.
+
+    Interpreted kernels have numpy's.
+    """
+    target = current_target()
+    return target is not None and target.backend == "cuda" and target.arch not in FAST_FLOAT64
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,8 @@ class Promises:
     ``fma``: the fused multiply-adds that the source names, by PTX type; a number more is a contraction. None where the
     count is of no interest. ``exact``: no approximate division, root or reciprocal. ``wide``: there are 128-bit loads
     and stores from and to global memory. ``shared``: at most so many bytes of shared memory; 0 where no value changes
-    threads.
+    threads. ``float64``: at most so many float64 instructions where these are scarce, none of them for each element;
+    None where that is not so.
     """
 
     registers: int
@@ -53,6 +73,7 @@ class Promises:
     wide: tuple[str, ...] = ("load", "store")
     shared: int = 0
     spilled: int = 0
+    float64: int | None = 0
 
 
 def make_job(
@@ -64,8 +85,12 @@ def make_job(
     *,
     num_warps: int,
     aligned: Sequence[str] = (),
+    maxnreg: int | None = None,
+    scarce: bool | None = None,
 ) -> dict[str, Any]:
     """A job for a kernel; every argument is either in `signature` or in `constexprs`, where dtypes may be Triton's.
+
+    `scarce`: it is for GPUs with few float64 units alone (not `FAST_FLOAT64`), or for the others alone; None: for all.
 
     >>> from zerokern.kernels.triton import sumsq
     >>> sumsq.aot_jobs(every=False)[0]["kernel"]
@@ -82,6 +107,8 @@ def make_job(
         "constexprs": {name: plain(value) for name, value in constexprs.items()},
         "aligned": list(aligned),
         "num_warps": num_warps,
+        "maxnreg": maxnreg,
+        "scarce": scarce,
         "promises": asdict(promises) | {"wide": list(promises.wide)},
     }
 
@@ -94,6 +121,33 @@ def jobs(every: bool) -> list[dict[str, Any]]:
     """
     modules = (importlib.import_module(f"{__package__}.{name}") for name in MODULES)
     return [job for module in modules for job in module.aot_jobs(every)]
+
+
+def is_for(job: Mapping[str, Any], architecture: int) -> bool:
+    """Whether a GPU of this architecture launches the job's kernel.
+
+    >>> from zerokern.kernels.triton import sumsq
+    >>> [is_for(job, 103) for job in sumsq.aot_jobs(every=False)[:4]]
+    [False, False, True, True]
+    """
+    return job["scarce"] is None or job["scarce"] == (architecture not in FAST_FLOAT64)
+
+
+def promised(job: Mapping[str, Any], architecture: int) -> dict[str, Any]:
+    """What a job promises on this architecture: sums in integers have no float64 multiply-adds, and take registers.
+
+    >>> from zerokern.kernels.triton import flatten
+    >>> job = flatten.aot_jobs(every=False)[0]
+    >>> promised(job, 90)["fma"], promised(job, 103)["fma"]
+    ({'f64': 88}, {})
+    """
+    promises = dict(job["promises"])
+    if architecture in FAST_FLOAT64:
+        return promises | {"float64": None}
+    if promises["fma"] and "f64" in promises["fma"]:
+        promises["fma"] = {kind: count for kind, count in promises["fma"].items() if kind != "f64"}
+        promises["registers"] += INTEGER_REGISTERS
+    return promises
 
 
 def compile_job(job: Mapping[str, Any], architecture: int) -> Any:
@@ -110,8 +164,35 @@ def compile_job(job: Mapping[str, Any], architecture: int) -> Any:
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in job["aligned"]}
     constexprs = {name: _resolved(value) for name, value in job["constexprs"].items()}
     source = ASTSource(kernel, dict(job["signature"]), constexprs, attributes)
-    options = {"num_warps": job["num_warps"], "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    options = {"num_warps": job["num_warps"], "maxnreg": job["maxnreg"], "enable_fp_fusion": False}
+    target = GPUTarget("cuda", architecture, 32)
+    with _pretending(target):
+        return triton.compile(source, target=target, options=options)
+
+
+class _StandIn:
+    """A driver that tells kernels what they are compiled for, and can do nothing else."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def _pretending(target: GPUTarget) -> Iterator[None]:
+    """Kernels ask the active driver what they are compiled for, not the compiler (`target_info`)."""
+    drivers = triton.runtime.driver
+    try:
+        before = drivers.active
+    except RuntimeError:  # there is none
+        before = None
+    drivers.set_active(_StandIn(target))
+    try:
+        yield
+    finally:
+        drivers.set_active(before)
 
 
 def plain(value: Any) -> Any:

@@ -91,6 +91,7 @@ def _job(into: bool, tensor: torch.dtype, bucket: torch.dtype, stats: bool, fact
             fma={"f64": (ROWS.value + SOME_ROWS.value + LAST_ROWS.value) * 16 // wider} if stats else {},
             wide=tuple(way for way, dtype in (("load", source), ("store", target)) if dtype.itemsize == wider),
             shared=8 * row_width(wider) if stats else 0,
+            float64=100 if stats else 0,  # a tree for each tile
         ),
         num_warps=NUM_WARPS,
         aligned=[name for name in ("partials", "counter", "tiles", "pointers") if name not in absent],

@@ -200,5 +200,5 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
         "outcome": "*fp64", "constants": "*fp32", "wides": "*fp64", "marks": "*i64", "order": "*i64", "ngroups": "i32",
     }  # fmt: skip
     aligned = [name for name in signature if name != "ngroups"]
-    promises = Promises(160, wide=(), shared=1024)
+    promises = Promises(160, wide=(), shared=1024, float64=None)
     return [make_job(prepare, "32 groups at once", signature, {}, promises, num_warps=1, aligned=aligned)]

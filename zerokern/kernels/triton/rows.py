@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zerokern.kernels.triton.codecs import rounded, widened, widened64
+from zerokern.kernels.triton.codecs import rounded, widened
+from zerokern.kernels.triton.wide import add_squares
 
 __all__ = [
     "LAST_ROWS",
@@ -22,7 +23,6 @@ __all__ = [
     "ROWS",
     "SOME_ROWS",
     "TILE_ROWS",
-    "add_squares",
     "finish_stats",
     "is_last_program",
     "move_tile",
@@ -43,19 +43,6 @@ LAST_ROWS = tl.constexpr(1)  # of what is left, under a mask
 def row_width(itemsize: int) -> int:
     """Elements of a row of a tile: 16 bytes of the wider dtype for each thread."""
     return 32 * NUM_WARPS * 16 // itemsize
-
-
-@triton.jit
-def add_squares(sums, x, ROWS: tl.constexpr):
-    """sums [A, B] + the squares of x [ROWS, A, B], row by row in order."""
-    if ROWS > 1:
-        halves = tl.reshape(x, (2, ROWS // 2, x.shape[1], x.shape[2]))
-        first, second = tl.split(tl.permute(halves, (1, 2, 3, 0)))
-        sums = add_squares(add_squares(sums, first, ROWS // 2), second, ROWS // 2)
-    else:
-        row = widened64(tl.reshape(x, sums.shape))
-        sums = tl.fma(row, row, sums)
-    return sums
 
 
 @triton.jit

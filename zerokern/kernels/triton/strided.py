@@ -196,7 +196,7 @@ def _job(tensor: torch.dtype, bucket: torch.dtype, into: bool, stats: bool) -> d
         f"{source}-{target}-{'in' if into else 'out'}{'-stats-factor' * stats}".replace("torch.", ""),
         signature | optional if stats else signature,
         {"TYPE": TYPES[tensor], "IN": into, "STATS": stats} | ({} if stats else dict.fromkeys(optional)),
-        Promises(REGISTERS, wide=(), shared=SHARED),
+        Promises(REGISTERS, wide=(), shared=SHARED, float64=None if stats else 0),
         num_warps=NUM_WARPS,
         aligned=(*(("partials", "counter") if stats else ()), "tiles", "pointers", "rows"),
     )

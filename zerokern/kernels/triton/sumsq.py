@@ -1,44 +1,85 @@
 """Sum of squares of a list of tensors in one launch, in a fixed order. Reads every byte once: itemsize bytes/element.
 
 A chunk of 65536 elements is summed as `reference.sumsq` does: 64 lanes, each adding the squares of its elements in
-order. So a chunk is worked on by 64 lanes at a time, and it is chunks that fill the GPU: a warp takes as many as make
-its loads 128 bits wide. The square of an fp32 number is exact in float64, so a fused multiply-add rounds as an addition
-does. Reference: `reference_device.sumsq`.
+order. So 64 threads at most can work on a chunk, and it is chunks that fill the GPU. A long list is summed `WIDE`: a
+warp takes as many chunks as make its loads 128 bits wide. A shorter one would leave multiprocessors idle that way; it
+is summed `NARROW`, one thread for each lane, with more rows in flight. Both have the same bits. The square of an fp32
+number is exact in float64, so a fused multiply-add rounds as an addition does. Reference: `reference_device.sumsq`.
 """
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.ahead import FAST_FLOAT64, Promises, make_job
 from zerokern.kernels.triton.backend import check_device
-from zerokern.kernels.triton.codecs import TYPES, widened64
-from zerokern.kernels.triton.rows import add_squares, is_last_program, sum_columns, sum_halves
+from zerokern.kernels.triton.codecs import TYPES
+from zerokern.kernels.triton.rows import is_last_program, sum_columns, sum_halves
 from zerokern.kernels.triton.upload import tile_map, upload
+from zerokern.kernels.triton.wide import add_squares
 
-__all__ = ["SumsqTable", "aot_jobs", "sumsq", "sumsq_chunks"]
+__all__ = ["Shape", "SumsqTable", "aot_jobs", "shape_of", "sumsq", "sumsq_chunks"]
 
 CHUNK = tl.constexpr(65536)
 LANES = tl.constexpr(64)
-ROWS = tl.constexpr(16)  # of a chunk that are loaded while as many are added
-SOME_ROWS = tl.constexpr(8)
-NUM_WARPS = 1
+SOME_ROWS = 8
 REGISTERS = 255
+TREES = 140  # float64 additions of a thread after its loops
 SHARED = 2048  # once per chunk, where whole and other rows meet
+MULTIPROCESSORS = 132  # of an H100 and an H200; where nobody can be asked
+PROGRAMS_EACH = 4  # wide ones that a multiprocessor has before their loads cover the memory's latency
+
+
+class Shape(NamedTuple):
+    """How chunks are divided: so many in each program, of whose rows so many are loaded while as many are added."""
+
+    chunks: int
+    rows: int
+    num_warps: int
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of each thread."""
+        return self.chunks * LANES.value // (32 * self.num_warps)
+
+
+NARROW = Shape(1, 64, 2)
+WIDE = {2: Shape(4, 16, 1), 4: Shape(2, 16, 1)}  # by bytes of an element
+# where additions are integers, which take 60 instructions: fewer rows, so that a loop fits into the instruction cache
+SHORT_NARROW = Shape(1, 8, 2)
+SHORT_WIDE = {2: Shape(4, 2, 1), 4: Shape(2, 4, 1)}
+
+
+def shape_of(nchunks: int, width: int, multiprocessors: int = MULTIPROCESSORS, *, short: bool = False) -> Shape:
+    """The shape in which so many chunks of elements of `width` bytes keep all multiprocessors busy.
+
+    `short`: of a GPU that adds in integers (`ahead.by_integers`).
+
+    >>> shape_of(5000, 2), shape_of(400, 2)
+    (Shape(chunks=4, rows=16, num_warps=1), Shape(chunks=1, rows=64, num_warps=2))
+    """
+    wide = (SHORT_WIDE if short else WIDE)[width]
+    if nchunks >= PROGRAMS_EACH * multiprocessors * wide.chunks:
+        return wide
+    return SHORT_NARROW if short else NARROW
 
 
 @triton.jit
-def _whole_rows(start, blocks, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
+def _whole_rows(start, blocks, TYPE: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr):
     """Sums of the first `blocks` * ROWS rows of aligned chunks: rows are added while the next ones are loaded."""
     at = tl.arange(0, ROWS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    pointer = tl.multiple_of(start.to(tl.pointer_type(TYPE)), [16])[None, :, None] + at
+    pointer = start.to(tl.pointer_type(TYPE))
+    if VEC > 1:
+        pointer = tl.multiple_of(pointer, [16])
+    pointer = pointer[None, :, None] + at
     sums = tl.zeros((CHUNKS, LANES), tl.float64)
     x = tl.load(pointer)
     for _ in range(1, blocks):
@@ -50,46 +91,55 @@ def _whole_rows(start, blocks, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _other_rows(sums, start, begin, left, TYPE: tl.constexpr, VEC: tl.constexpr):
+def _other_rows(sums, start, begin, left, TYPE: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr):
     """Adds the elements of each chunk from `begin` on."""
     lane = tl.arange(0, LANES)[None, :]
     most = tl.max(left, axis=0)
     pointer = start.to(tl.pointer_type(TYPE))
     if VEC > 1:
         pointer = tl.multiple_of(pointer, [16])
-    for row in range(begin, most, SOME_ROWS * LANES):
-        for i in tl.static_range(SOME_ROWS):
+    for row in range(begin, most, ROWS * LANES):
+        for i in tl.static_range(ROWS):
             at = row + i * LANES + lane
             mask = tl.max_constancy(at < left[:, None], [1, VEC])
-            x = widened64(tl.load(pointer[:, None] + at, mask=mask, other=0.0))
-            sums = tl.fma(x, x, sums)
+            x = tl.load(pointer[:, None] + at, mask=mask, other=0.0)
+            sums = add_squares(sums, x[None, :, :], 1)
     return sums
 
 
 @triton.jit(
-    do_not_specialize=["index", "nchunks"],
-    do_not_specialize_on_alignment=["out", "pointers", "numels"],
+    do_not_specialize=["index", "base", "nchunks"],
+    do_not_specialize_on_alignment=["out", "partials", "pointers", "numels"],
 )
 def sumsq_chunks(
-    out, index, partials, counter, chunks, pointers, numels, nchunks,
-    TYPE: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
+    out, index, partials, counter, chunks, pointers, base: tl.int64, numels, nchunks,
+    TYPE: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
-    """Program i sums the chunks `chunks[i * CHUNKS ...]` = (row, chunk within the row); the last one adds them up."""
+    """Program i sums the chunks `chunks[i * CHUNKS ...]` = (row, chunk within the row); the last one adds them up.
+
+    A row begins at `base` + its pointer. ROWS are loaded at once, and SOME where not all of them are there. VEC is 1
+    where a thread has one lane.
+    """
     chunk = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
     some = chunk < nchunks
     row = tl.load(chunks + 2 * chunk, mask=some, other=0).to(tl.int64)
-    base = tl.load(chunks + 2 * chunk + 1, mask=some, other=0).to(tl.int64) * CHUNK
-    left = tl.minimum(tl.load(numels + row, mask=some, other=0) - base, CHUNK).to(tl.int32)
-    start = tl.load(pointers + row, mask=some, other=0) + base * WIDTH
-    ragged = (start % (VEC * WIDTH)) | (left % VEC)
+    first = tl.load(chunks + 2 * chunk + 1, mask=some, other=0).to(tl.int64) * CHUNK
+    left = tl.minimum(tl.load(numels + row, mask=some, other=0) - first, CHUNK).to(tl.int32)
+    start = base + tl.load(pointers + row, mask=some, other=0) + first * WIDTH
+    blocks = tl.min(left, axis=0) // (ROWS * LANES)
+    if VEC > 1:
+        ragged = (start % (VEC * WIDTH)) | (left % VEC)
+        blocks = tl.where(tl.max(ragged, axis=0) == 0, blocks, -1)
     sums = tl.zeros((CHUNKS, LANES), tl.float64)
-    if tl.max(ragged, axis=0) == 0:
-        blocks = tl.min(left, axis=0) // (ROWS * LANES)
-        if blocks > 0:
-            sums = _whole_rows(start, blocks, TYPE, CHUNKS)
-        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, VEC)
+    if blocks > 0:
+        sums = _whole_rows(start, blocks, TYPE, CHUNKS, ROWS, VEC)
+    if VEC == 1:
+        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, 1)
+    elif blocks >= 0:
+        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, VEC)
     else:
-        sums = _other_rows(sums, start, 0, left, TYPE, 1)
+        sums = _other_rows(sums, start, 0, left, TYPE, SOME, 1)
     tl.store(partials + chunk, sum_halves(sums, CHUNKS, LANES), mask=some)
     if is_last_program(counter):
         tl.store(out + index, sum_columns(partials, nchunks))
@@ -114,31 +164,57 @@ class SumsqTable:
         self.dtype = dtype
         self.nrows = len(numels)
         self.nchunks = len(chunks)
+        multiprocessors, short = _gpu(device)
+        self._shape = shape_of(self.nchunks, dtype.itemsize, multiprocessors, short=short)
         self._chunks = upload(chunks, device)
         self._numels = upload(array("q", numels), device)
         self._partials = torch.empty(max(self.nchunks, 1), dtype=torch.float64, device=device)
+        self._total = torch.empty(1, dtype=torch.float64, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def run(self, pointers: Tensor, out: Tensor, index: int = 0) -> None:
-        """out[index] = the sum over all tensors: int64 addresses and float64 sums, both on the device."""
-        width = self.dtype.itemsize
-        at_once = _chunks_at_once(width)
-        sumsq_chunks[(max(-(-self.nchunks // at_once), 1),)](
-            out,
+    def run(
+        self,
+        pointers: Tensor,
+        out: Tensor | None = None,
+        index: int = 0,
+        *,
+        base: int = 0,
+        chunks: Tensor | None = None,
+    ) -> None:
+        """out[index] = the sum over all tensors: int64 addresses and float64 sums, both on the device.
+
+        `base` is added to each address. `chunks`: gets the sum of each chunk, in the order of the tensors.
+        """
+        shape = self._shape
+        sumsq_chunks[(max(-(-self.nchunks // shape.chunks), 1),)](
+            self._total if out is None else out,
             index,
-            self._partials,
+            self._partials if chunks is None else chunks,
             self._counter,
             self._chunks,
             pointers,
+            base,
             self._numels,
             self.nchunks,
-            TYPE=TYPES[self.dtype],
-            WIDTH=width,
-            CHUNKS=at_once,
-            VEC=16 // width,
-            num_warps=NUM_WARPS,
+            **_constants(shape, self.dtype),
+            num_warps=shape.num_warps,
             enable_fp_fusion=False,
         )
+
+
+@functools.cache
+def _gpu(device: torch.device) -> tuple[int, bool]:
+    """How many multiprocessors a device has, and whether it adds in integers."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS, False
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), 10 * found.major + found.minor not in FAST_FLOAT64
+
+
+def _constants(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    vec = 1 if shape.lanes == 1 else 16 // dtype.itemsize
+    rows = {"ROWS": shape.rows, "SOME": min(shape.rows, SOME_ROWS)}
+    return {"TYPE": TYPES[dtype], "WIDTH": dtype.itemsize, "CHUNKS": shape.chunks, **rows, "VEC": vec}
 
 
 def sumsq(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -156,42 +232,51 @@ def sumsq(tensors: Sequence[Tensor], out: Tensor) -> None:
             out += one
 
 
-def _chunks_at_once(width: int) -> int:
-    """As many chunks of 64 lanes as fill 32 threads of 16 bytes."""
-    return 32 * 16 // width // LANES.value
-
-
 def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each dtype."""
+    """Jobs of `ahead`: one for each dtype and shape, of which two are for GPUs with few float64 units."""
+    signature = {
+        "out": "*fp64",
+        "index": "i32",
+        "partials": "*fp64",
+        "counter": "*i32",
+        "chunks": "*i32",
+        "pointers": "*i64",
+        "base": "i64",
+        "numels": "*i64",
+        "nchunks": "i32",
+    }
     return [
         make_job(
             sumsq_chunks,
-            str(dtype).removeprefix("torch."),
-            {
-                "out": "*fp64",
-                "index": "i32",
-                "partials": "*fp64",
-                "counter": "*i32",
-                "chunks": "*i32",
-                "pointers": "*i64",
-                "numels": "*i64",
-                "nchunks": "i32",
-            },
-            {
-                "TYPE": kind,
-                "WIDTH": dtype.itemsize,
-                "CHUNKS": _chunks_at_once(dtype.itemsize),
-                "VEC": 16 // dtype.itemsize,
-            },
+            f"{str(dtype).removeprefix('torch.')} {name}",
+            signature,
+            _constants(shape, dtype),
             Promises(
                 REGISTERS,
-                fma={"f64": 2 * (ROWS.value + SOME_ROWS.value) * 16 // dtype.itemsize},
-                wide=("load",),
+                fma={} if name.startswith("short") else {"f64": _fmas(shape)},
+                wide=("load",) if shape.lanes > 1 else (),
                 shared=SHARED,
+                float64=TREES,
             ),
-            num_warps=NUM_WARPS,
-            aligned=("partials", "counter", "chunks"),
+            num_warps=shape.num_warps,
+            aligned=("counter", "chunks"),
+            scarce=name.startswith("short"),
         )
-        for dtype, kind in TYPES.items()
+        for dtype in TYPES
+        for name, shape in _shapes(dtype.itemsize)
         if every or dtype != torch.float16
     ]
+
+
+def _shapes(width: int) -> list[tuple[str, Shape]]:
+    return [
+        ("wide", WIDE[width]),
+        ("narrow", NARROW),
+        ("short wide", SHORT_WIDE[width]),
+        ("short narrow", SHORT_NARROW),
+    ]
+
+
+def _fmas(shape: Shape) -> int:
+    """Multiply-adds that the source names for a thread: whole rows twice, other rows for each alignment."""
+    return (2 * shape.rows + (2 if shape.lanes > 1 else 1) * min(shape.rows, SOME_ROWS)) * shape.lanes

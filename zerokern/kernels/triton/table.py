@@ -186,7 +186,7 @@ class DeviceTable:
             for made, tiles, ntiles in sent.launches:
                 updating.update[(ntiles,)](
                     outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
-                    **made.constants(self.config), num_warps=self.config.num_warps, enable_fp_fusion=False,
+                    **made.constants(self.config), **made.options(self.config),
                 )  # fmt: skip
 
     def _address(self, scale: float, control: Control | None) -> None:

@@ -1,7 +1,10 @@
 """Words of the host in device memory, without waiting for the device; and which program of a launch works on what.
 
-The copy reads pinned memory of torch's caching host allocator, which gives such memory out again only when the stream
-has passed the copy. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
+Kernels write them there (`words`): no copy engine is asked. More words than a launch takes by value lie in pinned
+memory, which the kernel reads when the stream comes to it. torch's caching host allocator does not know of that, and
+would give the memory out again at once: it is kept here until an event behind the launch has passed, for which nobody
+waits. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
+
 In a capture the driver may refuse to pin memory, and older torch then breaks it off. So each upload outside of
 one sets memory aside for its like in a capture, as torch's own cache does for each process.
 """
@@ -9,9 +12,11 @@ one sets memory aside for its like in a capture, as torch's own cache does for e
 from __future__ import annotations
 
 import functools
+import threading
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +24,9 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import capturing, launching
 
-__all__ = ["MOST_TILES", "SetAside", "refresh", "staged", "tile_map", "upload"]
+__all__ = [
+    "MOST_TILES", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "tile_map", "upload",
+]  # fmt: skip
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
@@ -68,10 +75,55 @@ def _size(nbytes: int) -> int:
 
 
 def _pin(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 _SET_ASIDE = SetAside(_pin)
+
+
+class StillRead:
+    """Keeps pinned memory that kernels read or write until events behind their launches have passed, on any thread.
+
+    >>> class Event:
+    ...     passed = False
+    ...     def query(self):
+    ...         return self.passed
+    >>> kept, first, second = StillRead(), Event(), Event()
+    >>> kept.keep("a stream", first, torch.zeros(2)); kept.keep("a stream", second, torch.zeros(3)); len(kept)
+    2
+    >>> first.passed = True; kept.keep("another", Event(), torch.zeros(4)); len(kept)
+    2
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[Any, deque[tuple[Any, Tensor]]] = {}
+
+    def keep(self, stream: Any, event: Any, memory: Tensor) -> None:
+        """Keeps the memory until the event has passed, and drops what is read no more."""
+        with self._lock:
+            for key, kept in list(self._of.items()):
+                while kept and kept[0][0].query():
+                    kept.popleft()
+                if not kept:
+                    del self._of[key]
+            self._of.setdefault(stream, deque()).append((event, memory))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+
+_STILL_READ = StillRead()
+
+
+class _Passed:
+    """The event of what ran at once."""
+
+    def query(self) -> bool:
+        return True
+
+
+_PASSED = _Passed()
 
 
 def staged(values: Tensor | array[int] | array[float]) -> Tensor:
@@ -94,21 +146,14 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
     tensor([0.5000], dtype=torch.float64)
     """
     words = staged(values)
-    if device.type != "cuda":
-        return words.clone().to(device)
+    if _in_place(device):
+        return words.clone()
     with launching(device):
-        if capturing(device):
-            pinned = _SET_ASIDE.take(words.nbytes)[: words.nbytes].view(words.dtype).view(words.shape).copy_(words)
-            made = pinned.to(device, non_blocking=True)
+        room = torch.empty(-(-words.nbytes // 8), dtype=torch.int64, device=device)
+        made = room.view(words.dtype)[: words.numel()].view(words.shape)
+        if (pinned := _write(room, words)) is not None:
             setattr(made, _STAGED, pinned)
-            return made
-        _SET_ASIDE.refill()
-        _SET_ASIDE.keep(words.nbytes)
-        return _pinned(words).to(device, non_blocking=True)
-
-
-def _pinned(words: Tensor) -> Tensor:
-    return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
+        return made
 
 
 def refresh(words: Tensor, values: array[int]) -> None:
@@ -118,11 +163,81 @@ def refresh(words: Tensor, values: array[int]) -> None:
     >>> refresh(words, array("q", [3, 4])); words
     tensor([3, 4])
     """
-    fresh = staged(values)
-    if words.device.type == "cuda":
-        _SET_ASIDE.refill()
-        fresh = _pinned(fresh)
-    words.copy_(fresh, non_blocking=True)
+    if _in_place(words.device):
+        words.copy_(staged(values))
+        return
+    with launching(words.device):
+        _write(words, staged(values))
+
+
+def read_back(words: Tensor) -> Tensor:
+    """Pinned host memory that a kernel fills with these words, a multiple of 4 bytes, when the stream comes to it.
+
+    Nobody waits: who reads it waits for an event behind this call.
+
+    >>> read_back(torch.tensor([1, 2]))
+    tensor([1, 2])
+    """
+    if _in_place(words.device):
+        return words.clone()
+    from zerokern.kernels.triton import words as kernels
+
+    with launching(words.device):
+        pinned = _pin(words.nbytes)
+        try:
+            kernels.copy(pinned, words)
+        finally:
+            _STILL_READ.keep(*_mark(words.device), pinned)
+    return pinned.view(words.dtype).view(words.shape)
+
+
+def _in_place(device: torch.device) -> bool:
+    """Whether the host itself writes there. A test says no, and the kernels are interpreted."""
+    return device.type == "cpu"
+
+
+def _write(out: Tensor, words: Tensor) -> Tensor | None:
+    """Launches what writes these words; in a capture, returns the pinned memory that every replay reads again."""
+    from zerokern.kernels.triton import words as kernels
+
+    if words.nbytes <= 8 * kernels.ARGUMENTS:
+        if words.nbytes:
+            kernels.write(out, words)
+        return None
+    if capturing(out.device):
+        pinned = _as(words, _SET_ASIDE.take(words.nbytes))
+        kernels.copy(out, pinned)
+        return pinned
+    _SET_ASIDE.refill()
+    _SET_ASIDE.keep(words.nbytes)
+    pinned = _as(words, _pin(words.nbytes))
+    try:
+        kernels.copy(out, pinned)
+    finally:  # a Ctrl-C may come behind the launch
+        _STILL_READ.keep(*_mark(out.device), pinned)
+    return None
+
+
+def _as(words: Tensor, pinned: Tensor) -> Tensor:
+    return pinned[: words.nbytes].view(words.dtype).view(words.shape).copy_(words)
+
+
+def _mark(device: torch.device) -> tuple[Any, Any]:
+    """The current stream, and an event behind all that it has been given."""
+    if device.type != "cuda":
+        return None, _PASSED
+    stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
+    event.record(stream)
+    return (device, stream.cuda_stream), event
+
+
+def host_words(words: Tensor) -> Tensor:
+    """Host memory that these words can be copied to without waiting: of their dtype and shape, pinned beside a GPU.
+
+    >>> host_words(torch.zeros(2, dtype=torch.float64)).shape
+    torch.Size([2])
+    """
+    return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
 
 
 def tile_map(numels: Sequence[int], tile: int) -> Tensor:

@@ -93,6 +93,15 @@ class Formats:
             "VEC": self.vector,
         }
 
+    def options(self, config: Config) -> dict[str, Any]:
+        """What a launch tells the compiler.
+
+        As many registers as it takes: asked for nothing, the assembler of some versions saves a step of them and
+        spills a word or two. Coded states keep its choice, which spills nothing there and runs one program more.
+        """
+        most = {} if self.state == "int8" else {"maxnreg": MOST_REGISTERS}
+        return {"num_warps": config.num_warps, "enable_fp_fusion": False, **most}
+
     def __str__(self) -> str:
         names = [str(one).removeprefix("torch.") for one in (self.grad, self.param, self.out)]
         random = ["random"] if self.random else []
@@ -110,9 +119,10 @@ SIGNATURE = {
 }
 # Fused multiply-adds by name, per element.
 FMAS = {"adam": 7}
-REGISTERS = {False: 104, True: 112}
-# A word that the assembler spills to get by with a step of registers less: on sm_100 for Lion in float64 with a second
-# output, on sm_80 for a coded state with fp32 gradients.
+REGISTERS = {False: 120, True: 124}
+MOST_REGISTERS = 255
+# A word that the assembler spills to get by with a step of registers less: on sm_80 for a coded state with fp32
+# gradients.
 SPILLED = 8
 SHARED = 4096  # the scales of blocks, and rows that are not aligned, change threads
 
@@ -168,8 +178,11 @@ def _job(made: Formats, config: Config) -> dict[str, Any]:
         exact=not coded,
         wide=("load", "store") if made.written_nbytes * made.vector == 16 else ("load",),
         shared=SHARED,
-        spilled=SPILLED if coded or ((made.algorithm, made.state) == ("lion", "fp32") and made.out) else 0,
+        spilled=SPILLED if coded else 0,
+        float64=0 if coded or made.state == "bf16" or made.algorithm == "adam" else None,  # the exact rules of others
     )
+    most = made.options(config).get("maxnreg")
     return make_job(
-        update, str(made), SIGNATURE, made.constants(config), promises, num_warps=config.num_warps, aligned=[*SIGNATURE]
-    )
+        update, str(made), SIGNATURE, made.constants(config), promises, num_warps=config.num_warps,
+        aligned=[*SIGNATURE], maxnreg=most,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Sums of squares that are measured where tensors lie or are written, and added up in the one order of `sumsq`.
+
+That order is `reference.sumsq`'s: chunks of 65536 elements, whose sums are added tensor by tensor. A device measures
+chunks; whoever has their sums adds them, so a tensor has one sum whoever measured it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zerokern.kernels import cpu, reference
+from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+
+__all__ = ["ChunkSums", "Squares"]
+
+MANY = 64  # chunks, for which Python would take longer than a call of torch
+
+
+class Squares:
+    """The sums of squares of spans of what somebody is about to write, asked for beforehand: nothing is read twice.
+
+    `sums`: in the order of the spans and with the bits of `sumsq`; None as long as nobody has measured them. `later`:
+    where a device has measured them, a function that waits for that and returns them; else None.
+
+    >>> from zerokern.kernels.casts import add_up
+    >>> wanted, total = Squares([(0, 2), (2, 1)]), torch.zeros(3)
+    >>> add_up(total, torch.tensor([3.0, 4.0, 5.0]), squares=wanted); wanted.sums
+    array('d', [25.0, 25.0])
+    """
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        """`spans`: where each begins, and its elements; they come in order and do not overlap."""
+        self.begins, self.numels = array("q"), array("q")
+        for begin, numel in spans:
+            self.begins.append(begin)
+            self.numels.append(numel)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was measured: it is to be measured anew.
+
+        >>> squares = Squares([(0, 2)]); squares.forget(); squares.sums is squares.later is None
+        True
+        """
+        self.sums: array[float] | None = None
+        self.later: Callable[[], array[float]] | None = None
+
+    def of(self, written: Tensor) -> list[Tensor]:
+        """Returns the spans of what was written.
+
+        >>> Squares([(0, 2), (3, 1)]).of(torch.arange(4))
+        [tensor([0, 1]), tensor([3])]
+        """
+        return [written[begin : begin + numel] for begin, numel in zip(self.begins, self.numels, strict=True)]
+
+
+class ChunkSums:
+    """Sums of squares of the chunks of a list of tensors, measured where these lie, again and again.
+
+    `numels`, `dtypes`: of the tensors, the same in every call. `count`: how many chunks there are.
+
+    >>> sums = ChunkSums([3, 70000], [torch.float32, torch.bfloat16])
+    >>> chunks = torch.empty(sums.count, dtype=torch.float64)
+    >>> sums.measure([torch.ones(3), torch.ones(70000, dtype=torch.bfloat16)], chunks)
+    >>> chunks, sums.added(chunks)
+    (tensor([3.0000e+00, 6.5536e+04, 4.4640e+03], dtype=torch.float64), array('d', [3.0, 70000.0]))
+    """
+
+    def __init__(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], impl: str | None = None) -> None:
+        self._chunks = [-(-numel // reference.SUMSQ_CHUNK) for numel in numels]
+        self._numels, self._impl = list(numels), impl
+        self.count = sum(self._chunks)
+        # tensors of one dtype that follow each other are measured together, so that chunks are in the order of tensors
+        begins = [at for at in range(len(numels)) if at == 0 or dtypes[at] != dtypes[at - 1]]
+        self._runs = [slice(*ends) for ends in zip(begins, [*begins[1:], len(numels)], strict=True)]
+        self._tables: list[_Table | None] = [None] * len(self._runs)
+
+    def measure(self, tensors: Sequence[Tensor], out: Tensor) -> None:
+        """Writes the chunks' sums to `out`, float64 where the tensors are, in the order of tensors. Nothing waits.
+
+        >>> out = torch.zeros(1, dtype=torch.float64)
+        >>> ChunkSums([2], [torch.float32]).measure([torch.full((2,), 3.0)], out); out
+        tensor([18.], dtype=torch.float64)
+        """
+        first = 0
+        with implementation(self._impl, out.device) as family:
+            for number, run in enumerate(self._runs):
+                some, count = tensors[run], sum(self._chunks[run])
+                mine, first = out[first : first + count], first + count
+                if not count:
+                    continue
+                if family == TRITON:
+                    table = self._tables[number] = self._tables[number] or _Table(some)
+                    table.run(some, mine)
+                elif family == REFERENCE:
+                    chunks = [chunk for one in some for chunk in one.reshape(-1).split(reference.SUMSQ_CHUNK)]
+                    sums = [reference.sumsq([one]) for one in chunks if one.numel()]
+                    mine.copy_(torch.tensor(sums, dtype=torch.float64))
+                else:
+                    pointers, numels = array("Q", [one.data_ptr() for one in some]), array("q", self._numels[run])
+                    cpu.sumsq_chunks(pointers, numels, some[0].dtype, mine)
+
+    def added(self, chunks: Tensor) -> array[float]:
+        """Returns the sum of each tensor, from its chunks' sums in host memory: the bits of `sumsq`.
+
+        >>> ChunkSums([3, 0], [torch.float32] * 2).added(torch.tensor([5.0], dtype=torch.float64))
+        array('d', [5.0, 0.0])
+        """
+        found = array("d")
+        for some in chunks.split(self._chunks):
+            if len(some) > MANY:  # torch's running sum is of one element after the other
+                found.append(some.cumsum(0)[-1].item())
+            else:  # Python's sum() compensates from 3.12 on
+                found.append(functools.reduce(operator.add, some.tolist(), 0.0))
+        return found
+
+
+class _Table:
+    """Launches of one list. Addresses go up as distances from the first: memory that moves as one needs no upload."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        from zerokern.kernels.triton.sumsq import SumsqTable
+        from zerokern.kernels.triton.upload import refresh, upload
+
+        device = tensors[0].device
+        self._table = SumsqTable(device, [one.numel() for one in tensors], tensors[0].dtype)
+        self._refresh, self._known = refresh, self._distances(tensors)
+        self._words = upload(self._known, device)
+
+    @staticmethod
+    def _distances(tensors: Sequence[Tensor]) -> array[int]:
+        first = tensors[0].data_ptr()
+        return array("q", [one.data_ptr() - first for one in tensors])
+
+    def run(self, tensors: Sequence[Tensor], out: Tensor) -> None:
+        distances = self._distances(tensors)
+        if distances != self._known:
+            self._refresh(self._words, distances)
+            self._known = distances
+        self._table.run(self._words, base=tensors[0].data_ptr(), chunks=out)
