@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import zerokern
 
 from ..machine import commit, cpu_model, memory_gib, today, versions
 
-PACKAGES = ("triton", "torchao", "bitsandbytes", "flashoptim")
+PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "torchao", "bitsandbytes", "flashoptim")
+PEERS = ("torchao", "bitsandbytes", "flashoptim", "deepspeed")
 QUERY = (
     "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max,"
     "ecc.mode.current"
@@ -33,6 +35,11 @@ def said(*command: str) -> str:
 def gpu() -> dict[str, str]:
     """What the first GPU is."""
     return _asked(QUERY)
+
+
+def gpus() -> int:
+    """How many GPUs there are."""
+    return len([line for line in said("nvidia-smi", "-L").splitlines() if line.startswith("GPU ")])
 
 
 def gpu_state() -> dict[str, str]:
@@ -76,8 +83,9 @@ def packages() -> dict[str, str]:
     return found
 
 
-def birth(command: str) -> dict[str, object]:
-    """When, where and of what a GPU result was made."""
+def birth(command: str) -> dict[str, Any]:
+    """When, where and of what a GPU result was made; `absent` are the peers that are not installed there."""
+    there = packages()
     return {
         "op": "gpu",
         "date": today(),
@@ -86,5 +94,6 @@ def birth(command: str) -> dict[str, object]:
         "command": command,
         "machine": {"cpu": cpu_model(), "memory_gib": memory_gib(), "gpu": gpu()},
         "tools": tools(),
-        "versions": packages(),
+        "versions": there,
+        "absent": [peer for peer in PEERS if peer not in there],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from ..report import columns, document, duration, ratio_text
 from ..run import Outcome
 from ..timers import Estimate
+from . import lines
 from .clock import Budget, Clock
 from .settings import Settings
 from .turns import Contest, one_line, run
@@ -19,13 +19,13 @@ TIMES = ("ns", "ns_interval", "ns_per_param", "gb_s", "roof_share", "ratio", "ra
 
 
 class Desk:
-    """Where a section lays down what it found."""
+    """Where a section lays down what it found: lines in `file`, and in `log` what the commands that it runs print."""
 
     def __init__(
-        self, settings: Settings, clock: Clock, budget: Budget, file: Path, say: Callable[[str], None]
+        self, settings: Settings, clock: Clock, budget: Budget, file: Path, say: Callable[[str], None], log: Path
     ) -> None:
-        self.settings, self.clock, self.budget, self.say = settings, clock, budget, say
-        self._file = file
+        self.settings, self.clock, self.budget, self.say, self.log = settings, clock, budget, say, log
+        self.file = file
 
     def contest(self, contest: Contest, contests_left: int = 1) -> Outcome:
         """Runs it within its part of the time that is left, and keeps the outcome."""
@@ -36,12 +36,16 @@ class Desk:
             said.append(text)
             self.say(text)
 
-        outcome = run(contest, self.settings, self.clock, self.budget.part(contests_left), say)
+        def keep(outcome: Outcome, rounds: int) -> None:
+            found = outcome_json(outcome, self.settings.rehearse)
+            found["contest"] |= {"rounds": rounds, "said": said}
+            if outcome.interrupted:  # this line counts only if no later one of the same contest comes
+                found["contest"]["unfinished"] = outcome.interrupted
+            self._keep("outcome", found)
+
+        outcome = run(contest, self.settings, self.clock, self.budget.part(contests_left), say, keep)
         for line in outcome_lines(outcome, self.settings.rehearse):
             self.say(line)
-        found = outcome_json(outcome, self.settings.rehearse)
-        found["contest"]["said"] = said
-        self._keep("outcome", found)
         return outcome
 
     def figure(self, key: str, value: float | Estimate, of: str = "") -> None:
@@ -80,8 +84,7 @@ class Desk:
         self.figure(key, ratios[peer], of=f"{peer}: {outcome.chosen[peer]['wiring']}")
 
     def _keep(self, kind: str, content: dict[str, Any]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **content}) + "\n")
+        lines.write(self.file, kind, content)
 
 
 def outcome_lines(outcome: Outcome, rehearsal: bool) -> list[str]:

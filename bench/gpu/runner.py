@@ -1,7 +1,8 @@
 """Runs the sections, each in a process of its own with a limit, and merges what they laid down.
 
 This process imports torch once and never touches CUDA, so that every section is a fork that starts at once with a
-context of its own: one that dies, hangs or writes where it must not takes nobody with it.
+context of its own: one that dies, hangs or writes where it must not takes nobody with it. While a section runs, the
+JSON is written anew each second, so that whatever ends the run leaves a file that is whole and of that second.
 """
 
 from __future__ import annotations
@@ -16,23 +17,31 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from . import asked, machine, warm
+from . import asked, lines, machine, warm
 from .clock import Budget, EventClock, RehearsalClock
 from .report import Desk
+from .schema import SCHEMA, check
 from .sections import ALONE, SECTIONS, Section
+from .sections.commands import die_with_parent
 from .settings import Settings
 
 GRACE = 1.5  # a section that is late does fewer rounds; one that is later than this is stopped
 WARM_S = 90.0
 TRACEBACK_S = 0.5
+WRITTEN_EVERY_S = 1.0
+TO_CONCLUDE_S = 3.0
 REHEARSAL = "REHEARSAL on a CPU: nothing here is a measurement"
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT came; no `except Exception` may take it for a failure of a section."""
 
 
 @dataclass
@@ -45,6 +54,10 @@ class Running:
     stops_at: float
     started: float = field(default_factory=time.monotonic)
 
+    @property
+    def took(self) -> str:
+        return f"{time.monotonic() - self.started:.0f} s"
+
 
 class Run:
     """One call of `bench/gpu.sh`: `out` gets `<stem>.json`, `<stem>.txt` and the logs of the sections."""
@@ -56,10 +69,17 @@ class Run:
         stem = "rehearsal" if settings.rehearse else "gpu"
         self.stem = stem if len(self.sections) > 1 else f"{stem}-{self.sections[0].name}"
         self.log = out / f"{self.stem}.log"
-        self.found: dict[str, Any] = {name: [] for name in ("rows", "contests", "facts", "could_not")}
-        self.figures: dict[str, Any] = {}
+        self.birth: dict[str, Any] = {}
+        self.ours: list[dict[str, Any]] = []  # lines of this process
+        self.theirs: dict[str, list[dict[str, Any]]] = {}  # lines of each section
         self.took: dict[str, str] = {}
+        self.running: list[Running] = []
+        self.interrupted = ""
         self.failed = False
+
+    @property
+    def path(self) -> Path:
+        return self.out / f"{self.stem}.json"
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -68,42 +88,71 @@ class Run:
 
     def run(self) -> int:
         """All sections; returns 0 where each ran to its end."""
-        with (self.out / f"{self.stem}.json").open("x"):
-            pass
         self.birth = machine.birth(self.command)
+        self._write(new=True)
         if self.settings.rehearse:
             self.say(REHEARSAL)
         self.say(f"{self.birth['machine']}\n{self.birth['versions']}\n{self.birth['tools']}")
-        with tempfile.TemporaryDirectory() as folder:
-            self._side_by_side([one for one in self.sections if not one.timed], Path(folder))
-            timed = [one for one in self.sections if one.timed]
-            for i, one in enumerate(timed):
-                share = one.seconds / sum(section.seconds for section in timed[i:])
-                seconds = min(2 * one.seconds, self.all.left * share)
-                started = self._start(one, seconds, self.all.left - 3, Path(folder))
-                if started is not None:
-                    self._end(started)
-        self._conclude()
+        if self.birth["absent"]:
+            self.say(f"not installed, and so not compared with: {', '.join(self.birth['absent'])}")
+        with tempfile.TemporaryDirectory() as folder, _stoppable():
+            try:
+                self._run_all(Path(folder))
+            except Stopped as stop:
+                under_way = ", ".join(one.section.name for one in self.running) or "nothing"
+                self.interrupted = f"by {stop}, while it ran {under_way}"
+                for one in list(self.running):
+                    self._end(one, stop_now=True)
+                self.failed = True
+            self._conclude()
         return int(self.failed)
+
+    def _run_all(self, folder: Path) -> None:
+        sections = [one for one in self.sections if self._has_gpus(one)]
+        self._side_by_side([one for one in sections if not one.timed], folder)
+        timed = [one for one in sections if one.timed]
+        for i, one in enumerate(timed):
+            share = one.seconds / sum(section.seconds for section in timed[i:])
+            most = 2 * one.seconds if len(self.sections) > 1 else self.all.left - 2 * TO_CONCLUDE_S
+            seconds = min(most, self.all.left * share)
+            started = self._start(one, seconds, self.all.left - TO_CONCLUDE_S, folder)
+            if started is not None:
+                self._end(started)
+
+    def _has_gpus(self, section: Section) -> bool:
+        if section.gpus == 1 or self.settings.rehearse:
+            return True
+        there = machine.gpus()
+        if there < section.gpus:
+            self._skip(section.name, f"this machine has {there} GPU{'s'[: there != 1]}, and it needs {section.gpus}")
+        return there >= section.gpus
 
     def _side_by_side(self, sections: Sequence[Section], folder: Path) -> None:
         """Sections that nobody measures, while the kernels of those that follow are compiled."""
-        share = 0.35 if any(one.timed for one in self.sections) else 1.0
-        times = 3 if len(self.sections) == 1 else 1
-        running = [
-            self._start(one, min(times * one.seconds, self.all.left * share), self.all.left, folder) for one in sections
+        share = 0.3 if any(one.timed for one in self.sections) else 1.0
+        alone = len(self.sections) == 1
+        started = [
+            self._start(
+                one,
+                self.all.left - 2 * TO_CONCLUDE_S if alone else min(one.seconds, self.all.left * share),
+                self.all.left - TO_CONCLUDE_S,
+                folder,
+            )
+            for one in sections
         ]
         jobs = warm.jobs([one.name for one in self.sections], self.settings)
         if jobs:
             limit_s = min(WARM_S, self.all.left * 0.3)
             self.say(warm.compile_all(jobs, self.settings.sizes.compilers, limit_s))
-        for one in running:
+        for one in started:
             if one is not None:
                 self._end(one)
 
     def _start(self, section: Section, seconds: float, most: float, folder: Path) -> Running | None:
         if seconds < section.least and not self.settings.rehearse:
-            self._could_not(section.name, f"{seconds:.0f} s were left for it, and it needs {section.least:.0f}")
+            self._could_not(
+                section.name, f"{max(0.0, seconds):.0f} s were left for it, and it needs {section.least:.0f}"
+            )
             return None
         self.say(f"\n=== {section.name}: {section.what} ({seconds:.0f} s)")
         file = folder / f"{section.name}.jsonl"
@@ -113,11 +162,16 @@ class Run:
             target=_section, args=(section, self.settings, seconds, file, self.log, self.out)
         )
         process.start()
-        return Running(section, process, file, time.monotonic() + limit)
+        started = Running(section, process, file, time.monotonic() + limit)
+        self.running.append(started)
+        self._write()
+        return started
 
-    def _end(self, running: Running) -> None:
-        name, process = running.section.name, running.process
-        process.join(max(0.0, running.stops_at - time.monotonic()))
+    def _end(self, one: Running, stop_now: bool = False) -> None:
+        name, process = one.section.name, one.process
+        while not stop_now and process.is_alive() and time.monotonic() < one.stops_at:
+            process.join(max(0.0, min(WRITTEN_EVERY_S, one.stops_at - time.monotonic())))
+            self._write()
         late = process.is_alive()
         if late and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)  # the log gets to know where it stood
@@ -125,73 +179,97 @@ class Run:
         with suppress(ProcessLookupError):  # its own group: the section, if late, and compilers that it left behind
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-        took = f"{time.monotonic() - running.started:.0f} s"
-        self._collect(running.file)
+        self.theirs[name] = lines.read(one.file)
+        self.running.remove(one)
         if late:
-            self._could_not(name, f"stopped after {took}; what it had found until then is kept")
+            self._could_not(name, f"stopped after {one.took}; what it had found until then is kept")
         elif process.exitcode:
             why = f"ended by signal {-process.exitcode}" if process.exitcode < 0 else "failed, see the log"
-            if not any(entry["key"] == name for entry in self.found["could_not"]):
+            if not any(entry["kind"] == "could_not" and entry["key"] == name for entry in self.theirs[name]):
                 self._could_not(name, why)
             self.failed = True
-        self.took[name] = took + (", stopped" if late else ", failed" if process.exitcode else "")
+        self.took[name] = one.took + (", stopped" if late else ", failed" if process.exitcode else "")
         self._write()
 
-    def _could_not(self, key: str, why: str) -> None:
+    def _skip(self, key: str, why: str) -> None:
         self.say(f"could not run {key}: {why}")
-        self.found["could_not"].append({"key": key, "why": why})
+        self.ours.append({"kind": "could_not", "key": key, "why": why})
+
+    def _could_not(self, key: str, why: str) -> None:
+        self._skip(key, why)
         self.failed = True
 
-    def _collect(self, file: Path) -> None:
-        """What a section laid down; a last line that it had no time to finish is left out."""
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            kind = entry.pop("kind")
-            if kind == "outcome":
-                self.found["contests"].append(entry["contest"])
-                self.found["rows"] += entry["rows"]
-            elif kind == "figure":
-                self.figures[entry.pop("key")] = entry
-            else:
-                self.found["facts" if kind == "fact" else "could_not"].append(entry)
-
-    def _verdicts(self) -> list[dict[str, object]]:
-        why_not = {entry["key"]: entry["why"] for entry in self.found["could_not"]}
-        ran = [one.name for one in self.sections]
-        return asked.verdicts(self.figures, why_not, ran, self.settings.rehearse)
-
-    def _write(self) -> None:
-        """The whole JSON anew, by rename: what is there is complete whenever the run ends."""
-        content = {
-            "schema": 1,
+    def content(self) -> dict[str, Any]:
+        """What is known at this moment."""
+        under_way = {one.section.name: lines.read(one.file) for one in self.running}
+        found = lines.merged([*self.ours, *(line for of in (self.theirs | under_way).values() for line in of)])
+        why_not = {entry["key"]: entry["why"] for entry in found["could_not"]}
+        names = [one.name for one in self.sections]
+        return {
+            "schema": SCHEMA,
             **self.birth,
             **({"rehearsal": REHEARSAL} if self.settings.rehearse else {}),
+            "sections": names,
             "took": self.took,
-            "asked": self._verdicts(),
-            "figures": self.figures,
-            **self.found,
+            **({"running": list(under_way)} if under_way else {}),
+            **({"interrupted": self.interrupted} if self.interrupted else {}),
+            "asked": asked.verdicts(found["figures"], why_not, names, self.settings.rehearse),
+            **found,
         }
+
+    def _write(self, *, new: bool = False) -> None:
+        """The whole JSON anew, by rename: what is there is complete whenever the run ends."""
         part = self.out / f".{self.stem}.part"
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(self.out / f"{self.stem}.json")
+        text = json.dumps(self.content(), indent=1) + "\n"
+        part.write_text(text, encoding="utf-8")
+        if new:  # a result that is there already stays
+            try:
+                os.link(part, self.path)
+            except FileExistsError:
+                raise FileExistsError(17, "exists", str(self.path)) from None
+            except OSError:  # a file system without hard links
+                with self.path.open("x", encoding="utf-8") as file:
+                    file.write(text)
+            finally:
+                part.unlink()
+        else:
+            part.replace(self.path)
 
     def _conclude(self) -> None:
         self._write()
-        lines = ["", *asked.verdict_lines(self._verdicts()), ""]
-        lines += [f"could not run {entry['key']}: {entry['why']}" for entry in self.found["could_not"]]
-        lines += [f"took: {', '.join(f'{name} {took}' for name, took in self.took.items())}"]
-        if self.settings.rehearse:
-            lines.append(REHEARSAL)
-        (self.out / f"{self.stem}.txt").write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
-        self.say("\n".join(lines))
+        found = self.content()
+        told = ["", *asked.verdict_lines(found["asked"]), ""]
+        told += [f"could not run {entry['key']}: {entry['why']}" for entry in found["could_not"]]
+        told += [f"took: {', '.join(f'{name} {took}' for name, took in self.took.items())}"]
+        told += [f"interrupted {self.interrupted}"] if self.interrupted else []
+        told.append(REHEARSAL if self.settings.rehearse else check(self.path)[1])
+        (self.out / f"{self.stem}.txt").write_text("\n".join(told).lstrip() + "\n", encoding="utf-8")
+        self.say("\n".join(told))
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGINT raise Stopped, once: a second one must not cut short what the first began."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        for one in kept:
+            signal.signal(one, signal.SIG_IGN)
+        raise Stopped(signal.Signals(number).name)
+
+    kept = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for one, before in kept.items():
+            signal.signal(one, before)
 
 
 def _section(section: Section, settings: Settings, seconds: float, file: Path, log: Path, out: Path) -> None:
     """The child: what it says goes to the terminal and the log, what its libraries write to the log alone."""
     os.setsid()
+    die_with_parent()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.SIG_DFL)
     terminal = os.dup(1)
     with log.open("ab", buffering=0) as kept:
         os.dup2(kept.fileno(), 1)
@@ -205,7 +283,7 @@ def _section(section: Section, settings: Settings, seconds: float, file: Path, l
         os.write(terminal, (text + "\n").encode())
 
     clock = RehearsalClock() if settings.rehearse or not section.timed else EventClock(settings.device)
-    desk = Desk(settings, clock, Budget(seconds), file, say)
+    desk = Desk(settings, clock, Budget(seconds), file, say, log)
     try:
         module = importlib.import_module(f"{__package__}.sections.{section.name}")
         module.run(desk) if section.timed else module.run(desk, out)

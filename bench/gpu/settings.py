@@ -27,10 +27,6 @@ class Sizes:
     copy_nbytes: int
     batch_tensors: int
     batch_numel: int
-    gpt_layers: int
-    gpt_width: int
-    gpt_context: int
-    gpt_rows: int
     least_roof_nbytes: int
     rounds: int
     at_least_s: float
@@ -40,13 +36,11 @@ class Sizes:
 FULL = Sizes(
     flat=1 << 28, billion=10**9, uneven_tensors=1000, uneven_numel=1 << 26, small_tensors=10_000, small_numel=1000,
     flatten_tensors=300, flatten_numel=1 << 28, copy_nbytes=1 << 30, batch_tensors=2000, batch_numel=1 << 25,
-    gpt_layers=12, gpt_width=1024, gpt_context=1024, gpt_rows=8,
     least_roof_nbytes=1 << 30, rounds=31, at_least_s=0.006, compilers=10,
 )  # fmt: skip
 TOY = Sizes(
     flat=3000, billion=1024, uneven_tensors=4, uneven_numel=1500, small_tensors=5, small_numel=100,
     flatten_tensors=5, flatten_numel=2000, copy_nbytes=1 << 16, batch_tensors=6, batch_numel=1200,
-    gpt_layers=2, gpt_width=64, gpt_context=32, gpt_rows=4,
     least_roof_nbytes=1 << 14, rounds=2, at_least_s=0.0, compilers=1,
 )  # fmt: skip
 

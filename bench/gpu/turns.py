@@ -1,8 +1,8 @@
 """A contest on the device: everyone is checked, then all take turns, and ratios are formed within rounds.
 
-Differs from `bench.run` in three points: wirings of a peer all compete in every round and the fastest of the whole
-contest is the one that we are compared with; one wrong format of ours leaves the others in the contest; and a contest
-that is late does fewer rounds, and says so.
+Differs from `bench.run` in four points: wirings of a peer all compete in every round and the fastest of the whole
+contest is the one that we are compared with; one wrong format of ours leaves the others in the contest; a contest
+that is late does fewer rounds, and says so; and what is known after some rounds is kept while the others run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,45 +25,81 @@ from .settings import Settings
 
 COPY = (1, 0, 1)
 LEAST_ROUNDS = 7  # fewer give no 95 % interval
+FEWEST_ROUNDS = 3  # of a contest that is so late that others lose their time
+VERY_LATE = 0.3  # of its time, beyond it
+KEPT_EVERY_S = 3.0
 Say = Callable[[str], None]
+Keep = Callable[[Outcome, int], None]
 Make = Callable[[], Sequence[Provider]]
 
 
 @dataclass
 class Contest:
-    """Ours and the peers, by name, made when the contest begins. Shares are told of the fastest roof that copies."""
+    """Ours and the peers, by name, made when the contest begins. Shares are told of the fastest roof that copies.
+
+    `making_share`: whoever is not made and checked within this share of the contest's time is left out and named.
+    """
 
     name: str
     numel: int
     ours: Mapping[str, Make]
     peers: Mapping[str, Make] = field(default_factory=dict)
     roofs: Make = list
+    making_share: float = math.inf
 
 
-def run(contest: Contest, settings: Settings, clock: Clock, budget: Budget, say: Say) -> Outcome:
-    """Check, take turns, compare. Who fails is in `missing`, with the reason; raises nothing of a contestant's."""
+def run(
+    contest: Contest,
+    settings: Settings,
+    clock: Clock,
+    budget: Budget,
+    say: Say,
+    keep: Keep = lambda outcome, done: None,
+) -> Outcome:
+    """Check, take turns, compare. Who fails is in `missing`, with the reason; raises nothing of a contestant's.
+
+    `keep` gets what is known after so many rounds, from time to time and at the end.
+    """
     missing: dict[str, str] = {}
-    ours = [p for who, make in contest.ours.items() for p in _ready(who, make, missing, say)]
-    peers = {peer: _ready(peer, make, missing, say) for peer, make in contest.peers.items()}
+    latest = Budget(math.inf if settings.rehearse else budget.seconds * contest.making_share)
+
+    def ready(who: str, make: Make) -> list[Provider]:
+        return _ready(who, make, missing, say, latest)
+
+    ours = [p for who, make in contest.ours.items() for p in ready(who, make)]
+    peers = {peer: ready(peer, make) for peer, make in contest.peers.items()}
     roofs = _ready("roof", contest.roofs, missing, say)
     entries = {f"ours: {p.name}": p for p in ours}
     entries.update({f"{peer}: {p.wiring}": p for peer, all_of in peers.items() for p in all_of})
     entries.update({f"roof: {p.name}": p for p in roofs})
     if len(entries) != len(ours) + sum(map(len, peers.values())) + len(roofs):
         raise ValueError(f"contestants of {contest.name}: {list(entries)}; allowed: each name once")
-    times = take_turns(entries, settings, clock, budget, say)
-    return _outcome(contest, ours, peers, roofs, times, missing)
+
+    def after(times: Mapping[str, list[float]], done: int, of: int) -> Outcome:
+        outcome = _outcome(contest, ours, peers, roofs, times, missing)
+        outcome = dataclasses.replace(outcome, interrupted=f"after {done} of {of} rounds" if done < of else "")
+        keep(outcome, done)
+        return outcome
+
+    times = take_turns(entries, settings, clock, budget, say, after)
+    done = len(next(iter(times.values()), []))
+    return after(times, done, done)
 
 
-def _ready(who: str, make: Make, missing: dict[str, str], say: Say) -> list[Provider]:
-    """The contestants that can be made and whose result is right."""
+def _ready(who: str, make: Make, missing: dict[str, str], say: Say, latest: Budget | None = None) -> list[Provider]:
+    """The contestants that can be made and whose result is right; those who come too late are named."""
     ready: list[Provider] = []
     try:
         for provider in make():
+            if latest is not None and latest.left < 0:
+                missing[_label(who, provider)] = f"late: others took the {latest.seconds:.0f} s for building and checks"
+                continue
             try:
                 provider.use_threads(1)
                 provider.check()
                 ready.append(provider)
+            except Missing as reason:
+                missing[_label(who, provider)] = str(reason)
             except WrongResult as error:
                 missing[_label(who, provider)] = f"its result is wrong: {error}"
                 say(f"WRONG, and so not timed: {error}")
@@ -90,10 +128,19 @@ def one_line(error: BaseException) -> str:
 
 
 def take_turns(
-    entries: Mapping[str, Provider], settings: Settings, clock: Clock, budget: Budget, say: Say
+    entries: Mapping[str, Provider],
+    settings: Settings,
+    clock: Clock,
+    budget: Budget,
+    say: Say,
+    after: Callable[[Mapping[str, list[float]], int, int], object] = lambda times, done, of: None,
 ) -> dict[str, list[float]]:
-    """Nanoseconds of everyone in every round; index i of all lists belongs to round i."""
+    """Nanoseconds of everyone in every round; index i of all lists belongs to round i.
+
+    `after` gets the rounds that are over, every few seconds.
+    """
     sizes = settings.sizes
+    kept = time.monotonic()
     times: dict[str, list[float]] = {name: [] for name in entries}
     if not entries:
         return times
@@ -104,9 +151,13 @@ def take_turns(
     gc.disable()
     try:
         for done in range(sizes.rounds):
-            if done >= min(LEAST_ROUNDS, sizes.rounds) and budget.left <= 0:
+            very_late = done >= FEWEST_ROUNDS and budget.left < -VERY_LATE * budget.seconds
+            if (done >= min(LEAST_ROUNDS, sizes.rounds) and budget.left <= 0) or very_late:
                 say(f"late: {done} rounds instead of {sizes.rounds}")
                 break
+            if done and time.monotonic() - kept > KEPT_EVERY_S:
+                kept = time.monotonic()
+                after(times, done, sizes.rounds)
             for name in order.sample(list(entries), len(entries)):
                 times[name].append(clock.sample_ns(entries[name].run, repeats[name]))
     finally:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from .sections.commands import die_with_parent
 from .settings import Settings
 
 Job = Callable[[], object]
@@ -57,7 +58,9 @@ def compile_all(found: Sequence[Job], processes: int, limit_s: float) -> str:
 
 
 def _work(found: Sequence[Job], ended: object, failed: object) -> None:
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     for job in found:

@@ -1,6 +1,6 @@
 """One device and its host: a bf16 GPT, the steps of everyone who trains it, and the losses that they must have.
 
-Blocks are recomputed in the backward pass, so that 64k tokens fit beside the parameters; for everyone alike.
+Blocks are recomputed in the backward pass where 64k tokens must fit beside the parameters; for everyone alike.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ Update = Callable[[], object]
 
 @dataclass(frozen=True)
 class Stage:
-    """Where training happens: a device, a shape of model, and batches of any number of tokens."""
+    """Where training happens: a device, a shape of model, and batches of any number of tokens.
+
+    With `recompute` the blocks keep nothing for the backward pass.
+    """
 
     device: torch.device
     shape: Shape
+    recompute: bool = True
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> GPT:
         """The same values for everyone, which bf16 holds exactly; made where they will lie."""
@@ -52,7 +56,7 @@ class Stage:
                 model = GPT(self.shape)
         finally:
             torch.set_default_dtype(before)
-        return recomputing(model.to(dtype))
+        return recomputing(model.to(dtype)) if self.recompute else model.to(dtype)
 
     def batch(self, tokens: int) -> tuple[Tensor, Tensor]:
         rows = max(1, tokens // self.shape.context)

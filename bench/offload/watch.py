@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ..gpu.sections.commands import die_with_parent
 from .case import Case
 
 SMI = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "200")
@@ -55,7 +56,9 @@ class DeviceWatch:
         self.peak: int | None = None
         self._program: subprocess.Popen[str] | None = None
         with suppress(OSError):
-            self._program = subprocess.Popen(SMI, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self._program = subprocess.Popen(
+                SMI, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=die_with_parent
+            )
             self._reader = threading.Thread(target=self._read, args=(self._program.stdout,), daemon=True)
             self._reader.start()
 
@@ -82,7 +85,16 @@ def run_case(case: Case, log: Path, limit_s: float, program: str = PROGRAM) -> F
         file.write(f"$ {words[-1]}\n".encode())
         file.flush()
         pipe = subprocess.PIPE
-        process = subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=home)
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=file,
+            text=True,
+            cwd=home,
+            preexec_fn=die_with_parent,
+        )
     stopped = threading.Event()
     late = threading.Timer(limit_s, lambda: (stopped.set(), process.kill()))
     late.start()
@@ -123,7 +135,8 @@ def _note(found: Found, message: dict[str, Any], pid: int) -> None:
     if "ready" in message:
         found.numel = message["ready"]
         found.host_nbytes = -status_nbytes(pid, "VmRSS")
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
+        with suppress(OSError):  # where a system has none, the peak is that of the small training too
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
     elif "ended" in message:
         found.host_nbytes += status_nbytes(pid, "VmHWM")
     else:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,34 +24,36 @@ asked, contest, device, infinity, offload, offload7b, offloadmax, run, sections,
         "timers", "offload.watch",
     )
 )  # fmt: skip
-case, plain, training, zero = (
+case, eight, plain, resting, training, zero = (
     import_module(f"zerokern.bench.{name}")
-    for name in ("offload.case", "gpu.peers.plain_training", "gpu.training", "gpu.sections.zero")
-)
-NAMES = [zero.name_of(stage, "no process group") for stage in zero.STAGES]
+    for name in (
+        "offload.case", "gpu.sections.eight", "gpu.peers.plain_training", "infinity.device", "gpu.training",
+        "gpu.sections.zero",
+    )
+)  # fmt: skip
+NAMES = [zero.name_of(stage, zero.ALONE) for stage in zero.STAGES]
 STAGE = device.Stage(torch.device("cpu"), offload.TOY)
 KIND = f"{offload.RESIDENT}, int8"
 SMALL = case.Case(device.SYNC, "exact", 6, 512, 32, (32,), 3, "cpu")
 
 
 @pytest.mark.slow
-@each("name", [section.name for section in sections.ALONE])
-def test_a_section_is_rehearsed(name: str, tmp_path: Path) -> None:
+def test_the_sections_that_run_alone_are_rehearsed(tmp_path: Path) -> None:
     # in a process of its own: sections are forks, and one of this process, which has OpenMP threads, would wait for
-    # threads that a fork does not have
-    program = "import sys; from zerokern.bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "--rehearse", str(tmp_path), name]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    # threads that a fork does not have. All at once: each case is a process, and starting those takes most of the time
+    program = """import sys; from pathlib import Path; from zerokern.bench.gpu import runner, settings
+sys.exit(runner.Run(Path(sys.argv[1]), sys.argv[2:], settings.Settings(True), 2000.0, "test").run())"""
+    names = [section.name for section in sections.ALONE]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "ZEROKERN_THREADS": "1"}  # as bench/gpu.sh has it
+    command = [sys.executable, "-c", program, str(tmp_path), *names]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=one_thread)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads((tmp_path / f"rehearsal-{name}.json").read_text())
-    absent = {one["key"] for one in found["could_not"] if "is not installed" in one["why"]}
-    assert [one for one in found["could_not"] if one["key"] not in absent] == []
-    wanted = [one.key for one in asked.ASKED_ALONE if one.section == name]
-    outcome = {key: "not measured" if key in absent else "rehearsed" for key in wanted}
-    assert {line["key"]: line["measured"] for line in found["asked"]} == outcome
-    missing = {who: why for about in found["contests"] for who, why in about["missing"].items()}
-    expected = "is not installed", "needs a GPU"  # here there may be the one, and there is none of the other
-    assert {who: why for who, why in missing.items() if not any(one in why for one in expected)} == {}
+    found = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert set(found["took"]) == set(names) and found["could_not"] == []
+    assert {line["key"]: line["measured"] for line in found["asked"]} == {
+        one.key: "rehearsed" for one in asked.ASKED_ALONE
+    }
+    assert {who: why for about in found["contests"] for who, why in about["missing"].items()} == {}
     assert not {"seconds", "tokens_per_s", "host_bytes_per_param"} & set(json.dumps(found).replace('"', " ").split())
 
 
@@ -74,7 +78,7 @@ class TestEntrants:
         exact, late = (device.truth(STAGE, STAGE.batch(64), delayed) for delayed in (False, True))
         assert late[:2] == pytest.approx([exact[0]] * 2) and late[2] == pytest.approx(exact[1])
         for name, truth in ((device.SYNC, late), (device.DELAYED, exact)):
-            entrant = offload.Entrant(
+            entrant = training.Entrant(
                 name, lambda name=name: device.ours(STAGE, name, "exact"), lambda truth=truth: truth, STAGE.batch(64)
             )
             with pytest.raises(contest.WrongResult, match=f"{name}: the loss of step 2 is"):
@@ -117,20 +121,85 @@ class TestJudge:
         shares = {4096: (0.3, 0.4), 16384: (0.97, 0.8), 32768: (0.96, 0.93), 65536: (0.99, 0.95)}
         found = {
             count: outcome_of(
-                {(late, KIND): delayed, (early, KIND): overlap, (exact, "deepspeed"): 2.0 + overlap},
+                {
+                    (late, KIND): delayed,
+                    (early, KIND): overlap,
+                    (exact, "deepspeed"): 2.0 + overlap,
+                    (exact, case.COMPUTE): delayed,
+                },
                 {"fsdp2": "not today"},
             )
             for count, (delayed, overlap) in shares.items()
         }
         desk = Desk()
         offload.judge(desk, found)
-        told = {key: (value.median, of) for key, (value, of) in desk.figures.items()}
+        told = {key: (round(value.median, 3), of) for key, (value, of) in desk.figures.items()}
         assert told == {
             "offload.delayed": (0.96, f"{late}, 32,768 tokens"),
             "offload.overlap": (0.93, f"{early}, 32,768 tokens"),
             "offload.deepspeed": (2.4, f"{exact}, 4,096 tokens"),
+            "offload.exposed": (4.0, f"{exact}, 32,768 tokens"),  # of 16k tokens on: 3 %, 4 %, 1 %
         }
         assert desk.refused == {"offload.fsdp2": "not today"}
+
+    def test_what_has_been_measured_is_told_before_all_is_over(self) -> None:
+        """A section that is stopped in its second contest told nothing of its first."""
+        name = f"{device.DELAYED}, int8"
+        desk = Desk()
+        offload.judge(desk, {16384: outcome_of({(name, KIND): 0.97})}, so_far=True)
+        assert list(desk.figures) == ["offload.delayed"] and desk.refused == {}
+        offload.judge(desk, {16384: outcome_of({(name, KIND): 0.97})})
+        assert desk.refused["offload.overlap"] == "no contest of 32,768 tokens or more came to its end"
+
+    def test_a_contest_for_which_no_time_is_left_is_not_begun(self) -> None:
+        """One with twice the tokens takes twice as long; each sample is two steps."""
+        desk = SimpleNamespace(budget=SimpleNamespace(left=30.0))
+        known = {16384: outcome_of({(name, KIND): 1.0 for name in "abc"})}  # of a nanosecond each
+        assert offload._no_time(desk, known, 32768) == ""
+        row = dataclasses.replace(known[16384].rows[0], ns=timers.Estimate(5e8, 5e8, 5e8))
+        known[16384] = dataclasses.replace(known[16384], rows=[row] * 3)
+        assert offload._no_time(desk, known, 32768) == "30 s were left for it, and it needs 42"
+
+
+class TestSpeeds:
+    def test_a_step_is_told_as_a_share_of_what_the_device_can_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+        outcome = outcome_of({("zk", case.COMPUTE): 0.95})
+        rows = [dataclasses.replace(outcome.rows[0], ns=timers.Estimate(0.4e9, 0.4e9, 0.4e9))]
+        desk = Desk()
+        outcome = dataclasses.replace(outcome, rows=rows)
+        training.tell_speeds(desk, "title", outcome, zero.LARGE, 16384, case.COMPUTE)
+        told = desk.facts["title: whole steps"]
+        assert (told["device"], told["peak_tflops"]) == ("NVIDIA H100 80GB HBM3", 989.4)
+        flops = 6 * zero.LARGE.numel + 12 * 20 * 2048 * 1024
+        assert told["rows"]["zk"] == {
+            "tokens_per_s": 40960, "mfu": round(40960 * flops / 989.4e12, 4), "exposed_percent": 5.0
+        }  # fmt: skip
+
+
+class TestRoom:
+    """128 GiB of host memory, and 64 GiB of disk of which a file system keeps some."""
+
+    HOST, DISK = 131e9, 0.95 * 66e9
+
+    def test_the_largest_cases_fit_or_are_cut_by_name(self) -> None:
+        free = {resting.HOST: self.HOST - infinity.BESIDE_NBYTES, resting.DISK: self.DISK}
+        kept = {}
+        for key, (form, params, states, shape) in infinity.LARGE.items():
+            one = infinity.case_of(form, params, states, shape, rehearse=False)
+            fits = infinity.fitting(one, free)
+            assert fits is not None and all(n <= free[where] for where, n in infinity.needs(fits).items())
+            kept[key] = fits == one
+        assert kept == {"host": True, "int8": True, "disk": True, "int8_disk": True, "state_disk": False}
+
+    @each("free, form", [(131e9, "exact"), (100e9, "int8"), (30e9, "")])
+    def test_8b_takes_the_format_that_there_is_room_for(
+        self, free: float, form: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(eight, "memory_left", lambda: {"control group": free, "free memory and swap": 1e15})
+        desk = Desk()
+        assert eight.chosen(desk) == form
+        assert list(desk.refused) == [f"eight.{one}" for one in ("exact", "int8")[: ("exact", "int8", "").index(form)]]
 
 
 class TestWatch:
@@ -154,19 +223,17 @@ class TestWatch:
 # The section `zero`.
 
 
-@pytest.fixture(scope="module")
-def trained() -> object:
-    return training.Training(settings.Settings(rehearse=True))
-
-
 @each("stage", zero.STAGES)
-def test_a_stage_that_forgets_its_update_is_found(trained, stage: int) -> None:
-    def build() -> Callable:
-        model = zero.zk.shard(trained.model(), stage=stage)
-        return trained.step(model, lambda: model.zero_grad())
+def test_a_stage_that_forgets_its_update_is_found(stage: int) -> None:
+    where = device.Stage(torch.device("cpu"), zero.TOY, recompute=False)
 
+    def lazy(place: object) -> object:
+        model = zero.zk.shard(where.model(), stage=stage)
+        return device.Trainer(device.plain_loop(model, lambda: model.zero_grad()))
+
+    (one,) = zero.Field(where, 128, 128).provider("lazy", lazy, 1.0)
     with pytest.raises(contest.WrongResult, match=r"lazy: the loss of step [234] is 5\.\d+, in fp32 it is"):
-        trained.provider("lazy", build, 1.0).check()
+        one.check()
 
 
 def test_the_slowest_stage_is_told_of() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import os
+import threading
+import time
 import weakref
 from errno import EINVAL, ENOMEM
 
@@ -219,27 +222,60 @@ def test_bad_sizes_are_refused(arena: Arena, nbytes: object) -> None:
             make(nbytes)
 
 
-class Refusing(mmap.mmap):
-    """Memory whose pages the system refuses to make."""
-
-    refusal = ENOMEM
-
-    def madvise(self, option, *span):
-        if option == arena_module._MADV_POPULATE_WRITE:
-            raise OSError(self.refusal, "no")
-
-
-def test_memory_that_cannot_be_touched_is_a_budget_error() -> None:
-    with pytest.raises(BudgetError, match=r"an arena of 1.0 MiB does not fit: the system said no(.|\n)*free memory"):
-        arena_module._make_resident(Refusing(-1, MIB), 0, MIB)
+@each("pieces", [1, 4])
+def test_memory_that_cannot_be_touched_is_a_budget_error(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_populate", lambda address, nbytes: ENOMEM)
+    monkeypatch.setattr(arena_module, "_STEP", MIB // pieces)
+    said = f"an arena of 1.0 MiB does not fit: the system said {os.strerror(ENOMEM)}"
+    with pytest.raises(BudgetError, match=rf"{said} while touching it(.|\n)*free memory"):
+        arena_module._make_resident(mmap.mmap(-1, MIB), 0, MIB)
 
 
-def test_old_kernels_touch_by_writing() -> None:
-    memory = Refusing(-1, MIB)
-    memory.refusal = EINVAL
-    memory[5] = 7
+@each("pieces", [1, 4])
+def test_old_kernels_touch_by_writing(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_populate", lambda address, nbytes: EINVAL)
+    monkeypatch.setattr(arena_module, "_STEP", MIB // pieces)
+    memory = mmap.mmap(-1, MIB)
+    memory[:] = b"\7" * MIB
     arena_module._make_resident(memory, 0, MIB)
-    assert memory[5] == 0
+    assert memory[:] == bytes(MIB)
+
+
+def test_several_threads_touch_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One core clears 100 GB in most of a minute. Two pieces meet here, which one thread never lets happen."""
+    both, spans = threading.Barrier(2, timeout=20), []
+
+    def populate(address: int, nbytes: int) -> int:
+        both.wait()
+        spans.append((address, nbytes))
+        return 0
+
+    monkeypatch.setattr(arena_module, "_populate", populate)
+    monkeypatch.setattr(arena_module, "_STEP", MIB)
+    monkeypatch.setattr(arena_module.env, "usable_cpus", lambda: 2)
+    memory = mmap.mmap(-1, 4 * MIB)
+    arena_module._make_resident(memory, 0, 4 * MIB)
+    first = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert sorted(spans) == [(first + at * MIB, MIB) for at in range(4)]
+
+
+def test_ctrl_c_ends_the_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not begun is left alone."""
+    touched = []
+
+    def populate(address: int, nbytes: int) -> int:
+        touched.append(address)
+        if len(touched) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        return 0
+
+    monkeypatch.setattr(arena_module, "_populate", populate)
+    monkeypatch.setattr(arena_module, "_STEP", PAGE)
+    monkeypatch.setattr(arena_module.env, "usable_cpus", lambda: 2)
+    with pytest.raises(KeyboardInterrupt):
+        arena_module._make_resident(mmap.mmap(-1, MIB), 0, MIB)
+    assert len(touched) < MIB // PAGE
 
 
 def test_missing_huge_pages_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,6 +111,14 @@ MUTANTS = (
         ("tests/memory/test_arena.py",),
     ),
     Mutant(
+        "refusal_to_touch_memory_not_heard",
+        "zerokern/memory/arena.py",
+        "        elif error:\n            check_fits(nbytes",
+        "        elif error and len(pieces) == 1:\n            check_fits(nbytes",
+        "Where several threads touch the pages of an arena, one that the system refuses is used all the same.",
+        ("tests/memory/test_arena.py",),
+    ),
+    Mutant(
         "pending_copy_replaces_what_was_changed_meanwhile",
         "zerokern/memory/rest.py",
         "if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:",

@@ -142,6 +142,8 @@ def test_every_op_and_edge_on_a_device(
     runs = submitted(recorder)
     the_same_ops([event for event in events if event.step <= STEPS], runs[:STEPS], model_since=STEPS + 1)
     every_edge_held(events, runs, range(2, STEPS + 1))
+    norms = [op for run in runs for op in run.program.ops if op.verb == "Norm"]
+    assert norms and not any(op.nbytes for op in norms), "the device has summed the squares, and the host reads nothing"
 
 
 def ran(

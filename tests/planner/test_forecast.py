@@ -68,7 +68,7 @@ class TestByHand:
 class TestPublished:
     @pytest.mark.parametrize("formats, nbytes, says", [(EXACT, 30, 20_000), (SMALL, 16.1, 11_000)])
     def test_where_the_update_vanishes(self, formats: dict, nbytes: float, says: int) -> None:
-        """T* = s F / 6 tokens, s the seconds per parameter of host memory at 150 GB/s, copies included, F = 600 TFLOPS."""
+        """T* = s F / 6 tokens; s: seconds per parameter of host memory at 150 GB/s, with copies; F = 600 TFLOPS."""
         found = predicted("1B", H200, *TOKENS, needed=True, tier="cpu", **formats).vanishes["delayed"]
         assert found == pytest.approx(nbytes / 150e9 * 600e12 / 6, rel=0.05)
         assert found == pytest.approx(says, rel=0.15)

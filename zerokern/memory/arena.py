@@ -17,6 +17,7 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from errno import EINVAL, errorcode
 from pathlib import Path
@@ -37,7 +38,9 @@ __all__ = ["PAGE", "Arena", "Lease"]
 HUGE_PAGE = 2 << 20
 POISON = 0xFF  # NaN in every floating format, -1 in integers
 _STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
+_TOUCHING = 16  # threads that touch pages at most: more wait for each other
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process, and Mapped, for kernels to reach it
 
 
@@ -295,7 +298,10 @@ def _map(nbytes: int, usable: int) -> _Mapping:
 
 
 def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
-    """Asks for huge pages and touches every page, so that no page fault comes once transfers run."""
+    """Asks for huge pages and touches every page, so that no page fault comes once transfers run.
+
+    Many gigabytes are touched by several threads at once.
+    """
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
         if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
@@ -305,14 +311,36 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
             )
     except OSError as error:
         say_once("zerokern.memory", f"arena memory has no huge pages (madvise: {error.strerror})")
-    for at in range(begin, begin + nbytes, _STEP):
-        piece = min(_STEP, begin + nbytes - at)
+    start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    pieces = [(at, min(_STEP, begin + nbytes - at)) for at in range(begin, begin + nbytes, _STEP)]
+
+    def touch(piece: tuple[int, int]) -> None:
+        at, count = piece
+        error = _populate(start + at, count)
+        if error == EINVAL:  # before Linux 5.14
+            torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=at).zero_()
+        elif error:
+            check_fits(nbytes, "an arena", because=f"the system said {os.strerror(error)} while touching it")
+
+    if len(pieces) == 1:
+        touch(pieces[0])
+        return
+    # the system clears each page in the thread that asks: one core clears 100 GB in most of a minute
+    with ThreadPoolExecutor(min(len(pieces), env.usable_cpus(), _TOUCHING)) as pool:
+        touched = [pool.submit(touch, piece) for piece in pieces]
         try:
-            mapping.madvise(_MADV_POPULATE_WRITE, at, piece)
-        except OSError as error:
-            if error.errno != EINVAL:
-                check_fits(nbytes, "an arena", because=f"the system said {error.strerror} while touching it")
-            torch.frombuffer(mapping, dtype=torch.uint8, count=piece, offset=at).zero_()  # before Linux 5.14
+            for one in touched:
+                one.result()
+        finally:  # after an error or Ctrl-C nobody waits for the pieces that have not begun
+            for one in touched:
+                one.cancel()
+
+
+def _populate(address: int, nbytes: int) -> int:
+    """Makes pages resident, without the lock of the interpreter; returns 0 or the error's number."""
+    if _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+        return ctypes.get_errno()
+    return 0
 
 
 def never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:

@@ -23,7 +23,7 @@ from zerokern.memory.addresses import TensorBodies, gradient_reader
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.reducing import KnownSquares, Measured, Seen, measured, sumsq_of_each
+from zerokern.zero.reducing import KnownSquares, Seen, Sumsq, measured, sumsq_of_each
 from zerokern.zero.shard import shard_of
 
 Groups = Sequence[dict[str, Any]]
@@ -173,7 +173,7 @@ class Survey:
         `gradient_rests`: where they are while nobody uses them.
         """
         unknown: list[Any] = [None] * len(self.params)
-        self._known: Sequence[Measured] = unknown if self._squares is None else self._squares.of(grads)
+        self._known: Sequence[Sumsq] = unknown if self._squares is None else self._squares.of(grads)
         if self._are_copies:
             self._known = [getattr(grad, "zk_sumsq", None) for grad in grads]
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown

@@ -220,7 +220,9 @@ class Update:
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(turns[part.name]) if part.name in turns else {}
-            spans.append(_span_of(part, survey.row_of, binding, part.name in tickets, self.copies_back, moved))
+            measured = shards.host.link is not None and shards.host.measures
+            others = {"measured": measured, "stored": self.copies_back, **moved}
+            spans.append(_span_of(part, survey.row_of, binding, fetched=part.name in tickets, **others))
         spans = _with_others(spans, buckets_of(shards, taken))
         if self.parts[0].name == ALL:
             lane = "cpu" if survey.device is None else "device"
@@ -249,9 +251,7 @@ class _DeviceCollective:
         return bool(self._handle.done())
 
 
-def _span_of(
-    part: Part, rows: Mapping[int, int], binding: Binding, fetched: bool, stored: bool, on_disk: dict[str, int]
-) -> Span:
+def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: Any) -> Span:
     survey = binding.survey
     taken = [row for member in part.members if (row := rows.get(member)) is not None]
     numels = [survey.numels[row] for row in taken]
@@ -261,10 +261,8 @@ def _span_of(
         grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
         param_nbytes=sum(survey.params[row].nbytes for row in taken),
         state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in taken),
-        **on_disk,
         own_master=survey.layouts[taken[0]].master_format != "fp32",
-        fetched=fetched,
-        stored=stored,
+        **others,
         **_sent(part),
     )
 

@@ -37,10 +37,10 @@ __all__ = [
     "GradReady",
     "HostReducer",
     "KnownSquares",
-    "Measured",
     "References",
     "Seen",
     "Summing",
+    "Sumsq",
     "measured",
     "shares",
     "sumsq_of_each",
@@ -230,7 +230,7 @@ class Summing:
 _version_of = operator.attrgetter("_version")
 
 
-Measured = float | Callable[[], float] | None
+Sumsq = float | Callable[[], float] | None
 """A sum of squares; what returns it, once it has come from a device; or None: not measured."""
 
 
@@ -242,16 +242,16 @@ class GradReady(NamedTuple):
 
     pieces: Sequence[Tensor]  # of each parameter, in the order of the bucket
     versions: Sequence[int]  # of the pieces, when they were ready
-    sumsq: Sequence[Measured]  # of the pieces
+    sumsq: Sequence[Sumsq]  # of the pieces
 
-    def knows(self, place: int, grad: Tensor) -> Measured:
+    def knows(self, place: int, grad: Tensor) -> Sumsq:
         """Returns the sum of squares of a gradient, if it is still the reduced one of this place."""
         piece = self.pieces[place]
         same = grad is piece and piece._version == self.versions[place]
         return self.sumsq[place] if same and not getattr(piece, "zk_handed_out", False) else None
 
 
-def measured(sums: Iterable[Measured]) -> list[float | None]:
+def measured(sums: Iterable[Sumsq]) -> list[float | None]:
     """Returns sums of squares as numbers; waits for those that are still on their way from a device.
 
     >>> measured([4.0, None, lambda: 9.0])
@@ -288,10 +288,10 @@ class BucketSquares:
         self._squares.forget()
         return self._squares if self._counted else None
 
-    def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[Measured]:
+    def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[Sumsq]:
         """Returns what has been measured of these, by place; `everything`: measures the rest now."""
-        found: list[Measured] = [None] * len(reduced)
-        sums: Sequence[Measured] | None = self._squares.sums
+        found: list[Sumsq] = [None] * len(reduced)
+        sums: Sequence[Sumsq] | None = self._squares.sums
         if (later := self._squares.later) is not None:
             sums = [partial(_one_of, later, at) for at in range(len(self._here))]
         for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
@@ -327,9 +327,9 @@ class KnownSquares:
                 places.append(shard.place)
         self._buckets = list(found.values())
 
-    def of(self, grads: Sequence[Tensor]) -> list[Measured]:
+    def of(self, grads: Sequence[Tensor]) -> list[Sumsq]:
         """Returns the sums of squares of these gradients, by row; None where unknown."""
-        found: list[Measured] = [None] * len(grads)
+        found: list[Sumsq] = [None] * len(grads)
         for bucket, rows, places in self._buckets:
             ready: GradReady | None = bucket.ready
             if ready is None:

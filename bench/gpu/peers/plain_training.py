@@ -1,49 +1,72 @@
-"""Plain PyTorch on one device: the same step without zk.shard, with our optimizer and with torch's own."""
+"""Plain PyTorch on one device: the same step without zk.shard, with our optimizer and with torch's own; and FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerokern as zk
 
-from ...contest import Provider
-from ..training import HYPER, MAX_NORM, Step, Training, clipped
+from ...offload import device
+from ...offload.device import HYPER, MAX_NORM, Stage, Trainer, plain_loop
 
-OURS, AUTOCAST, NARROW = "zk.AdamW", "torch fused, fp32", "torch fused, bf16"
+OURS, AUTOCAST, NARROW, FSDP2 = "zk.AdamW", "torch fused, fp32", "torch fused, bf16", "fsdp2"
 FUSED = "clip_grad_norm_ and torch.optim.AdamW(fused=True)"
+WIRINGS = {
+    OURS: "plain parameters",
+    AUTOCAST: f"{FUSED}, under autocast",
+    NARROW: FUSED,
+    FSDP2: f"fully_shard of each block and the root, gathered until backward, {FUSED}",
+}
+# that an optimizer of torch moves: gradients are read for the norm, read and written by the clip, read by the update
+PER_ELEMENT = 7 + 3
 
 
-def peers(training: Training, bytes_of_ours: float) -> dict[str, Callable[[], Sequence[Provider]]]:
-    """By name. zk.AdamW does the same work as ours; of torch's ways one keeps fp32 parameters, one is all bf16."""
+def plain(stage: Stage) -> Trainer:
+    """zk.AdamW on plain parameters: the work of ours without zk.shard."""
+    model = stage.model()
+    optimizer: Any = zk.AdamW(model.parameters(), max_grad_norm=MAX_NORM, **HYPER)
 
-    def ours() -> Step:
-        model = training.model()
-        optimizer = zk.AdamW(model.parameters(), max_grad_norm=MAX_NORM, **HYPER)
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+    return Trainer(plain_loop(model, update))
 
-        return training.step(model, update)
 
-    def fused(dtype: torch.dtype) -> Callable[[], Step]:
-        def build() -> Step:
-            model = training.model(dtype)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-            return training.step(model, clipped(model, optimizer), autocast=dtype == torch.float32)
+def fused(stage: Stage, dtype: torch.dtype) -> Trainer:
+    """torch's fused AdamW; parameters and states are in `dtype`, and fp32 ones compute under autocast."""
+    model = stage.model(dtype)
+    step = plain_loop(model, clipped(model))
 
-        return build
+    def autocast(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(stage.device.type, torch.bfloat16, enabled=dtype == torch.float32):
+            return step(tokens, targets)
 
-    def torchs(name: str, dtype: torch.dtype, lossy: str = "") -> Callable[[], Sequence[Provider]]:
-        # gradients are read for the norm, read and written by the clip, and read by the update
-        moved = (7 + 3) * dtype.itemsize
-        under = f"{FUSED}, under autocast" if dtype == torch.float32 else FUSED
-        return lambda: [training.provider(name, fused(dtype), moved, wiring=under, lossy=lossy)]
+    return Trainer(autocast)
 
-    return {
-        OURS: lambda: [training.provider(OURS, ours, bytes_of_ours, wiring="plain parameters")],
-        AUTOCAST: torchs(AUTOCAST, torch.float32),
-        NARROW: torchs(NARROW, torch.bfloat16, "bf16 parameters and states"),
-    }
+
+def fsdp2(stage: Stage) -> Trainer:
+    """FSDP2 on the default group: fp32 shards that compute in bf16. What forward has gathered stays until backward."""
+    model = stage.model(torch.float32)
+    how: Any = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": False}
+    for block in model.blocks:
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    return Trainer(plain_loop(model, clipped(model)))
+
+
+def clipped(model: nn.Module) -> device.Update:
+    """What plain PyTorch does after backward."""
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, fused=True, **HYPER)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update

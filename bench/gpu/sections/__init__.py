@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Section:
     """A part that runs alone. `seconds` is its share of a whole run, `least` what makes it worth starting.
 
-    Sections that are `timed` have the machine for themselves; the others run side by side before them.
+    Sections that are `timed` have the machine for themselves; the others run side by side before them. `gpus` is how
+    many it needs: where there are fewer, it is skipped and named.
     """
 
     name: str
@@ -17,26 +18,32 @@ class Section:
     least: float
     what: str
     timed: bool = True
+    gpus: int = 1
 
 
+WITHIN_S = 540.0  # a machine that is lent for ten minutes a command still has time to copy the results
+BUILD_S = 45.0  # of those, for compiling the library
+# in order of value, because the last ones are those that find no time
 SECTIONS = (
-    Section("tests", 125, 20, "pytest -m gpu on the installed package", timed=False),
-    Section("sanitize", 125, 20, "compute-sanitizer memcheck and racecheck on a small case", timed=False),
-    Section("update", 70, 12, "every update format on one flat span, against the copy bandwidth"),
-    Section("optim", 35, 10, "zk.AdamW on fp32 tensors against torch.optim.AdamW(fused=True)"),
-    Section("mixed", 60, 15, "the mixed step against torch fused with its casts and torch.compile of the whole step"),
+    Section("tests", 100, 20, "pytest -m gpu on the installed package, kernels first", timed=False),
+    Section("sanitize", 80, 20, "compute-sanitizer memcheck and racecheck on a small case", timed=False),
+    Section("ranks", 40, 15, "two ranks on two GPUs: stages 0 to 3 against DDP and FSDP2", gpus=2),
+    Section("optim", 25, 8, "zk.AdamW on fp32 tensors against torch.optim.AdamW(fused=True)"),
     Section("flatten", 20, 8, "lists into buckets and back, against torch.cat, _foreach_copy_ and _chunk_cat"),
-    Section("copies", 20, 8, "large spans to and from pinned host memory, one way and both at once"),
-    Section("batch", 20, 8, "many small tensors into pinned host memory and back, as one batch of copies"),
-    Section("step1b", 20, 8, "the exact step of 1B parameters"),
-    Section("zero", 40, 15, "ZeRO stages 0 to 3 on one rank against the same steps without zk.shard"),
-    Section("ops", 15, 6, "sum of squares, cast and accumulate against torch's own"),
-    Section("eightbit", 25, 8, "int8 states with split8 against the 8-bit optimizers that are installed"),
-    Section("sweep", 35, 10, "launch configurations of the update kernels: which is the best per format"),
+    Section("copies", 15, 6, "large spans to and from pinned host memory, one way and both at once"),
+    Section("offload", 85, 40, "a GPT of 1B with its state on the host: every schedule, and what others offload with"),
+    Section("zero", 50, 15, "ZeRO stages 0 to 3 through NCCL on one rank; at 1B beside FSDP2"),
+    Section("eight", 80, 40, "8B parameters on one GPU and its host, exact"),
+    Section("mixed", 35, 12, "the mixed step against torch fused with its casts and torch.compile of the whole step"),
+    Section("batch", 25, 8, "many tensors to and from pinned host memory, by size: one batch, a loop, a kernel"),
+    Section("step1b", 12, 6, "the exact step of 1B parameters"),
+    Section("update", 30, 12, "every update format on one flat span, against the copy bandwidth"),
+    Section("eightbit", 15, 5, "int8 states with split8 against the 8-bit optimizers that are installed"),
 )
-# each is a run of its own, of nearly ten minutes: a run of everything does without them
+# each is a run of its own: a run of everything does without them
 ALONE = (
-    Section("offload", 240, 60, "a GPT of 1B with its state on the host: every schedule, and what others offload with"),
+    Section("ops", 60, 6, "sum of squares, cast and accumulate against torch's own"),
+    Section("sweep", 120, 10, "launch configurations of the update kernels: which is the best per format"),
     Section("offload7b", 240, 60, "a GPT of 7B with its state on the host, each schedule in a process", timed=False),
     Section("offloadmax", 240, 60, "the largest model that trains on one GPU and its host", timed=False),
     Section("infinity", 240, 60, "models whose parameters rest on the host and on the disk", timed=False),

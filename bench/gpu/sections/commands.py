@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+_LIBC = ctypes.CDLL(None)  # before a fork: a child of a process with threads must load nothing
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """The system kills this process when the thread that started it ends: a run that is killed leaves nobody behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def run_logged(
@@ -18,6 +27,7 @@ def run_logged(
     *,
     program: Sequence[str] = (sys.executable,),
     cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, list[str]]:
     """Run `program words`; returns its exit status, None where it was stopped at the limit, and the lines it wrote."""
     with log.open("ab") as file:
@@ -27,7 +37,7 @@ def run_logged(
         # a group of its own: what it has started ends with it
         process = subprocess.Popen(
             [*program, *words], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd,
-            start_new_session=True,
+            env=environment, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
             code: int | None = process.wait(max(1.0, limit_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,13 +26,16 @@ MASTERED = ("bitsandbytes", "torchao")
 
 def run(desk: Desk) -> None:
     """One contest for each peer: what one of them leaves behind in a context must not stop the others."""
-    left = len(eight_bit.KINDS) + len(MASTERED)
-    for peer in eight_bit.KINDS:
+    there = {peer for peer in (*eight_bit.KINDS, *MASTERED) if importlib.util.find_spec(peer) is not None}
+    for peer in sorted({*eight_bit.KINDS, *MASTERED} - there):
+        desk.could_not(f"eightbit.{peer}", f"{peer} is not installed (pip install {peer}, or WHEELS=FOLDER)")
+    left = len(there & eight_bit.KINDS.keys()) + len(there & {*MASTERED})
+    for peer in (peer for peer in eight_bit.KINDS if peer in there):
         problem = _problem(desk, clip=False)
         outcome = _contest(desk, problem, {peer: eight_bit.direct(peer, problem)}, left)
         desk.ratio_to_fastest(f"eightbit.{peer}", outcome, OURS, [peer])
         left -= 1
-    for peer in MASTERED:
+    for peer in (peer for peer in MASTERED if peer in there):
         problem = _problem(desk, clip=True)
         _contest(desk, problem, {f"{peer}, fp32 masters": candidates(peer, "adam", problem)}, left)
         left -= 1

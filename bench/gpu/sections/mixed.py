@@ -1,7 +1,8 @@
 """The mixed step: bf16 gradients -> norm -> clip -> exact fp32 master -> bf16 parameters, against torch's ways.
 
-Ours is the public optimizer's `step()`. Everyone starts from the bf16 gradients and ends with bf16 parameters. Inductor
-tries its configurations on the GPU, so nothing is compiled ahead here, beside others.
+Ours is the public optimizer's `step()`. Everyone starts from the bf16 gradients and ends with bf16 parameters. What
+Inductor compiles by rules is compiled ahead, at full size, since its cache knows sizes; what it tunes by trial on the
+GPU is not, beside others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from ...contest import Provider
 from ...ops.adam import ALGORITHM
 from ...peers import candidates
+from ...peers import torch_compile as anywhere
 from ...shapes import Shape
 from ..ours import Layout, public, through_the_device_path
 from ..peers import torch_compile
@@ -26,6 +28,16 @@ SPLIT = Layout(torch.bfloat16, "split16", "fp32")
 MASTER = Layout(torch.bfloat16, "fp32", "fp32", out=torch.bfloat16)
 OURS, WITH_MASTER = "zk.AdamW, split16", "zk.AdamW, fp32 master"
 COMPILED = "torch compile"
+
+
+def warmers(settings: Settings) -> list[Callable[[], object]]:
+    """One and two graphs of the whole step, into Inductor's cache."""
+
+    def compiled(place: int) -> None:
+        problem = problem_of(flat(settings.sizes.flat), settings)
+        anywhere.full_step(problem)[place].check()
+
+    return [] if settings.rehearse else [lambda place=place: compiled(place) for place in range(2)]
 
 
 def problem_of(shape: Shape, settings: Settings) -> DeviceProblem:

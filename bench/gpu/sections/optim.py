@@ -16,9 +16,12 @@ from ..report import Desk
 from ..roof import roofs
 from ..settings import Settings, equal, flat, uneven
 from ..turns import Contest, in_turn
+from .eightbit import INT8
+from .mixed import MASTER, SPLIT
 
 PLAIN = Layout(torch.float32, "fp32", "fp32", param=torch.float32)
 OURS = "zk.AdamW"
+WARM_NUMEL = 1 << 20
 
 
 def shapes(settings: Settings) -> dict[str, Shape]:
@@ -28,6 +31,17 @@ def shapes(settings: Settings) -> dict[str, Shape]:
         "uneven": uneven(sizes.uneven_tensors, sizes.uneven_numel),
         "small": equal(sizes.small_tensors, sizes.small_numel),
     }
+
+
+def warmers(settings: Settings) -> list[Callable[[], object]]:
+    """A step of the public optimizer in each format that a section measures: flat, and of many tensors."""
+
+    def step(layout: Layout, clip: bool) -> None:
+        problem = DeviceProblem(ALGORITHM, uneven(20, WARM_NUMEL), settings.device, clip=clip)
+        PublicStep(problem, layout, settings, OURS).check()
+
+    every = [(layout, clip) for layout in (PLAIN, SPLIT, MASTER, INT8) for clip in (False, True)]
+    return [] if settings.rehearse else [lambda one=one: step(*one) for one in every]
 
 
 def sets(shape: Shape, settings: Settings) -> list[DeviceProblem]:
