@@ -21,6 +21,12 @@ from zerokern.zero.reducing import HostReducer
 class LateDown(Waiting):
     """What it copies to the host arrives late, and its program goes on meanwhile: its own memory is free at once."""
 
+    def launch(self, work: Any, seconds: float = 0.0, **settings: Any) -> PlayedMark:
+        """At once too, as what torch computes."""
+        if work is not None:
+            work()
+        return super().launch(None, seconds, **settings)
+
     def copy(self, stream: PlayedStream, pairs: Any) -> None:
         if stream.name == "down":
             pairs = [(dst, src.detach().clone()) for dst, src in pairs]
