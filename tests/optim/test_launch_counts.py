@@ -107,7 +107,7 @@ def test_stage_2_with_state_in_host_memory_and_overlap(device: CountingDevice, m
         assert device.total(UPLOAD, "compute") == device.total(DOWNLOAD, "compute") == 0
         assert device.total(UPLOAD, "beside") / RANKS == device.total(DOWNLOAD, "beside") / RANKS == BUCKETS
         assert device.total(SYNC, "main") / RANKS <= 4  # gradients that have come, and what ranks said
-        assert device.total(SYNC, "worker") / RANKS <= BUCKETS
+        assert device.total(SYNC, "worker") / RANKS <= 2 * BUCKETS  # a copy up, and a gather
         moved = sum(n for (_, _, _, which), n in device.rows.items() if which == "write_words") / RANKS
         assert device.total(LAUNCH) / RANKS - moved <= 2 * BUCKETS + CONSTANT, "flattened, and its squares summed"
         assert moved <= BUCKETS + CONSTANT, "gradients that have moved"
