@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from played import Edit
+from coroutine_machine import Edit
 
 __all__ = ["FAULTS", "Fault"]
 

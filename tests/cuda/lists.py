@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
+from coroutine_machine import CHUNK, STAGE, Machine
 from kernel_cases import same_bits, spread_values
-from played import CHUNK, STAGE, Machine
 from torch import Tensor
 
 from zerokern.kernels import flat, reference_device

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from coroutine_machine import SOURCES, Machine
 from faults import FAULTS, Fault
 from lists import KERNELS
-from played import SOURCES, Machine
 from tables import each
 
 LISTS = 200

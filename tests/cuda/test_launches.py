@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from coroutine_machine import CHUNK, STAGE, Machine
 from faults import FAULTS
 from kernel_cases import same_bits, spread_values
-from played import CHUNK, STAGE, Machine
 from torch import Tensor
 
 from zerokern.core.errors import BackendError

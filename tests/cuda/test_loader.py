@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from played import SOURCES
+from coroutine_machine import SOURCES
 
 from zerokern.core import errors
 from zerokern.kernels import cuda

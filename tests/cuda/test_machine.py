@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from coroutine_machine import Machine
 from lists import KERNELS
-from played import Machine
 from tables import each
 
 QUICK, SLOW = 100, 10_000

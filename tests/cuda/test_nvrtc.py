@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from played import SOURCES
+from coroutine_machine import SOURCES
 from tables import each
 
 pytest.importorskip("triton", reason="needs triton")

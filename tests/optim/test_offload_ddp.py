@@ -14,6 +14,7 @@ from worlds import for_each
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.kernels import reference
 from zerokern.memory import Copies
 from zerokern.optim import hosted
 
@@ -91,7 +92,9 @@ def all_compared(rank: int) -> list[tuple[list, list, int]]:
 def test_reduced_gradients_are_what_is_applied() -> None:
     of_ranks = on_ranks(2, all_compared)
     for (_, played, dtype), first, second in zip(ROWS, *of_ranks, strict=True):
-        nbytes = sum(param.nbytes for param in model(dtype).parameters())
+        sizes = [param.numel() for param in model(dtype).parameters()]
+        # with it the sums of squares of its chunks, which the device has measured
+        nbytes = sum(dtype.itemsize * numel + 8 * -(-numel // reference.SUMSQ_CHUNK) for numel in sizes)
         for found, expected, down in (first, second):
             assert found == expected
             assert down == (STEPS * nbytes if played else 0), "each gradient crosses once, when it is final"

@@ -106,7 +106,7 @@ class Plan(Footprint):
 
         >>> found = plan("1B", state_format="int8", master_format="split8").predict("h200-pcie", tokens=[16_384])
         >>> [f"{row.schedule} {row.of_resident:.0%}" for row in found.rows]
-        ['no offload 100%', 'sync 49%', 'overlap, plain 61%', 'overlap 76%', 'delayed 101%']
+        ['no offload 100%', 'sync 51%', 'overlap, plain 61%', 'overlap 80%', 'delayed 101%']
         """
         if self.settings.tp * self.settings.pp > 1:
             do = "A step of one part alone: zk.plan(part, world=...)"
