@@ -10,6 +10,7 @@ from pathlib import Path
 from zerokern.core import env, native
 from zerokern.core.errors import BackendError
 from zerokern.io import probes, why_no_uring
+from zerokern.kernels.cuda import loader
 from zerokern.kernels.triton import backend
 from zerokern.memory import span_copies
 
@@ -109,7 +110,13 @@ def _gpus() -> dict[str, object]:
             backend.check_device(device("cuda", i))
     except BackendError as error:
         return {"gpus": names, "gpu kernels": str(error)}
-    return {"gpus": names, "gpu kernels": "triton", "small copies": span_copies.limits()}
+    missing = loader.reason(device("cuda", 0))  # no trial launch, which would make a context
+    return {
+        "gpus": names,
+        "gpu kernels": "triton",
+        "cuda kernels": missing or "used if their first launch is right",
+        "small copies": span_copies.limits(),
+    }
 
 
 def _disks() -> dict[str, object]:

@@ -132,8 +132,7 @@ def left_out(rank: int, units: int, buffers: int) -> list[Call]:
 
 @each("units", [4, 8])
 def test_a_rank_that_leaves_a_parameter_out_reduces_later(units: int) -> None:
-    """It ends as long as nobody needs a buffer back. Where one does, no queue helps, and zero/reduction.py does not let
-    it happen: tests/zero/test_launch_order.py."""
+    """It ends as long as nobody needs a buffer back. Where one does, no queue helps; CPUs refuse that by name."""
     programs = [left_out(rank, units, buffers=units) for rank in range(2)]
     assert not stuck(programs, apart)
     assert stuck(programs, one_queue) and stuck(programs, apart, ordered=True)

@@ -218,3 +218,11 @@ def test_large_shared_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
     assert made.max_dynamic_shared_size_bytes == 0
     for cached in (loader._module, loader._kernel):
         cached.cache_clear()
+
+
+def test_the_library_of_torchs_cuda_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders were taken by name: cuda_nvrtc, of CUDA 12, came before cu13."""
+    paths = [Path("cuda_nvrtc/lib/libnvrtc.so.12"), Path("cu13/lib/libnvrtc.so.13")]
+    for said, first in ((None, 1), ("12.8", 0), ("13.0", 1)):
+        monkeypatch.setattr(torch.version, "cuda", said)
+        assert min(paths, key=nvrtc._preference) == paths[first]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +207,23 @@ def test_stats_of_the_cpu_are_its_sum_of_squares() -> None:
     )
     flat.flatten(tensors, bucket, stats=stats)
     assert stats[0].item() == ops.sumsq(tensors)
+
+
+def test_what_a_graph_may_launch_again_stays_when_another_kernel_comes() -> None:
+    """The first flatten of a GPU may be one of Triton's, within a capture, and the next one CUDA's."""
+    launched: list[Any] = []
+
+    class Table:
+        def __init__(self, *arguments: Any) -> None:
+            pass
+
+        def run(self, *arguments: Any) -> None:
+            launched.append(self)
+
+    class Other(Table):
+        pass
+
+    flattener, bucket = flat.Flattener([torch.ones(2)], torch.float32), torch.zeros(2)
+    for kind in (Table, Other, Table):
+        flattener._launch(kind, True, [torch.ones(2)], bucket, 1.0, None)
+    assert launched[0] is launched[2] and launched[1] is not launched[0]

@@ -136,11 +136,22 @@ def engine(library: Any) -> Engine:
     return Engine(library)
 
 
+class Tried(dict):
+    """All kernels have been tried, and copied right."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: object) -> bool:
+        return True
+
+
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel is asked for, unless a test says or measures something else."""
     monkeypatch.setenv("ZEROKERN_SMALL_COPIES", str(LIMIT))
     monkeypatch.setattr(span_copies, "_known", {})
+    monkeypatch.setattr(span_copies, "_right", Tried())  # no trials, but where they are tested
     say_once.cache_clear()
 
 
@@ -428,6 +439,38 @@ class Clock:
     def charge(self, by_kernel: bool, sizes: Sequence[int]) -> None:
         self.copied += 1
         self.now += self.of(by_kernel, len(sizes), max(sizes, default=0)) * 1e-6
+
+
+@each("to_host", [False, True])
+def test_a_kernel_that_does_not_copy_right_is_left_out(
+    engine: Engine, to_host: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However fast it is; the next one copies."""
+    tried: dict[tuple[str, bool, str], bool] = {}
+    say_once.cache_clear()
+    monkeypatch.setattr(span_copies, "_right", tried)
+
+    def idle(spans: Spans, table: Tensor) -> None:
+        """Copies nothing."""
+
+    def short(spans: Spans, table: Tensor) -> None:
+        ferry([(to, source, min(nbytes, 12000)) for to, source, nbytes in spans], table)
+
+    def long(spans: Spans, table: Tensor) -> None:
+        ferry([(to, source, nbytes + (nbytes == 301)) for to, source, nbytes in spans], table)
+
+    right, memory = Kernel(), mixed(100, 5)
+    ways: list[tuple[str, Any]] = [("idle", idle), ("short", short), ("long", long), ("failing", Kernel(fails=2))]
+    copies = SpanCopies(Driver(), engine, CopyKernels([*ways, ("Triton", right)]))
+    copies.copy(Stream(), memory.spans, to_host=to_host)
+    assert memory.is_right and [name for name, _ in copies.kernels.ways] == ["Triton"]
+    assert tried == {
+        ("cpu", to_host, name): name == "Triton" for name in ("idle", "short", "long", "failing", "Triton")
+    }
+    assert "the kernel of idle did not copy right what it was tried with" in caplog.text
+    memory = mixed(100, 5)
+    SpanCopies(Driver(), engine, CopyKernels(ways)).copy(Stream(), memory.spans, to_host=to_host)
+    assert memory.is_right, "without any, the engine"
 
 
 @each("to_host", [False, True])

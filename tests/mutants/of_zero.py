@@ -8,14 +8,6 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
-        "left_out_parameter_keeps_reductions_back",
-        "zerokern/zero/reduction.py",
-        "if self.buckets[number].memory.bucket.unit == ROOT:",
-        "if self.buckets[number].memory.bucket.unit == -1:",
-        "A rank that leaves out a parameter of no unit reduces nothing until its pass ends; others wait for it.",
-        ("tests/zero/test_launch_order.py::test_a_parameter_of_no_unit_that_some_ranks_leave_out",),
-    ),
-    Mutant(
         "no_sync_reduces_anyway",
         "zerokern/zero/sharding.py",
         "before, self.reduction.synchronizes = self.reduction.synchronizes, False",

@@ -93,7 +93,7 @@ class Flattener:
         self._list = checks.SpanList(like, offsets)
         self._dtype = bucket_dtype
         self._impl = impl
-        self._table: Any = None
+        self._tables: dict[Any, Any] = {}  # by their class
         self._checked: tuple[bool, int, list[int]] | None = None
 
     @property
@@ -168,10 +168,10 @@ class Flattener:
         scale: float | Tensor,
         stats: Tensor | None,
     ) -> None:
-        if not isinstance(self._table, kind):
-            self._table = kind(bucket.device, self._list.members, self._dtype)
+        if kind not in self._tables:  # none goes while a graph may replay its launches
+            self._tables[kind] = kind(bucket.device, self._list.members, self._dtype)
         number, factor = (1.0, scale) if isinstance(scale, Tensor) else (float(scale), None)
-        self._table.run(into, [t.data_ptr() for t in tensors], bucket, number, factor, stats)
+        self._tables[kind].run(into, [t.data_ptr() for t in tensors], bucket, number, factor, stats)
 
     def _one_by_one(
         self, family: str, into: bool, tensors: Sequence[Tensor], bucket: Tensor, scale: float, stats: Tensor | None

@@ -35,7 +35,10 @@ LEAST, MOST_NBYTES = 16, 64 << 10  # fewer copies, or larger ones, are always th
 SIZES = tuple(kib << 10 for kib in (4, 8, 16, 24, 28, 32, 48, 64))
 COUNTS = (16, 32, 64, 128, 256)
 ROUNDS = 5
-TABLE_SPANS, TABLE_NBYTES, TABLES = 1365, 32 << 10, 4  # of one launch, of its table, and tables that are made at once
+TABLE_SPANS, TABLE_NBYTES, TABLES = 1344, 32 << 10, 4  # of one launch, of its table, and tables that are made at once
+TRIAL_NBYTES = 128 << 10
+TRIAL = ((0, 0, 1), (3, 5, 301), (512, 512, 16), (1024, 1040, 9 << 10), (16385, 16387, 12001), (32768, 32768, 64 << 10))
+"""Where spans of a trial go, where they come from, their bytes: alike or unlike in how they are aligned, all sizes."""
 
 
 class KernelLimit(NamedTuple):
@@ -62,6 +65,7 @@ class KernelLimit(NamedTuple):
 DEFAULTS = {False: KernelLimit(28 << 10, 64, "by default"), True: KernelLimit(0, 64, "by default")}
 """By whether the copies go to the host."""
 _known: dict[tuple[str, bool], KernelLimit] = {}  # what was measured in this process, by device and direction
+_right: dict[tuple[str, bool, str], bool] = {}  # whether a kernel copied right what it was tried with: and its name
 _measuring = threading.Lock()
 
 
@@ -215,7 +219,7 @@ class SpanCopies:
         if self.kernels.ways and sum(span[2] < MOST_NBYTES for span in spans) >= LEAST and not self._captured(stream):
             limit = self._limit(to_host)
             small = [span for span in spans if span[2] < limit.nbytes]
-            if len(small) >= limit.copies:
+            if len(small) >= limit.copies and self._try_kernels(to_host):
                 return small, [span for span in spans if span[2] >= limit.nbytes]
         return [], spans
 
@@ -228,11 +232,52 @@ class SpanCopies:
         with self._driver.on(stream):
             return backend.capturing(device)
 
+    def _try_kernels(self, to_host: bool) -> bool:
+        """Leaves out kernels that do not copy right, each of which is tried once in a process while the host waits;
+        returns whether any is left."""
+        place = str(self._driver.device)
+        for name, way in list(self.kernels.ways):
+            key = (place, to_host, name)
+            with _measuring:
+                if key not in _right:
+                    _right[key] = self._copies_right(name, way, to_host)
+            if not _right[key]:
+                self.kernels.ways.remove((name, way))
+                say_once("zerokern.memory", f"the kernel of {name} did not copy right what it was tried with; not used")
+        return bool(self.kernels.ways)
+
+    def _copies_right(self, name: str, way: Way, to_host: bool) -> bool:
+        """Whether a kernel copies the spans of `TRIAL`, and nothing else."""
+        pattern = (torch.arange(TRIAL_NBYTES, device="cpu") % 251).to(torch.uint8)
+        expected = torch.zeros_like(pattern)
+        for to, source, nbytes in TRIAL:
+            expected[to : to + nbytes] = pattern[source : source + nbytes]
+        try:
+            device = torch.zeros(TRIAL_NBYTES, dtype=torch.uint8, device=self._driver.device)
+            host = Arena(TRIAL_NBYTES).lease(TRIAL_NBYTES, "copies that are tried").tensor(torch.uint8, (TRIAL_NBYTES,))
+            target, given = (host, device) if to_host else (device, host)
+            given.copy_(pattern)
+            target.zero_()
+            stream = self._driver.stream("measure")
+            self._driver.follow(stream, self._driver.mark(None))
+            ends = target.data_ptr(), given.data_ptr()
+            spans = [(ends[0] + to, ends[1] + source, nbytes) for to, source, nbytes in TRIAL]
+            alone = SpanCopies(self._driver, self._batches, CopyKernels([(name, way)]))
+            try:
+                launched = alone._launch(stream, spans)
+            finally:
+                self._driver.fence(stream).wait()
+            return launched and torch.equal(target.cpu(), expected)
+        except (ZerokernError, RuntimeError, MemoryError):
+            return False
+
     def _limit(self, to_host: bool) -> KernelLimit:
         """Returns the limit of a direction; measures it if nobody has."""
         key = (str(self._driver.device), to_host)
         limit = _given() or _known.get(key)
         if limit is None:
+            if not self._try_kernels(to_host):
+                return DEFAULTS[to_host]
             with _measuring:
                 limit = _known[key] = _known.get(key) or self._measured(to_host)
         return limit

@@ -113,7 +113,8 @@ class HostCopies:
     link: Copies | None = None  # to the device that the parameters lie on
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
     measures: bool = False
-    _squares: dict[int, SquaresBelow] = field(default_factory=dict)  # by the first copy of those fetched together
+    # by the first of the copies that are fetched together: all of them, and what measures them
+    _squares: dict[int, tuple[list[int], SquaresBelow]] = field(default_factory=dict)
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
@@ -282,9 +283,11 @@ class HostCopies:
             return None
         grads, key = [grad.detach() for _, grad in pairs], id(pairs[0][0])
         numels, dtypes = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
-        squares = self._squares.get(key)
-        if squares is None or squares.key != (tuple(numels), tuple(dtypes)):
-            squares = self._squares[key] = SquaresBelow(numels, dtypes)
+        of = [id(copy) for copy, _ in pairs]  # of others the sums may not have been read yet
+        before, squares = self._squares.get(key, (None, None))
+        if squares is None or before != of or squares.key != (tuple(numels), tuple(dtypes)):
+            squares = SquaresBelow(numels, dtypes)
+            self._squares[key] = of, squares
         return squares.launch(self.driver, grads)
 
     def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:

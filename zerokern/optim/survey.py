@@ -175,7 +175,8 @@ class Survey:
         unknown: list[Any] = [None] * len(self.params)
         self._known: Sequence[Sumsq] = unknown if self._squares is None else self._squares.of(grads)
         if self._are_copies:
-            self._known = [getattr(grad, "zk_sumsq", None) for grad in grads]
+            known = zip(self._known, grads, strict=True)
+            self._known = [getattr(grad, "zk_sumsq", None) if one is None else one for one, grad in known]
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
 
     def _are_there(self, grads: Sequence[Tensor], pointers: array[int]) -> bool:

@@ -35,7 +35,6 @@ BACKWARD = "a backward pass"
 _times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
-ROOT = 0  # the number of the unit that has what belongs to no other
 UNREAD = 8  # passes whose answers may wait to be read
 
 
@@ -65,7 +64,6 @@ class Reduction:
         self.passes = 0  # that have reduced
         self._task = -1
         self._order = list(reversed(range(len(buckets))))
-        self._places = {number: place for place, number in enumerate(self._order)}
         self._ends = list(accumulate(len(one.entries) for one in buckets))
         self._params = TensorBodies([param for one in buckets for param in one.params])
         self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
@@ -217,17 +215,9 @@ class Reduction:
                 bucket.scale(factor)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
-        """Completes these buckets: their unit's backward is over.
-
-        Those of no unit that come before them in the order would keep them back to the end of the pass, if this rank
-        leaves a parameter out that rank 0 used in its first pass. Others, which need their buffers again before the
-        next gathers, would wait for this rank, and this rank for these gathers.
-        """
+        """Completes these buckets: their unit's backward is over."""
         if self.active:
             for bucket in buckets:
-                for number in self._order[self._next : self._places[bucket.number]] if not self._learns_order else ():
-                    if self.buckets[number].memory.bucket.unit == ROOT:
-                        self._complete(self.buckets[number])
                 self._complete(bucket)
 
     def _complete(self, bucket: GradientBucket) -> None:
@@ -423,7 +413,6 @@ class Reduction:
                 order.mul_(self._parts[0].is_first)
                 self._everyone.all_reduce(order, "max").wait()
         self._order, self._learns_order = order.tolist(), False
-        self._places = {number: place for place, number in enumerate(self._order)}
 
     def abandon(self) -> None:
         """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""

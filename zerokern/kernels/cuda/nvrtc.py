@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from zerokern.core.errors import BackendError
 
 __all__ = ["OLDEST", "compile_cubin", "library", "missing", "version"]
@@ -67,8 +69,8 @@ def library() -> ctypes.CDLL:
     >>> missing() is not None or library().nvrtcVersion is not None
     True
     """
-    paths = [str(path) for folder in _wheel_folders() for path in sorted(folder.glob("libnvrtc.so.*"), reverse=True)]
-    for path in (*paths, *_NAMES):
+    found = [path for folder in _wheel_folders() for path in folder.glob("libnvrtc.so.*")]
+    for path in (*map(str, sorted(found, key=_preference)), *_NAMES):
         with suppress(OSError):
             return ctypes.CDLL(path)
     with suppress(Exception):  # CuPy knows more places, and what it has loaded is found by name
@@ -113,6 +115,16 @@ def _text(nvrtc: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
     text = ctypes.create_string_buffer(size.value)
     _check(getattr(nvrtc, f"nvrtcGet{what}")(program, text), f"nvrtcGet{what}")
     return text.raw
+
+
+def _preference(path: Path) -> tuple[bool, int]:
+    """Orders libraries: that of torch's CUDA first, whose driver is there, then the newest.
+
+    >>> _preference(Path("libnvrtc.so.13"))[1] < _preference(Path("libnvrtc.so.12"))[1]
+    True
+    """
+    major = path.name.removeprefix("libnvrtc.so.").partition(".")[0]
+    return major != (torch.version.cuda or "").partition(".")[0], -int(major) if major.isdecimal() else 0
 
 
 def _wheel_folders() -> list[Path]:

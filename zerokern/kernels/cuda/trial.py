@@ -26,7 +26,7 @@ def available(device: torch.device) -> bool:
     """
     found = loader.reason(device)
     if found is None:
-        if capturing(device) and device not in _tried:
+        if device not in _tried and capturing(device):
             return False
         _tried.add(device)
         found = _failure(device)
