@@ -59,7 +59,7 @@ def every(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
 
 
-@each("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_every_narrow_value_on_sums_of_all_sizes(dtype: torch.dtype) -> None:
     values = every(dtype)
     generator = torch.Generator().manual_seed(0)
