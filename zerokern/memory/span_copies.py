@@ -242,7 +242,7 @@ class SpanCopies:
                 if key not in _right:
                     _right[key] = self._copies_right(name, way, to_host)
             if not _right[key]:
-                self.kernels.ways.remove((name, way))
+                self.kernels.ways = [one for one in self.kernels.ways if one[0] != name]  # another thread may have, too
                 say_once("zerokern.memory", f"the kernel of {name} did not copy right what it was tried with; not used")
         return bool(self.kernels.ways)
 
