@@ -17,7 +17,7 @@ from torch import Tensor
 from zerokern.kernels import cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 
-__all__ = ["ChunkSums", "Squares"]
+__all__ = ["ChunkSums", "Squares", "one_by_one"]
 
 MANY = 64  # chunks, for which Python would take longer than a call of torch
 
@@ -58,6 +58,19 @@ class Squares:
         [tensor([0, 1]), tensor([3])]
         """
         return [written[begin : begin + numel] for begin, numel in zip(self.begins, self.numels, strict=True)]
+
+
+def one_by_one(sums: Callable[[], Sequence[float]], count: int) -> list[Callable[[], float]]:
+    """Returns a function for each of `count` sums, of which `sums` returns all.
+
+    >>> [one() for one in one_by_one(lambda: [1.0, 2.0], 2)]
+    [1.0, 2.0]
+    """
+    return [functools.partial(_one_of, sums, at) for at in range(count)]
+
+
+def _one_of(sums: Callable[[], Sequence[float]], at: int) -> float:
+    return sums()[at]
 
 
 class ChunkSums:

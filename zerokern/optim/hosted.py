@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
+from zerokern.kernels.squares import one_by_one
 from zerokern.memory import NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.squares import MeasuredThere, SquaresBelow
@@ -271,10 +272,10 @@ class HostCopies:
             sources.append(found.there)
             targets.append(found.here)
         ticket = self.link.to_host(sources, targets, ready=ready, checked=checked)
-        later = None if found is None else found.later(ticket)
-        for place, (copy, _) in enumerate(pairs):
+        sums = [None] * len(pairs) if found is None else one_by_one(found.later(ticket), len(pairs))
+        for (copy, _), one in zip(pairs, sums, strict=True):
             copy.checked = True
-            copy.grad.zk_sumsq = None if later is None else partial(_one_of, later, place)  # type: ignore[attr-defined]
+            copy.grad.zk_sumsq = one  # type: ignore[attr-defined]
         return ticket
 
     def measure(self, pairs: Sequence[tuple[HostCopy, Tensor]]) -> MeasuredThere | None:
@@ -403,10 +404,6 @@ class HostCopies:
             with present(copy.values), present(copy.local):
                 copy.pending = not torch.equal(copy.values.detach(), copy.local.detach().to(copy.values.device))
             copy.loaded = copy.bits if copy.pending else None
-
-
-def _one_of(sums: Callable[[], Sequence[float]], place: int) -> float:
-    return sums()[place]
 
 
 def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:

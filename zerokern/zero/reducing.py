@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from zerokern.comm import Group, Handle
 from zerokern.kernels import Flattener, cpu
 from zerokern.kernels.cpu import sumsq_pointers
-from zerokern.kernels.squares import Squares
+from zerokern.kernels.squares import Squares, one_by_one
 from zerokern.memory import HostTier, Wanted
 from zerokern.memory.addresses import GradientReader, gradient_reader
 from zerokern.memory.copies import Copy
@@ -293,7 +292,7 @@ class BucketSquares:
         found: list[Sumsq] = [None] * len(reduced)
         sums: Sequence[Sumsq] | None = self._squares.sums
         if (later := self._squares.later) is not None:
-            sums = [partial(_one_of, later, at) for at in range(len(self._here))]
+            sums = one_by_one(later, len(self._here))
         for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
             found[place] = one
         for place in self._elsewhere if sums is not None else ():
@@ -305,10 +304,6 @@ class BucketSquares:
             for place, one in zip(some, sumsq_pointers(pointers, numels, reduced[0].dtype), strict=True):
                 found[place] = one
         return found
-
-
-def _one_of(sums: Callable[[], Sequence[float]], at: int) -> float:
-    return sums()[at]
 
 
 class KnownSquares:
