@@ -14,10 +14,11 @@ from tables import each
 from zerokern.kernels import cuda
 
 QUICK, SLOW = 100, 10_000
+COUNT = "looks += thread_number() % 32 == 0"  # one for a warp
 LOOKS = (
     Edit("ring.cuh", "template <class List>\n", 'extern "C" {\nu32 looks = 0;\n}\ntemplate <class List>\n'),
-    Edit("ring.cuh", "if (low < high && task <", "if (looks += thread_number() % 32 == 0, low < high && task <"),
-    Edit("ring.cuh", "if (list.row[look].first <= task)", "if (looks += thread_number() % 32 == 0, list.row[look].first <= task)"),
+    Edit("ring.cuh", "if (low < high && task <", f"if ({COUNT}, low < high && task <"),
+    Edit("ring.cuh", "if (list.row[look].first <= task)", f"if ({COUNT}, list.row[look].first <= task)"),
 )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
 from zerokern.kernels import checks
 from zerokern.kernels.cuda.loader import Stream, architecture, kernel, placed, refuse_without, stage_bytes
 from zerokern.kernels.cuda.rows import parameters, parts_of
