@@ -40,15 +40,14 @@ ZK_DEVICE void ferry_ends(Row row, u32 head, u32 end) {
 template <u32 ROWS>
 struct FerryTasks {
     const FerryRows<ROWS> &list;
-    u32 task, step, number, ahead;  // row `number` is that of the task before, `ahead` tasks back
+    u32 task, step, number;  // the first task is less than `step`; row `number` is that of the task before
 
     ZK_MEMBER bool some() {
         if (task >= list.tasks) return false;
-        number = row_of(list, task, number, ahead);
-        ahead = 0;
+        number = row_of(list, task, number, step);
         return true;
     }
-    ZK_MEMBER void next() { task += step, ahead += step; }
+    ZK_MEMBER void next() { task += step; }
     ZK_MEMBER const Row &row() const { return list.row[number]; }
     ZK_MEMBER u32 within() const { return task - row().first; }
 };
@@ -77,7 +76,7 @@ ZK_DEVICE bool next_bulk(FerryTasks<ROWS> &tasks, u64 &to, u64 &from, u32 &nbyte
 template <u32 ROWS>
 ZK_DEVICE void ferry_bulk(const FerryRows<ROWS> &list) {
     Ring ring = Ring::opened(shared_memory(), shared_memory() + STAGES * STAGE_BYTES);
-    FerryTasks<ROWS> loads{list, cta_number(), cta_count(), 0, cta_number()}, stores = loads;
+    FerryTasks<ROWS> loads{list, cta_number(), cta_count(), 0}, stores = loads;
     u64 to = 0, from = 0;
     u32 nbytes = 0;
     bool more = true;
@@ -105,8 +104,7 @@ ZK_DEVICE void ferry(const FerryRows<ROWS> &list) {
     if (thread_number() == 0 && list.largest >= LEAST_BULK) ferry_bulk(list);
     if (warp < DRIVERS) return;
 #endif
-    u32 first = cta_number() * warps + warp - DRIVERS;
-    FerryTasks<ROWS> tasks{list, first, cta_count() * warps, 0, first};
+    FerryTasks<ROWS> tasks{list, cta_number() * warps + warp - DRIVERS, cta_count() * warps, 0};
     for (; tasks.some(); tasks.next()) {
         Row row = tasks.row();
         u32 width = common_width(row);

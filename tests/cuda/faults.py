@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "two_warps_with_the_same_tasks", "ferry",
-        Edit("ferry.cu", "cta_count() * warps, 0, first}", "cta_count() * (warps - 1), 0, first}"),
+        Edit("ferry.cu", "cta_count() * warps, 0}", "cta_count() * (warps - 1), 0}"),
         "writes a byte twice",
     ),
     Fault(
@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "stages_stored_to_the_task_after", "ferry",
-        Edit("ferry.cu", "stores = loads;", "stores{list, cta_number() + 1, cta_count(), 0, cta_number() + 1};"),
+        Edit("ferry.cu", "stores = loads;", "stores{list, cta_number() + 1, cta_count(), 0};"),
         "",
     ),
     Fault(

@@ -48,7 +48,7 @@ def test_a_task_of_a_long_list_is_found_in_few_looks(
     assert torch.equal(target, source)
     tasks = sum(-(-size // STAGE) for size in sizes)
     found = ctypes.c_uint32.in_dll(build(played._folder, "ferry", True, LOOKS), "looks").value
-    assert 0 < found <= tasks * looks
+    assert 0 < found <= tasks * looks + 28 * 5  # each worker's first task is found by bisection
 
 
 @pytest.mark.slow
