@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zerokern.core import env, native
 from zerokern.core.errors import BudgetError, ZerokernError, got, say_once
+from zerokern.kernels.triton.backend import beside_captures
 from zerokern.memory import placement
 from zerokern.memory.layout import PAGE, FreeSpans
 from zerokern.memory.room import amount, check_fits
@@ -245,7 +246,8 @@ class Arena:
 
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs, once CUDA is in use: an arena alone creates no context."""
-        refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
+        with beside_captures():
+            refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
         self._offered_to_cuda = True  # set last, so that an interrupted attempt is repeated
         if int(refused):
             clear_cuda_error()  # else torch would find it and blame its next call

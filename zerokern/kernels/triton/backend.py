@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from zerokern.core.errors import BackendError
 
-__all__ = ["OLDEST", "capturing", "check_device", "interpreted", "launching", "refuse_before", "runs_on", "usable"]
+__all__ = [
+    "OLDEST", "beside_captures", "capturing", "check_device", "interpreted", "launching", "refuse_before", "runs_on",
+    "usable",
+]  # fmt: skip
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 INSTALL = "pip install 'zerokern[cuda]'"
 INSTEAD = "impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
 
@@ -57,6 +64,36 @@ def capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Lets this thread query events, wait for them and pin memory while another thread captures a CUDA graph.
+
+    In the mode "global", torch's default, each of these calls breaks off the capture, whichever thread makes it, unless
+    that thread is in the mode "relaxed". torch has no call for it; its own allocators exchange the mode likewise.
+
+    >>> with beside_captures(): pass
+    """
+    driver = _driver()
+    before = ctypes.c_int(RELAXED)
+    exchanged = driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(before)) == 0
+    try:
+        yield
+    finally:
+        if exchanged:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(before))
+
+
+@functools.cache
+def _driver() -> Any:
+    """Returns CUDA's driver, of which the runtime's calls might create a context; None where there is none."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def runs_on(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.checks import BucketSpan
-from zerokern.kernels.triton.backend import capturing, check_device
+from zerokern.kernels.triton.backend import check_device
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.flatten import move_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
@@ -30,7 +30,8 @@ class BucketTable:
     """Tables on the device for a list of tensors; a run uploads the addresses if they are not those of the last run.
 
     One launch for each dtype of contiguous tensors, then one for each dtype of the others. Launches of one table share
-    scratch memory: runs must be ordered, as those on one stream are.
+    scratch memory: runs must be ordered, as those on one stream are. What is made in a capture of a CUDA graph is that
+    capture's, and is not run outside of it.
 
     >>> device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     >>> x, bucket = torch.tensor([1.0, 2.0], device=device), torch.zeros(3, device=device)
@@ -53,7 +54,6 @@ class BucketTable:
         )
         self._addresses: list[int] | None = None
         self._pointers: Tensor | None = None
-        self._captured: list[Tensor] = []
 
     def run(
         self,
@@ -87,10 +87,7 @@ class BucketTable:
                 move_rows[grid](*first, self._offsets, self._numels, *last, IN=into, **shape, **common)
 
     def _sent(self, addresses: list[int]) -> Tensor:
-        """The addresses on the device. What a capture sends arrives at a replay, so no other run may count on it."""
-        if capturing(self._device):
-            self._captured.append(upload(array("Q", addresses), self._device))
-            return self._captured[-1]
+        """Returns the addresses on the device."""
         if self._pointers is None:
             self._pointers = upload(array("Q", addresses), self._device)
         elif addresses != self._addresses:

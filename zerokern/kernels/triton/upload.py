@@ -3,7 +3,8 @@
 Kernels write them there (`words`): no copy engine is asked. More words than a launch takes by value lie in pinned
 memory, which the kernel reads when the stream comes to it. torch's caching host allocator does not know of that, and
 would give the memory out again at once: it is kept here until an event behind the launch has passed, for which nobody
-waits. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
+waits. A CUDA graph reads it at every replay, and nobody is told when a graph is destroyed: what captures stage is kept
+for good, equal words once, whoever asked for them and whether or not he keeps what he got.
 
 In a capture the driver may refuse to pin memory, and older torch then breaks it off. So each upload outside of
 one sets memory aside for its like in a capture, as torch's own cache does for each process.
@@ -12,6 +13,7 @@ one sets memory aside for its like in a capture, as torch's own cache does for e
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from array import array
 from collections import defaultdict, deque
@@ -22,14 +24,13 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.triton.backend import capturing, launching
+from zerokern.kernels.triton.backend import beside_captures, capturing, launching
 
 __all__ = [
     "MOST_TILES", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "tile_map", "upload",
 ]  # fmt: skip
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
-_STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
 _MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
 
 
@@ -75,10 +76,12 @@ def _size(nbytes: int) -> int:
 
 
 def _pin(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+    with beside_captures():
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 _SET_ASIDE = SetAside(_pin)
+_OF_GRAPHS: dict[bytes, Tensor] = {}  # what replays only read, by its contents; what they write, by its address
 
 
 class StillRead:
@@ -101,7 +104,7 @@ class StillRead:
 
     def keep(self, stream: Any, event: Any, memory: Tensor) -> None:
         """Keeps the memory until the event has passed, and drops what is read no more."""
-        with self._lock:
+        with self._lock, beside_captures():
             for key, kept in list(self._of.items()):
                 while kept and kept[0][0].query():
                     kept.popleft()
@@ -150,10 +153,8 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
         return words.clone()
     with launching(device):
         room = torch.empty(-(-words.nbytes // 8), dtype=torch.int64, device=device)
-        made = room.view(words.dtype)[: words.numel()].view(words.shape)
-        if (pinned := _write(room, words)) is not None:
-            setattr(made, _STAGED, pinned)
-        return made
+        _write(room, words)
+        return room.view(words.dtype)[: words.numel()].view(words.shape)
 
 
 def refresh(words: Tensor, values: array[int]) -> None:
@@ -173,7 +174,7 @@ def refresh(words: Tensor, values: array[int]) -> None:
 def read_back(words: Tensor) -> Tensor:
     """Pinned host memory that a kernel fills with these words, a multiple of 4 bytes, when the stream comes to it.
 
-    Nobody waits: who reads it waits for an event behind this call.
+    Nobody waits: who reads it waits for an event behind this call, and where that is captured, behind the replay.
 
     >>> read_back(torch.tensor([1, 2]))
     tensor([1, 2])
@@ -183,11 +184,16 @@ def read_back(words: Tensor) -> Tensor:
     from zerokern.kernels.triton import words as kernels
 
     with launching(words.device):
-        pinned = _pin(words.nbytes)
-        try:
+        if capturing(words.device):
+            pinned = _SET_ASIDE.take(words.nbytes)[: words.nbytes]
+            _OF_GRAPHS[b"at %d" % pinned.data_ptr()] = pinned
             kernels.copy(pinned, words)
-        finally:
-            _STILL_READ.keep(*_mark(words.device), pinned)
+        else:
+            pinned = _pin(words.nbytes)
+            try:
+                kernels.copy(pinned, words)
+            finally:
+                _STILL_READ.keep(*_mark(words.device), pinned)
     return pinned.view(words.dtype).view(words.shape)
 
 
@@ -196,18 +202,17 @@ def _in_place(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _write(out: Tensor, words: Tensor) -> Tensor | None:
-    """Launches what writes these words; in a capture, returns the pinned memory that every replay reads again."""
+def _write(out: Tensor, words: Tensor) -> None:
+    """Launches what writes these words."""
     from zerokern.kernels.triton import words as kernels
 
     if words.nbytes <= 8 * kernels.ARGUMENTS:
         if words.nbytes:
             kernels.write(out, words)
-        return None
+        return
     if capturing(out.device):
-        pinned = _as(words, _SET_ASIDE.take(words.nbytes))
-        kernels.copy(out, pinned)
-        return pinned
+        kernels.copy(out, _of_graphs(words))
+        return
     _SET_ASIDE.refill()
     _SET_ASIDE.keep(words.nbytes)
     pinned = _as(words, _pin(words.nbytes))
@@ -215,7 +220,14 @@ def _write(out: Tensor, words: Tensor) -> Tensor | None:
         kernels.copy(out, pinned)
     finally:  # a Ctrl-C may come behind the launch
         _STILL_READ.keep(*_mark(out.device), pinned)
-    return None
+
+
+def _of_graphs(words: Tensor) -> Tensor:
+    """Returns pinned memory with these words that any graph may read at any time."""
+    key = hashlib.blake2b(words.reshape(-1).view(torch.uint8).numpy().data).digest()
+    if key not in _OF_GRAPHS:
+        _OF_GRAPHS[key] = _as(words, _SET_ASIDE.take(words.nbytes))
+    return _OF_GRAPHS[key]
 
 
 def _as(words: Tensor, pinned: Tensor) -> Tensor:
@@ -237,7 +249,8 @@ def host_words(words: Tensor) -> Tensor:
     >>> host_words(torch.zeros(2, dtype=torch.float64)).shape
     torch.Size([2])
     """
-    return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
+    with beside_captures():
+        return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
 
 
 def tile_map(numels: Sequence[int], tile: int) -> Tensor:
