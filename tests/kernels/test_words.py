@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import threading
 import weakref
@@ -339,7 +340,7 @@ def test_tables_that_a_graph_reads_outlive_their_owner(graphs: LateDevice) -> No
     for owner in owners:
         owner.flatten(tensors, bucket)
     tables = [weakref.ref(table) for owner in owners for table in owner._tables.values()]
-    captured(graphs, lambda: owners[0].flatten(tensors, bucket))
+    captured(graphs, functools.partial(owners[0].flatten, tensors, bucket))
     del owners, owner
     gc.collect()
     assert [table() is None for table in tables] == [False, True]
@@ -369,7 +370,7 @@ def test_what_is_read_back_in_a_capture_is_filled_at_every_replay(
 
 
 class Capturing:
-    """A driver in whose process some thread captures: modes of threads, and what others ask in a mode that breaks it."""
+    """A driver in whose process a thread captures: modes of other threads, and whether they have broken that off."""
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.broken = code, False
