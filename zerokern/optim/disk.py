@@ -437,24 +437,29 @@ def _batches(entries: Sequence[Checked]) -> Iterator[list[Checked]]:
 
 
 class StateOnDisk(StateTier):
-    """Keeps state in records on disk. An update reads them into a ring, changes them there and writes them back."""
+    """Keeps state in records on disk. An update reads them into a ring, changes them there and writes them back.
+
+    What `placing` keeps in memory is what it is to a `StateTier`.
+    """
 
     streams = True
 
     def __init__(
-        self, algorithm: Algorithm, state: Any, initial: Sequence[float], exact: Exact | None, disk: Disk
+        self,
+        algorithm: Algorithm,
+        state: Any,
+        initial: Sequence[float],
+        exact: Exact | None,
+        placing: Any,
+        disk: Disk,
     ) -> None:
-        """As `StateTier`. Nothing is written to the state before there is room on disk for all of it."""
-        super().__init__(algorithm, state, initial, exact)
+        """As `StateTier`. Nothing is written to the state on disk before there is room there for all of it."""
+        super().__init__(algorithm, state, initial, exact, placing)
         self._disk = disk
 
     @property
     def ring(self) -> Ring | None:  # type: ignore[override]
         return self._disk.ring if self._disk.is_open else None
-
-    def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
-        self.survey = survey
-        return [i for i in range(len(survey.params)) if not self._knows(i)]
 
     def _knows(self, i: int) -> bool:
         param, layout = self.survey.params[i], self.survey.layouts[i]
@@ -462,12 +467,18 @@ class StateOnDisk(StateTier):
         owner = on_disk_of(entry)
         if self.state.mark.changed:
             return False
+        if id(param) in self.rows:
+            return super()._knows(i)
         if owner is None:
             return not layout.columns and (not layout.counter or (entry is not None and "step" in entry))
         return owner.fits(self._disk, param, layout)
 
     def add(self, groups: Groups, new: Sequence[int]) -> None:
         survey, disk, state = self.survey, self._disk, self.state
+        there = dict(zip(new, self._to_disk(new), strict=True))
+        if here := [i for i in new if not there[i]]:
+            super().add(groups, here)
+        new = [i for i in new if there[i]]
         entries = [state.get(survey.params[i]) or {} for i in new]
         seen = []
         for i, entry in zip(new, entries, strict=True):
@@ -499,8 +510,7 @@ class StateOnDisk(StateTier):
             owner.initial = self._initial[survey.owners[i]]
             owner.first = any(slot.key in optional for slot in owner.slots)
             if self._exact is not None and owner.has_master:
-                owner.begin_with(self._exact(survey.params[i]))
-                self._exact(survey.params[i], kept=True)
+                owner.begin_with(self._exact(survey.params[i], kept=True))
         return entries
 
     def _put(self, old: Sequence[tuple[int, Entry]], new: Sequence[Entry]) -> None:
@@ -511,12 +521,10 @@ class StateOnDisk(StateTier):
             self.state[self.survey.params[i]] = {**entry, **others}
 
     def locate(self) -> None:
+        super().locate()
         self._owners = [on_disk_of(self.state.get(param)) for param in self.survey.params]
         if self.state.mark.changed:
             self._disk.sweep(all_on_disk(self.state))
-
-    def in_place(self) -> bool:
-        return True
 
     def check(self) -> None:
         self._disk.check()
@@ -528,6 +536,8 @@ class StateOnDisk(StateTier):
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
+        if (found := self.rows.get(id(survey.params[i]))) is not None:
+            return found
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
@@ -562,10 +572,11 @@ class StateOnDisk(StateTier):
         return ticket
 
     def started(self) -> None:
+        super().started()
         for owner in self._owners:
             if owner is not None:
                 owner.first = False
 
     def nbytes_of(self, param: Tensor) -> int:
         owner = on_disk_of(self.state.get(param))
-        return 0 if owner is None else owner.nbytes
+        return super().nbytes_of(param) if owner is None else owner.nbytes

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostTier
-from zerokern.memory.tier import AnyTier, config_of
+from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
-from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Slot
 from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
+from zerokern.optim.placing import Placing
 from zerokern.optim.shards import LATE, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
@@ -88,13 +90,15 @@ class Holdings:
     """
 
     def __init__(
-        self, algorithm: Algorithm, tier: AnyTier, schedule: str | Delayed, name: str, group: Any = None
+        self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None
     ) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
-        self.room = HostTier(name, TAKES_LESS) if tier != "device" or self.delays else None
-        config = config_of(tier)
+        self.order = TierOrder.of("tier", tier)
+        self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
+        config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
+        self.placing = Placing(self.order, self.room, self.disk)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host: HostCopies | None = None
@@ -119,6 +123,11 @@ class Holdings:
     @property
     def delays(self) -> bool:
         return isinstance(self.schedule, Delayed)
+
+    @property
+    def rests_on_device(self) -> bool:
+        """Whether all state lies beside the parameters."""
+        return self.order.tiers == ("device",)
 
     @property
     def is_scheduled(self) -> bool:
@@ -189,17 +198,17 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
-        if self.schedule == "sync" and self.tier == "device":
+        if self.schedule == "sync" and self.rests_on_device:
             return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         if not everyone:
             return False
         there = is_apart(everyone[0])
-        if there and self.tier == "device" and self.schedule != "sync":
+        if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        return self.delays or (there and self.tier != "device")
+        return self.delays or (there and not self.rests_on_device)
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
         """Returns what makes host copies of these parameters, if they are to have some."""
@@ -211,9 +220,14 @@ class Holdings:
         trained = next(param for group in groups for param in group["params"] if param.requires_grad)
         self.host.reach(trained, measured=self.recorder is not None)
         owners = [group for group in groups for _ in group["params"]]
-        if self.disk is not None:
-            return self.host, lambda place, dtype: ()
-        return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype).columns
+
+        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot]]:
+            layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
+            wanted = [(local, layout.nbytes_of(local)) for (_, local), layout in zip(new, layouts, strict=True)]
+            there = self.placing.on_disk({}, wanted)
+            return [() if gone else layout.columns for gone, layout in zip(there, layouts, strict=True)]
+
+        return self.host, columns_of
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
         """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.
@@ -265,6 +279,7 @@ class Holdings:
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
         last, witness = self.bound.binding, self.bound.witness
+        self.placing.turns = self.shards.turns
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
         if binding is not None and intact:
@@ -274,12 +289,11 @@ class Holdings:
         self.state = watched(self.state)
         self.bound.binding = None
         initial = [self.algorithm.first_moment(group) for group in groups]
-        exact = partial(self.shards.exact, kept=self.disk is not None)
+        of_state = self.algorithm, self.held, initial, self.shards.exact
         if self.disk is not None:
-            tier: StateTier = StateOnDisk(self.algorithm, self.held, initial, exact, self.disk)
+            tier: StateTier = StateOnDisk(*of_state, self.placing, self.disk)
         else:
-            room = self.room if survey.device is None else None
-            tier = StateTier(self.algorithm, self.held, initial, exact, room)
+            tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
             previous = None

@@ -37,8 +37,8 @@ from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy"]
 
-ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
-"""Returns which tensors of its state lie beside a parameter's values, by its place and dtype."""
+ColumnsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Sequence[Slot]]]
+"""Returns which tensors of its state lie beside the values of each of these (place, parameter)."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
     "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
@@ -133,7 +133,11 @@ class HostCopies:
             self.link = Copies(self.driver)
 
     def take_in(
-        self, local: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
+        self,
+        local: Sequence[Tensor],
+        grad_dtypes: Sequence[torch.dtype],
+        columns_of: ColumnsOf,
+        needed_first: Sequence[int],
     ) -> list[Tensor]:
         """Makes copies; returns what is updated for each parameter: its copy's values, or itself if it is frozen."""
         trained = [i for i, one in enumerate(local) if one.requires_grad]
@@ -143,7 +147,10 @@ class HostCopies:
             allowed = "one optimizer for the parameters of each device"
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
         if new:
-            self._make([(local[i], grad_dtypes[i], columns_of(i, local[i].dtype)) for i in new])
+            missing = set(new)
+            asked = [i for i in needed_first if i in missing]
+            columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
+            self._make([(local[i], grad_dtypes[i], columns[i]) for i in new])
         present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
         gone = [copy for key, copy in self.copies.items() if key not in present]
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}

@@ -335,13 +335,14 @@ class StateTier:
         state: Any,
         initial: Sequence[float],
         exact: Exact | None = None,
-        room: HostTier | None = None,
+        placing: Any = None,
     ) -> None:
         """`state`: a `WatchedState`, by what is updated. `initial`: what moments begin with, by group. `exact`: values
-        that parameters began with and that were rounded away. `room`: where state lies, if not in memory of its own.
+        that parameters began with and that were rounded away. `placing`: a `Placing`; None for memory of its own.
         """
         self.algorithm, self.state, self._initial = algorithm, state, initial
-        self._exact, self._room = exact, room
+        self._exact, self._placing = exact, placing
+        self._room: HostTier | None = None if placing is None else placing.room
 
     def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
         """Takes over rows of `previous`. Returns the survey's parameters whose state has to be checked."""
@@ -360,6 +361,7 @@ class StateTier:
         """Checks all state of these parameters, then makes what is missing."""
         survey, state, optional = self.survey, self.state, self.algorithm.optional
         check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
+        self._to_disk(new)
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
         for i in new:
@@ -379,6 +381,12 @@ class StateTier:
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]
             self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
+
+    def _to_disk(self, new: Sequence[int]) -> list[bool]:
+        """Returns which of these have their state on disk; raises if it has room nowhere."""
+        survey = self.survey
+        wanted = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
+        return [False] * len(new) if self._placing is None else self._placing.on_disk(self.state, wanted)
 
     def _begin(self, made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
         """Writes first values to new tensors. After an error those without are removed: they would pass for state."""
@@ -407,7 +415,7 @@ class StateTier:
 
     def locate(self) -> None:
         """Records where the state is that the update reads and writes."""
-        self._found = [self.rows[id(param)] for param in self.survey.params]
+        self._found = [row for param in self.survey.params if (row := self.rows.get(id(param))) is not None]
         self._whereabouts = AddressRecord([tensor for row in self._found for tensor in row.tensors])
 
     def in_place(self) -> bool:
@@ -423,7 +431,7 @@ class StateTier:
 
     def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
         """Returns the row of a place, whose record is in this cell of the ring while it is updated."""
-        return self._found[i]
+        return self.rows[id(self.survey.params[i])]
 
     def fetch(self, record: Any, cell: Cell, after: Any) -> Any:
         """Starts to fetch a record into the cell; returns a ticket, or None where there is nothing to wait for."""

@@ -23,9 +23,10 @@ from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
 from zerokern.optim.hosted import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
+from zerokern.optim.parts import Part, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.update import ALL, Part, Update, buckets_of, gathers, parts_of
+from zerokern.optim.update import ALL, Update, buckets_of, gathers
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
