@@ -26,7 +26,7 @@ from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.optim.device import put_in_place
-from zerokern.optim.update import parts_of
+from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shards_of

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerokern.core.errors import BudgetError, got
+from zerokern.core.errors import got
 from zerokern.core.units import parse_nbytes
-from zerokern.memory.room import amount
 from zerokern.memory.tier import AnyTier, TierConfig, check_tier, config_of, name_of
 
-__all__ = ["TierOrder"]
+__all__ = ["TierOrder", "place", "read_order"]
 
+_IN_MEMORY = ("device", "cpu")
 _ALLOWED = "a tier, or a list of tiers that are filled one after the other, such as ['cpu:64GiB', zk.Nvme(path)]"
 
 
@@ -23,8 +23,8 @@ class TierOrder:
     `said`: what was given, for messages.
 
     >>> order = TierOrder.of("tier", ["device:1KiB", "cpu"])
-    >>> order.tiers, order.budgets, order
-    (('device', 'cpu'), (1024, None), ['device:1KiB', 'cpu'])
+    >>> order.tiers, order.budgets, order.name
+    (('device', 'cpu'), (1024, None), 'device, cpu')
     """
 
     said: Any
@@ -34,27 +34,8 @@ class TierOrder:
     @staticmethod
     def of(argument: str, value: object) -> TierOrder:
         """Returns the order that was asked for, or raises an error that says what there is."""
-        if not isinstance(value, list | tuple):
-            listed = [value]
-        elif not value:
-            raise ValueError(got(argument, value, _ALLOWED))
-        else:
-            listed = list(value)
-        pairs = [_parsed(argument, one) for one in listed]
-        order = TierOrder(value, tuple(tier for tier, _ in pairs), tuple(budget for _, budget in pairs))
-        order._check(argument)
-        return order
-
-    def _check(self, argument: str) -> None:
-        names = [name_of(tier) for tier in self.tiers]
-        if len(set(names)) < len(names):
-            raise ValueError(got(argument, self.said, _ALLOWED, "Name each tier once"))
-        for tier, budget in list(zip(self.tiers, self.budgets, strict=True))[:-1]:
-            if config_of(tier) is not None:
-                raise ValueError(got(argument, self.said, _ALLOWED, "A disk comes last"))
-            if budget is None:
-                do = f"{tier!r} without a budget takes everything: give it one ('{tier}:8GiB'), or let it be the last"
-                raise ValueError(got(argument, self.said, _ALLOWED, do))
+        pairs = read_order(argument, value)
+        return TierOrder(value, tuple(tier for tier, _ in pairs), tuple(budget for _, budget in pairs))
 
     @property
     def config(self) -> TierConfig | None:
@@ -63,50 +44,67 @@ class TierOrder:
 
     @property
     def name(self) -> str:
-        """The kinds of its tiers, which are the same on all ranks; their paths and budgets may differ.
-
-        >>> TierOrder.of("tier", ["device:1KiB", "cpu"]).name
-        'device, cpu'
-        """
+        """The kinds of its tiers, which are the same on all ranks; their paths and budgets may differ."""
         return ", ".join(map(name_of, self.tiers))
 
     @property
     def in_memory(self) -> int | None:
         """The most bytes in host memory, where that is the device's memory too; None: what there is.
 
-        >>> TierOrder.of("tier", ["device:1KiB", "cpu:1KiB"]).in_memory
-        2048
+        >>> TierOrder.of("tier", ["device:1KiB", "cpu"]).in_memory
         """
-        budgets = [budget for tier, budget in zip(self.tiers, self.budgets, strict=True) if config_of(tier) is None]
-        return None if None in budgets else sum(filter(None, budgets))
-
-    def beyond(self, sizes: Sequence[int], held: int) -> list[bool]:
-        """Returns which of these parts, in the order in which they are needed, go to the disk: those that do not fit.
-
-        `held`: bytes that are in memory already. Raises where there is no disk.
-
-        >>> TierOrder.of("tier", "cpu").beyond([600, 600], 0)
-        [False, False]
-        """
-        left = None if self.in_memory is None else max(0, self.in_memory - held)
-        found = []
-        for size in sizes:
-            fits = left is None or size <= left
-            left = left if left is None or not fits else left - size
-            found.append(not fits)
-        if self.config is None and any(found):
-            wanted = sum(sizes)
-            raise BudgetError(
-                f"{amount(wanted)} of optimizer state do not fit into tier={self.said!r}, of which "
-                f"{amount(max(0, (self.in_memory or 0) - held))} are left; a larger budget, or zk.Nvme(path) as the "
-                "last tier, takes them"
-            )
-        return found
+        return None if self.config is None else sum(filter(None, self.budgets))
 
 
-def _parsed(argument: str, value: Any) -> tuple[AnyTier, int | None]:
-    if isinstance(value, str) and ":" in value:
-        name, budget = value.split(":", 1)
-        if name in ("device", "cpu"):
-            return name, parse_nbytes(f"the budget of {argument}", budget)
-    return check_tier(argument, value), None
+def read_order(argument: str, value: Any, check: Callable[[str, Any], Any] = check_tier) -> list[tuple[Any, int | None]]:
+    """Returns each tier, as `check` has it, with its budget; raises where they cannot be filled one after the other.
+
+    >>> read_order("tier", ["cpu:64GiB", "device"])
+    [('cpu', 68719476736), ('device', None)]
+    """
+    listed = [_split(argument, one) for one in (value if isinstance(value, list | tuple) else [value])]
+    pairs = [(check(argument, tier), budget) for tier, budget in listed]
+    names = [tier if isinstance(tier, str) else "a disk" for tier, _ in listed]
+    do = "" if pairs else "It is empty"
+    if len(set(names)) < len(names):
+        do = "Name each tier once"
+    for name, (_, budget) in list(zip(names, pairs, strict=True))[:-1]:
+        if name not in _IN_MEMORY:
+            do = "A disk comes last"
+        elif budget is None:
+            do = f"{name!r} without a budget takes everything: give it one ('{name}:8GiB'), or let it be the last"
+    if pairs and pairs[-1][1] is not None:
+        do = f"The last tier takes what is left, and has no budget: {names[-1]!r}"
+    if do:
+        raise ValueError(got(argument, value, _ALLOWED, do))
+    return pairs
+
+
+def _split(argument: str, value: Any) -> tuple[Any, int | None]:
+    name, _, budget = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return (name, parse_nbytes(f"the budget in {argument}", budget)) if name in _IN_MEMORY and budget else (value, None)
+
+
+def place(sizes: Sequence[int], budgets: Sequence[int | None], held: Sequence[int] = ()) -> list[int]:
+    """Returns for each part the number of its tier: the first one that has room for all of it.
+
+    `sizes`: in bytes, in the order in which parts are needed. `held`: bytes that are in each tier already. A part that
+    fits nowhere gets the number after the last.
+
+    >>> place([600, 600, 300, 900], [1000, 900])
+    [0, 1, 0, 2]
+    >>> place([600, 600], [1000, None], held=[500, 0])
+    [1, 1]
+    """
+    left = [budget if budget is None else budget - used for budget, used in _pairs(budgets, held)]
+    found = []
+    for size in sizes:
+        number = next((n for n, room in enumerate(left) if room is None or size <= room), len(left))
+        found.append(number)
+        if number < len(left) and (room := left[number]) is not None:
+            left[number] = room - size
+    return found
+
+
+def _pairs(budgets: Sequence[int | None], held: Sequence[int]) -> list[tuple[int | None, int]]:
+    return list(zip(budgets, held or [0] * len(budgets), strict=True))

@@ -98,7 +98,7 @@ class Holdings:
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
-        self.placing = Placing(self.order, self.room, self.disk)
+        self.placing = Placing(self.order, self.room)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host: HostCopies | None = None

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.memory import HostTier
-from zerokern.memory.order import TierOrder
-from zerokern.optim.disk import Disk, on_disk_of
+from zerokern.memory.order import TierOrder, place
+from zerokern.optim.disk import on_disk_of
 
 __all__ = ["Placing"]
 
@@ -18,29 +18,29 @@ class Placing:
     """Chooses by the budgets of `order`; what was placed once stays where it is.
 
     >>> import torch
-    >>> placing = Placing(TierOrder.of("tier", "cpu"), HostTier("example"), None)
+    >>> placing = Placing(TierOrder.of("tier", "cpu"), HostTier("example"))
     >>> placing.on_disk({}, [(torch.ones(3), 24)])
     [False]
     """
 
-    def __init__(self, order: TierOrder, room: HostTier | None, disk: Disk | None) -> None:
-        self._order, self.room, self._disk = order, room, disk
+    def __init__(self, order: TierOrder, room: HostTier | None) -> None:
+        self._order, self.room = order, room
         self.turns: Mapping[int, int] = {}  # by a parameter's id, when forwards need it; others as they are asked for
 
     def on_disk(self, state: Mapping[Any, Any], wanted: Sequence[tuple[Tensor, int]]) -> list[bool]:
-        """Returns which of these (parameter, bytes of its state) go to the disk. Raises if there is room nowhere.
+        """Returns which of these (parameter, bytes of its state) go to the disk.
 
         What forwards need first has the first claim to memory.
         """
         budget = self._order.in_memory
         if not budget:
-            return [self._disk is not None and budget == 0] * len(wanted)
+            return [budget == 0] * len(wanted)
         found = [self._known(param, state.get(param)) for param, _ in wanted]
-        new = [place for place, known in enumerate(found) if known is None]
-        new.sort(key=lambda place: self.turns.get(id(wanted[place][0]), 0))
+        new = [number for number, known in enumerate(found) if known is None]
+        new.sort(key=lambda number: self.turns.get(id(wanted[number][0]), 0))
         held = 0 if self.room is None else self.room.kept_nbytes
-        for place, beyond in zip(new, self._order.beyond([wanted[place][1] for place in new], held), strict=True):
-            found[place] = beyond
+        for number, tier in zip(new, place([wanted[number][1] for number in new], [budget], [held]), strict=True):
+            found[number] = tier > 0
         return list(map(bool, found))
 
     def _known(self, param: Tensor, entry: Any) -> bool | None:

@@ -361,7 +361,6 @@ class StateTier:
         """Checks all state of these parameters, then makes what is missing."""
         survey, state, optional = self.survey, self.state, self.algorithm.optional
         check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
-        self._to_disk(new)
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
         for i in new:
@@ -383,7 +382,7 @@ class StateTier:
             self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
 
     def _to_disk(self, new: Sequence[int]) -> list[bool]:
-        """Returns which of these have their state on disk; raises if it has room nowhere."""
+        """Returns which of these have their state on disk."""
         survey = self.survey
         wanted = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
         return [False] * len(new) if self._placing is None else self._placing.on_disk(self.state, wanted)

@@ -179,7 +179,27 @@ class Footprint(HeldMemory):
             nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
             nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
             state = [] if recipe.tier == "nvme" else sorted(state, key=lambda tensor: tensor[0])
+            state += [(role, kept) for (role, _), kept in self.in_memory.items()]
         return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
+
+    @cached_property
+    def in_memory(self) -> dict[tuple[str, str], int]:
+        """Bytes of state by role and format that fit into the budget of host memory, before the disk takes the rest."""
+        found: dict[tuple[str, str], int] = {}
+        if not self.recipe.budgets:
+            return found
+        from zerokern.memory.order import place  # its package needs torch, other plans do not
+
+        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        tensors = [
+            [(role, nbytes) for role in self.recipe.state_of(dtype) for _, nbytes in role.tensors(numel)]
+            for numel, dtype in pieces
+        ]
+        places = place([sum(nbytes for _, nbytes in some) for some in tensors], [self.recipe.budgets[-1][1]])
+        for some in (some for some, tier in zip(tensors, places, strict=True) if not tier):
+            for role, nbytes in some:
+                found[role.role, role.format] = found.get((role.role, role.format), 0) + nbytes
+        return found
 
     @cached_property
     def program(self) -> StepProgram:
@@ -355,6 +375,9 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
         for state in run.recipe.state_of(kind.dtype):
             nbytes = state.nbytes(*kind.updated(shards_state(run.stage)))
             yield Holding(state.role, state.format, run.recipe.tier, nbytes)
+    for (role, form), nbytes in run.in_memory.items():
+        yield Holding(role, form, run.recipe.tier, -nbytes)
+        yield Holding(role, form, run.recipe.budgets[-1][0], nbytes)
 
 
 def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
@@ -460,7 +483,7 @@ def _moves(run: Footprint) -> Iterator[Move]:
             yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
             yield Move("parameters", "up", numel * kind.itemsize)
     if recipe.tier == "nvme":
-        for state in _optimizer_state(run):
+        for state in (state for state in _optimizer_state(run) if state.tier == "nvme"):
             yield from (Move(state.role, lane, state.nbytes) for lane in ("read", "write"))
     shape = run.subject.activated
     if shape is not None:

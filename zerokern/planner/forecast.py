@@ -370,6 +370,7 @@ class StepShape:
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = plan.kept // self.passes
+        self.in_memory = list(self._in_memory(sum(plan.in_memory.values())))
 
     def _stays(self, last: int) -> Iterator[int]:
         """Yields, for each part from the last on, the bytes that stay from forward to backward: those of the last unit
@@ -378,6 +379,13 @@ class StepShape:
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
             last -= min(last, nbytes)
+
+    def _in_memory(self, left: float) -> Iterator[float]:
+        """Yields, for each part, the bytes of its state that never leave host memory: the first parts have them."""
+        for part in self.parts:
+            nbytes = min(left, part.own_numel * self.plan.recipe.state_nbytes(part.dtype)) if part.trainable else 0.0
+            left -= nbytes
+            yield nbytes
 
     def spans(self, tokens: int) -> list[Span]:
         """Returns the spans. Gradients leave in the last micro-batch, whose backward begins with the compute of earlier
@@ -436,7 +444,7 @@ class StepShape:
         recipe, settings = self.plan.recipe, self.plan.settings
         found: dict[str, Any] = {}
         if part.trainable and recipe.tier == "nvme":
-            found["record_nbytes"] = round(part.own_numel * recipe.state_nbytes(part.dtype))
+            found["record_nbytes"] = round(part.own_numel * recipe.state_nbytes(part.dtype) - self.in_memory[number])
         if part.rests:
             found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
             found["fetch_lanes"] = lanes_to(recipe.param_tier, settings.device)

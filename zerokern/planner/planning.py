@@ -459,7 +459,8 @@ def _code(plan: Plan) -> str:
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
-    options = places[recipe.tier] + (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
+    options = f", tier={table.tier_said(recipe, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    options += (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
