@@ -56,7 +56,9 @@ class TierOrder:
         return None if self.config is None else sum(filter(None, self.budgets))
 
 
-def read_order(argument: str, value: Any, check: Callable[[str, Any], Any] = check_tier) -> list[tuple[Any, int | None]]:
+def read_order(
+    argument: str, value: Any, check: Callable[[str, Any], Any] = check_tier
+) -> list[tuple[Any, int | None]]:
     """Returns each tier, as `check` has it, with its budget; raises where they cannot be filled one after the other.
 
     >>> read_order("tier", ["cpu:64GiB", "device"])

@@ -30,7 +30,7 @@ from zerokern.optim.state import (
     make,
     pointer_words,
 )
-from zerokern.optim.survey import Groups, Survey, names_of
+from zerokern.optim.survey import Groups, names_of
 from zerokern.zero.kinds import present
 
 __all__ = ["Disk", "OnDisk", "RecordReader", "RecordSpan", "RecordWriter", "StateOnDisk"]

@@ -89,9 +89,7 @@ class Holdings:
     `state` is by parameter, as its users see it; `held` by what is updated here.
     """
 
-    def __init__(
-        self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None
-    ) -> None:
+    def __init__(self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier)
@@ -208,6 +206,9 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
+        if there and len(self.order.tiers) > 1 and "device" in self.order.tiers:
+            do = "State of parameters on a device is split between host memory and a disk"
+            raise ValueError(got("tier", self.tier, "['cpu:64GiB', zk.Nvme(path)]", do))
         return self.delays or (there and not self.rests_on_device)
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:

@@ -23,7 +23,8 @@ from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "lanes_to", "with_recipe",
+    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling_memory", "lanes_to",
+    "with_recipe",
 ]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
@@ -33,6 +34,7 @@ LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "wri
 """in the order of a table"""
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
+_GB = 10**9
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
 
@@ -260,6 +262,11 @@ class Footprint(HeldMemory):
         return max((move.nbytes for move in self.moves if move.role == "checkpoints"), default=0)
 
     @property
+    def _of_host(self) -> int:
+        """Bytes of host memory; of a CPU's, the device's are."""
+        return self.tiers.get("cpu", 0) + (self.total if self.settings.device == "cpu" else 0)
+
+    @property
     def missing(self) -> dict[str, int]:
         """Bytes that a rank lacks, by memory; empty if everything fits.
 
@@ -268,9 +275,7 @@ class Footprint(HeldMemory):
         """
         found = {name: self.total - most for name, most in self.device_memory.items()}
         names = {"cpu": "host memory", "nvme": "disk"}
-        held = dict(self.tiers)
-        if self.settings.device == "cpu":  # whose memory is the host's
-            held["cpu"] = held.get("cpu", 0) + self.total
+        held = {**self.tiers, "cpu": self._of_host}
         found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
 
@@ -339,6 +344,19 @@ class Footprint(HeldMemory):
             if not candidate.missing and all(candidate.recipe != other.recipe for other in found):
                 found.append(candidate)
         return found
+
+
+def filling_memory(run: _F) -> _F:
+    """Returns the same run with as much state in host memory as there is room for, in whole GB, before the disk.
+
+    >>> run = filling_memory(zk.plan("8B", tier="nvme", host_memory="80GB"))
+    >>> run.recipe.budgets, run.tiers["nvme"] // 10**9, zk.plan("8B", tier="nvme").tiers["nvme"] // 10**9
+    ((('cpu', 47000000000),), 33, 80)
+    """
+    most = run.budget.get("cpu")
+    if run.recipe.tier != "nvme" or most is None or (left := (most - run._of_host) // _GB * _GB) <= 0:
+        return run
+    return replace(run, recipe=replace(run.recipe, budgets=(("cpu", left),)))
 
 
 def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:

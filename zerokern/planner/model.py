@@ -220,9 +220,7 @@ class ModelSpec:
             self._divided[key] = Buckets(sizes, key[0] and bool(self.units))
         return self._divided[key]
 
-    def pieces(
-        self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False
-    ) -> list[tuple[int, str]]:
+    def pieces(self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False) -> list[tuple[int, str]]:
         """Returns the elements that rank 0 updates of each trained parameter, with its dtype, in the optimizer's order.
 
         `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.

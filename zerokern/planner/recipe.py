@@ -118,7 +118,7 @@ class Recipe:
         params = _tier("param_tier", param_tier)
         kept = (None, 0) if keep is None else _tier("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
-        return cls(name, param, reduce, state_format, master_format, *places, budgets)
+        return replace(cls(name, param, reduce, state_format, master_format, *places), budgets=budgets)
 
     @property
     def rests(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import LANES, STATES, WORKING, Footprint, HeldMemory, Holding, lanes_to
-from zerokern.planner.recipe import OPTIMIZERS, short
+from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters
 
@@ -370,9 +370,12 @@ def tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
     """Returns what `tier=` is given.
 
     >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]).recipe)
-    '["cpu:1000000000", "nvme"]'
+    '["cpu:1GB", "nvme"]'
     """
-    words = [*(f'"{tier}:{budget}"' for tier, budget in recipe.budgets)]
+    words = [
+        f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"'
+        for tier, budget in recipe.budgets
+    ]
     words.append(disk if recipe.tier == "nvme" else f'"{recipe.tier}"')
     return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
 

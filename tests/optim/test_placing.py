@@ -1,0 +1,196 @@
+"""State that fills memory up to a budget, then the disk: the bits of state in one tier, the bytes of the plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvme_cases import Tier, row_of, small
+from offload_cases import SCHEDULES, Row, agree, optimizer_of, train
+from optim_cases import same_bits
+from tables import each
+from test_offload_played import SLOW, played, the_same
+from torch import nn
+from worlds import World, alone, anywhere
+
+import zerokern as zk
+from zerokern.examples.played_device import PlayedDevice
+from zerokern.optim.placing import Placing
+
+
+def split(tier: Tier, size: int, budget: str) -> list[Any]:
+    return [[budget, where] for where in small(tier, size)]
+
+
+def has_both_within(optimizer: Any, budget: int) -> None:
+    """Some of the state is in memory, never more than was allowed; some is on disk."""
+    entries = optimizer.holdings.held.values()
+    kept = [value for entry in entries for key, value in entry.items() if key not in ("step", "pending", "on_disk")]
+    assert 0 < sum(value.nbytes for value in kept) <= budget
+    assert optimizer.statistics()["state_bytes/disk"] > 0
+
+
+def as_on_the_device(world: World, row: Row, tiers: list[Any], schedule: str, budget: int) -> None:
+    model, twin = row.model(world), row.model(world)
+    ours = optimizer_of(row, model, tier=tiers[world.rank], schedule=SCHEDULES[schedule])
+    expected = train(world, row, twin, optimizer_of(row, twin, schedule=SCHEDULES[schedule]))
+    agree(train(world, row, model, ours), expected)
+    has_both_within(ours, budget)
+
+
+INT8 = (("state_format", "int8"), ("master_format", "split8"))
+
+
+@each("size, schedule, row, budget", [
+    (1, "sync", row_of("plain", "bf16", "often", accumulate=2, broken=(2,)), 24),
+    (1, "delayed", row_of("plain", "fp32", scaled=True), 24),
+    (2, "overlap", row_of("stage 2", "mixed", broken=(3,)), 24),
+    (2, "delayed", row_of("stage 3", "bf16", formats=INT8), 4),
+])  # fmt: skip
+def test_a_split_has_the_bits_of_one_tier(size: int, schedule: str, row: Row, budget: int, tier: Tier) -> None:
+    tiers = split(tier, size, f"cpu:{budget}KiB")
+    anywhere(size, as_on_the_device, row, tiers, schedule, budget << 10)
+
+
+@pytest.mark.slow
+@each("schedule", ["sync", "overlap", "delayed after 2"])
+@each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
+@each("dtype, formats, budget", [("fp32", (), 24), ("bf16", (), 16), ("bf16", INT8, 4), ("mixed", (), 24)])
+def test_every_split(dtype: str, formats: Any, budget: int, size: int, wrap: str, schedule: str, tier: Tier) -> None:
+    row = row_of(wrap, dtype, formats=formats, steps=5, broken=(2,))
+    anywhere(size, as_on_the_device, row, split(tier, size, f"cpu:{budget}KiB"), schedule, budget << 10)
+
+
+@each("schedule", ["sync", "overlap", "delayed"])
+def test_parameters_on_a_device(schedule: str, devices: Callable, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their copies have state beside them as far as the budget goes; that of the others streams."""
+    chosen: list[bool] = []
+    choose = Placing.on_disk
+    monkeypatch.setattr(Placing, "on_disk", lambda *given: chosen.extend(found := choose(*given)) or found)
+    (where,) = split(tier, 1, "cpu:70KiB")
+    slow = devices(**SLOW["copies down"])
+    the_same(*played(slow, SCHEDULES[schedule], tier=where, dtype=torch.bfloat16, broken=(3,)))
+    assert set(chosen) == {True, False}
+
+
+def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:
+    """Whatever the order of the groups; and what does not fit makes room for what does."""
+
+    def placed(world: World) -> None:
+        model = zk.shard(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96), nn.Linear(64, 64), nn.Linear(64, 4)), stage=2
+        )
+        params = list(model.parameters())
+        opt = zk.AdamW([{"params": params[4:]}, {"params": params[:4]}], tier=["cpu:70KiB", tier()])
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        sizes = [8 * param.numel() for param in params]
+        left, expected = 70 << 10, []
+        for nbytes in sizes:
+            expected.append(nbytes <= left)
+            left -= nbytes if expected[-1] else 0
+        assert expected == [True, True, False, True, True, True, True, True]
+        assert [isinstance(opt.state[param].get("exp_avg"), torch.Tensor) for param in params] == expected
+
+    alone(placed)
+
+
+def test_state_goes_from_any_tier_to_any_other(tier: Tier, tmp_path: Path) -> None:
+    """By files and by state_dicts, into optimizers that have stepped and into fresh ones."""
+
+    def places() -> dict[str, Any]:
+        mixed = ["device:20KiB", "cpu:40KiB", tier(ring_nbytes="32K")]
+        return {"device": "device", "disk": tier(ring_nbytes="32K"), "split": ["cpu:100KiB", tier()], "three": mixed}
+
+    def run(where: Any, steps: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        return go_on(model, zk.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, tier=where), steps)
+
+    def go_on(model: nn.Module, opt: Any, steps: int) -> tuple[nn.Module, Any]:
+        for _ in range(steps):
+            model(torch.ones(4, 64)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return model, opt
+
+    expected = list(run("device", 4)[0].parameters())
+    for source, target in itertools.product(places(), repeat=2):
+        model, opt = run(places()[source], 2)
+        folder = tmp_path / f"{source} to {target}"
+        zk.save(folder, model, opt)
+        for stepped in (0, 1):
+            for how in ("file", "dict"):
+                other, mine = run(places()[target], stepped)
+                if how == "file":
+                    zk.load(folder, other, mine)
+                else:
+                    other.load_state_dict(model.state_dict())
+                    mine.load_state_dict(opt.state_dict())
+                go_on(other, mine, 2)
+                assert same_bits(list(other.parameters()), expected), (source, target, stepped, how)
+                on_disk = mine.statistics()["state_bytes/disk"]
+                assert (on_disk > 0) == (target != "device"), "what was placed stays within its budget"
+
+
+def test_a_parameter_that_is_trained_later_finds_what_is_left(tier: Tier) -> None:
+    first, second, third = (nn.Parameter(torch.ones(1000)) for _ in range(3))
+    opt = zk.AdamW([first, second, third], tier=["cpu:16KiB", tier()])
+    for params in ([second], [first, second, third]):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+    held = {name: "exp_avg" in opt.state[param] for name, param in zip("abc", (first, second, third), strict=True)}
+    assert held == {"a": True, "b": True, "c": False}
+
+
+@each("wrong, says", [
+    ([], "It is empty"),
+    (["cpu", "device"], "'cpu' without a budget takes everything"),
+    (["cpu:1G", "cpu"], "Name each tier once"),
+    (["cpu:1G", "device:1G"], "The last tier takes what is left"),
+    ("cpu:1G", "The last tier takes what is left"),
+    (["cpu:some", "device"], "the budget in tier='some'"),
+    (["swap", "cpu"], "tier='swap'"),
+])  # fmt: skip
+def test_an_order_that_cannot_be_is_refused(wrong: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        zk.AdamW([nn.Parameter(torch.ones(2))], tier=wrong)
+
+
+def test_a_disk_comes_last(tier: Tier) -> None:
+    with pytest.raises(ValueError, match="A disk comes last"):
+        zk.AdamW([nn.Parameter(torch.ones(2))], tier=[tier(), "cpu"])
+
+
+def test_a_budget_of_a_devices_own_memory_is_refused(device: PlayedDevice) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    device.own(weight)
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="is split between host memory and a disk"):
+        zk.AdamW([weight], tier=["device:1G", "cpu"]).step()
+
+
+def test_zk_shard_takes_one_tier() -> None:
+    with pytest.raises(ValueError, match="must be 'device', 'cpu' or"):
+        zk.shard(nn.Linear(2, 2), stage=3, tier=["cpu:1G", "device"])
+
+
+def test_a_step_that_was_planned(tier: Tier) -> None:
+    """The bytes in memory and on disk are those of the plan, and so is what a step reads and writes."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
+    plan = zk.plan(model, stage=0, tier=["cpu:100KB", "nvme"], device="cpu")
+    opt = zk.AdamW(model.parameters(), tier=["cpu:100KB", tier()])
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        opt.step()
+    found, of_disk = opt.statistics(), opt.holdings.disk.tier.swap.stats()
+    assert found["state_bytes/disk"] == plan.tiers["nvme"] == plan.moved("read") == plan.moved("write")
+    assert found["state_bytes/cpu"] - 4 * 5 == sum(plan.in_memory.values()) == 2 * 10 * 64 * 64
+    assert of_disk["written_nbytes"] == 2 * plan.moved("write") and of_disk["read_nbytes"] == plan.moved("read")
