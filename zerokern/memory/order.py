@@ -47,14 +47,6 @@ class TierOrder:
         """The kinds of its tiers, which are the same on all ranks; their paths and budgets may differ."""
         return ", ".join(map(name_of, self.tiers))
 
-    @property
-    def in_memory(self) -> int | None:
-        """The most bytes in host memory, where that is the device's memory too; None: what there is.
-
-        >>> TierOrder.of("tier", ["device:1KiB", "cpu"]).in_memory
-        """
-        return None if self.config is None else sum(filter(None, self.budgets))
-
 
 def read_order(
     argument: str, value: Any, check: Callable[[str, Any], Any] = check_tier

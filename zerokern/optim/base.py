@@ -227,7 +227,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
             of_shards = () if grads is None else (grads, shards.shares, shards.starts)
-            survey, binding = Survey(groups, self._algorithm.layout, *of_shards), None
+            survey, binding = Survey(groups, self._algorithm.layout, *of_shards, hosted=shards.is_hosted), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
             held = survey.hold() if grads is None else []

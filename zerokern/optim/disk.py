@@ -475,10 +475,11 @@ class StateOnDisk(StateTier):
 
     def add(self, groups: Groups, new: Sequence[int]) -> None:
         survey, disk, state = self.survey, self._disk, self.state
-        there = dict(zip(new, self._to_disk(new), strict=True))
-        if here := [i for i in new if not there[i]]:
-            super().add(groups, here)
-        new = [i for i in new if there[i]]
+        wanted = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
+        kinds = dict(zip(new, self._placing.choose(state, wanted), strict=True))
+        if near := [i for i in new if kinds[i] != "disk"]:
+            super().add(groups, near)
+        new = [i for i in new if kinds[i] == "disk"]
         entries = [state.get(survey.params[i]) or {} for i in new]
         seen = []
         for i, entry in zip(new, entries, strict=True):

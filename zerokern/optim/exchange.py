@@ -97,7 +97,8 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[E
 
     From the first write on the optimizer is torn until the load has ended.
     """
-    there = here.placing.on_disk(here.held, [(param, layout.nbytes_of(param)) for param, _, layout in entries])
+    kinds = here.placing.choose(here.held, [(param, layout.nbytes_of(param)) for param, _, layout in entries])
+    there = [kind == "disk" for kind in kinds]
     far = [entry for entry, gone in zip(entries, there, strict=True) if gone]
     near = [entry for entry, gone in zip(entries, there, strict=True) if not gone]
     stored = [] if here.disk is None else _stored(here, here.disk, far, filled=filled)
@@ -117,7 +118,7 @@ def _stored(here: Holdings, disk: Disk, entries: Sequence[Checked], *, filled: b
 
 def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
     """Returns the optimizer's own copies, in memory, of checked entries."""
-    room = here.room if all(param.is_cpu for param, _, _ in entries) else None
+    room = here.room if not entries or any(param.is_cpu for param, _, _ in entries) else None
     if room is not None or not filled:
         here.tear()
     if here.room is None and not filled:  # what was there goes first, so that there is never twice the state
@@ -282,8 +283,8 @@ class Exchange:
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
         pieces, here = self.pieces(), self._here
-        there = here.placing.on_disk(here.held, [(pieces[number], size) for number, size in nbytes.items()])
-        return [number for number, gone in zip(nbytes, there, strict=True) if gone]
+        kinds = here.placing.choose(here.held, [(pieces[number], size) for number, size in nbytes.items()])
+        return [number for number, kind in zip(nbytes, kinds, strict=True) if kind == "disk"]
 
     def pieces(self) -> list[Tensor]:
         """Returns what an update changes of each parameter: itself, its piece, or a copy in host memory."""

@@ -15,6 +15,7 @@ from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostTier
 from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
+from zerokern.optim.beside import SplitCompute
 from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
@@ -206,9 +207,9 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        if there and len(self.order.tiers) > 1 and "device" in self.order.tiers:
-            do = "State of parameters on a device is split between host memory and a disk"
-            raise ValueError(got("tier", self.tier, "['cpu:64GiB', zk.Nvme(path)]", do))
+        if there and self.delays and "device" in self.order.tiers:
+            do = "An update on the device has nothing to hide behind"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", do))
         return self.delays or (there and not self.rests_on_device)
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
@@ -222,11 +223,16 @@ class Holdings:
         self.host.reach(trained, measured=self.recorder is not None)
         owners = [group for group in groups for _ in group["params"]]
 
-        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot]]:
+        self.placing.there, host = is_apart(trained), self.host
+
+        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot] | int]:
             layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
-            wanted = [(local, layout.nbytes_of(local)) for (_, local), layout in zip(new, layouts, strict=True)]
-            there = self.placing.on_disk({}, wanted)
-            return [() if gone else layout.columns for gone, layout in zip(there, layouts, strict=True)]
+            sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
+            kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in host.copies.values()))
+            found: list[Sequence[Slot] | int] = []
+            for kind, layout, nbytes in zip(kinds, layouts, sizes, strict=True):
+                found.append(nbytes if kind == "device" and self.placing.there else layout.columns * (kind != "disk"))
+            return found
 
         return self.host, columns_of
 
@@ -296,6 +302,8 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
+        if self.placing.there and "device" in self.order.tiers and self.host is not None:
+            compute = SplitCompute(next(param.device for param in survey.params), self.host.driver)
         if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)

@@ -18,6 +18,7 @@ from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
 from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.interrupts import whole
+from zerokern.optim.device import is_apart
 from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided, present, rest_of
@@ -137,17 +138,22 @@ def bring_back(entry: Entry, layout: Layout, param: Tensor, room: HostTier | Non
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
+def room_of(param: Tensor, room: HostTier | None) -> HostTier | None:
+    """Returns where state of this parameter lies in host memory; None: beside the parameter, on its device."""
+    return None if is_apart(param) else room
+
+
 def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None, *, zeroed: bool = True) -> None:
     """Puts a tensor for each slot into its entry: in host memory slots of one key side by side, and counters.
 
     They hold zeros. What is not counters is what `room` has for them; not `zeroed`: with what that held.
     """
     if room is not None:
-        columns = [one for one in wanted if one[2].column]
+        columns = [one for one in wanted if one[2].column and room_of(one[0], room) is not None]
         tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in columns], zeroed=zeroed)
         for (_, entry, slot), tensor in zip(columns, tensors, strict=True):
             entry[slot.key] = tensor
-        wanted = [one for one in wanted if not one[2].column]
+        wanted = [one for one in wanted if not one[2].column or room_of(one[0], room) is None]
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(wanted, key=lambda one: keys.index(one[2].key))
     devices = [_HOST if param.is_cpu or slot.extent == "scalar" else param.device for param, _, slot in order]
@@ -375,17 +381,11 @@ class StateTier:
             make([(param, entry, slot) for _, param, entry, slot in made], self._room)
             self._begin(made)
             for i, entry in zip(new, entries, strict=True):
-                bring_back(entry, survey.layouts[i], survey.params[i], self._room)
+                bring_back(entry, survey.layouts[i], survey.params[i], room_of(survey.params[i], self._room))
         firsts = {i for i, _, _, slot in made if slot.key in optional}
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]
             self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
-
-    def _to_disk(self, new: Sequence[int]) -> list[bool]:
-        """Returns which of these have their state on disk."""
-        survey = self.survey
-        wanted = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
-        return [False] * len(new) if self._placing is None else self._placing.on_disk(self.state, wanted)
 
     def _begin(self, made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
         """Writes first values to new tensors. After an error those without are removed: they would pass for state."""

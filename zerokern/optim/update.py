@@ -52,6 +52,7 @@ class Update:
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
+        self._launched: Any = None  # a ticket for what stays on the device
 
     def count(self) -> None:
         """Counts it as made, once."""
@@ -75,6 +76,13 @@ class Update:
     def outcome(self) -> Outcome:
         """What it has left behind if it goes no further: torn is what was broken off with something written."""
         return TORN if self.counted is None or (self.changed and not self.made) else WHOLE
+
+    def launch(self, host: HostCopies) -> None:
+        """Launches the update of what stays on the device; what the program does next comes after it."""
+        scale = self.decision.scale
+        if scale is not None:
+            self.binding.launch(scale)
+        self._launched = host.here()
 
     def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
         """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
@@ -106,6 +114,8 @@ class Update:
             part.sharding.publisher.gather(part.bucket).wait()
             return None
         with driver.aside("publish"):  # not behind all that the program has launched
+            if self._launched is not None:
+                self._launched.gate()
             return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
 
     def publish(self) -> None:
@@ -204,13 +214,13 @@ class _DeviceCollective:
 def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: Any) -> Span:
     survey = binding.survey
     taken = [row for member in part.members if (row := rows.get(member)) is not None]
-    numels = [survey.numels[row] for row in taken]
+    moved = [row for row in taken if not binding.compute.stays(survey.params[row])]
     return Span.of(
         part.name,
-        sum(numels),
-        grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
-        param_nbytes=sum(survey.params[row].nbytes for row in taken),
-        state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in taken),
+        sum(survey.numels[row] for row in taken),
+        grad_nbytes=sum(survey.numels[row] * survey.grad_dtypes[row].itemsize for row in moved),
+        param_nbytes=sum(survey.params[row].nbytes for row in moved),
+        state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in moved),
         own_master=survey.layouts[taken[0]].master_format != "fp32",
         **others,
         **_sent(part),
