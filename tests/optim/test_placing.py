@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +15,15 @@ from nvme_cases import Tier, row_of, small
 from offload_cases import SCHEDULES, Row, agree, optimizer_of, train
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import SLOW, played, the_same
+from test_offload_norm import counted
+from test_offload_played import SLOW, compare, played, the_same
 from torch import nn
-from worlds import World, alone, anywhere
+from worlds import World, alone, anywhere, on_threads
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.optim.placing import Placing
+from zerokern.optim import beside
+from zerokern.optim.beside import SplitCompute
 
 
 def split(tier: Tier, size: int, budget: str) -> list[Any]:
@@ -65,16 +69,113 @@ def test_every_split(dtype: str, formats: Any, budget: int, size: int, wrap: str
     anywhere(size, as_on_the_device, row, split(tier, size, f"cpu:{budget}KiB"), schedule, budget << 10)
 
 
-@each("schedule", ["sync", "overlap", "delayed"])
-def test_parameters_on_a_device(schedule: str, devices: Callable, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their copies have state beside them as far as the budget goes; that of the others streams."""
-    chosen: list[bool] = []
-    choose = Placing.on_disk
-    monkeypatch.setattr(Placing, "on_disk", lambda *given: chosen.extend(found := choose(*given)) or found)
-    (where,) = split(tier, 1, "cpu:70KiB")
+@each("schedule, budgets", [
+    ("sync", ["cpu:70KiB", "disk"]), ("overlap", ["cpu:70KiB", "disk"]), ("delayed", ["cpu:70KiB", "disk"]),
+    ("sync", ["device:70KiB", "cpu"]), ("overlap", ["device:70KiB", "cpu"]), ("overlap", ["device:10MiB", "cpu"]),
+    ("overlap", ["device:70KiB", "cpu:50KiB", "disk"]), ("sync", ["cpu:70KiB", "device"]),
+])  # fmt: skip
+def test_parameters_on_a_device(schedule: str, budgets: list[str], devices: Callable, tier: Tier) -> None:
+    """What stays there is updated there; copies of others have state beside them, or state that streams."""
+    where = [tier(ring_nbytes="32K") if one == "disk" else one for one in budgets]
     slow = devices(**SLOW["copies down"])
-    the_same(*played(slow, SCHEDULES[schedule], tier=where, dtype=torch.bfloat16, broken=(3,)))
-    assert set(chosen) == {True, False}
+    the_same(*played(slow, SCHEDULES[schedule], tier=where, accumulate=2, dtype=torch.bfloat16, broken=(3,)))
+
+
+@each("size, schedule, row", [
+    (1, "overlap", row_of("stage 2", "bf16", "often", broken=(2,))),
+    (2, "overlap", row_of("stage 1", "mixed", accumulate=2)),
+    (2, "overlap", row_of("stage 3", "bf16", broken=(2,))),
+    (2, "sync", row_of("stage 0", "fp32", "often")),
+])  # fmt: skip
+def test_ranks_whose_devices_have_room_for_some(size: int, schedule: str, row: Row, tier: Tier) -> None:
+    places = [["device:24KiB", "cpu:8KiB", where] for where in small(tier, size)]
+    on_threads(size, compare, replace(row, steps=5), SCHEDULES[schedule], places)
+
+
+@pytest.mark.slow
+@each("schedule", ["sync", "overlap"])
+@each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
+@each("dtype, formats", [("fp32", ()), ("bf16", INT8), ("bf16", ())])
+@each("budgets", [["device:24KiB", "cpu"], ["device:8KiB", "cpu:8KiB", "disk"], ["device:10MiB", "cpu"]])
+def test_every_split_with_a_device(
+    budgets: list[str], dtype: str, formats: Any, size: int, wrap: str, schedule: str, tier: Tier
+) -> None:
+    places = [[where if one == "disk" else one for one in budgets] for where in small(tier, size)]
+    row = row_of(wrap, dtype, "often", formats=formats, steps=4, broken=(2,))
+    on_threads(size, compare, row, SCHEDULES[schedule], places)
+
+
+@each("schedule", ["sync", "overlap"])
+def test_what_stays_crosses_no_link_and_the_host_reads_nothing_of_it(schedule: str, devices: Callable) -> None:
+    class Counting(PlayedDevice):
+        moved = 0
+
+        def copy(self, stream: Any, pairs: Any) -> None:
+            Counting.moved += sum(src.nbytes for _, src in pairs)
+            super().copy(stream, pairs)
+
+    steps, settings = 4, {"steps": 4, "dtype": torch.bfloat16}
+    with counted() as reads:
+        ours, expected = played(devices(Counting), SCHEDULES[schedule], tier=["device:10MiB", "cpu"], **settings)
+    the_same(ours, expected)
+    numel = sum(value.numel() for value in ours[3])
+    assert reads.by_device == steps * numel == reads.by_host, "the host reads those of the training without a device"
+    assert Counting.moved == 8 * steps * sum(-(-value.numel() // 65536) for value in ours[3]), "sums, and nothing else"
+
+
+@each("schedule", ["sync", "overlap"])
+def test_a_launch_that_fails_leaves_all_as_it_was(
+    schedule: str, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [nn.Parameter(torch.full((64, 64), 2.0)) for _ in range(3)]
+    for weight in weights:
+        device.own(weight)
+    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], schedule=schedule, max_grad_norm=1.0)
+
+    def step() -> None:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        opt.step()
+        opt.flush()
+        device.synchronize()
+
+    step()
+    before = [weight.detach().clone() for weight in weights]
+    with monkeypatch.context() as patch:
+        patch.setattr(SplitCompute, "_run", lambda self, scale: (_ for _ in ()).throw(torch.OutOfMemoryError("there")))
+        with pytest.raises(torch.OutOfMemoryError, match="there"):
+            step()
+    assert same_bits(weights, before)
+    step()
+    assert [int(opt.state[weight]["step"]) for weight in weights] == [2, 2, 2]
+    assert same_bits(weights[0], weights[2]), "the one that stays, and one that does not"
+
+
+def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that a GPU gets, in Triton's interpreter."""
+
+    def trained(tier: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [device.own(nn.Parameter(torch.randn(40, 3).bfloat16())) for _ in range(4)]
+        opt = zk.AdamW(weights, lr=0.1, tier=tier, max_grad_norm=1.0)
+        for step in range(3):
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 1.0 + step)
+            opt.step()
+            device.synchronize()
+        return [weight.detach().clone() for weight in weights]
+
+    expected = trained("cpu")
+    there = SimpleNamespace(serves=lambda place: True, kernels=beside.device.kernels, is_apart=beside.device.is_apart)
+    monkeypatch.setattr(beside, "device", there)
+    assert same_bits(trained(["device:3KB", "cpu"]), expected)
+
+
+def test_an_update_on_the_device_is_not_delayed(device: PlayedDevice) -> None:
+    weight = device.own(nn.Parameter(torch.ones(2)))
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="has nothing to hide behind"):
+        zk.AdamW([weight], tier=["device:1G", "cpu"], schedule=zk.Delayed()).step()
 
 
 def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:
@@ -166,14 +267,6 @@ def test_an_order_that_cannot_be_is_refused(wrong: Any, says: str) -> None:
 def test_a_disk_comes_last(tier: Tier) -> None:
     with pytest.raises(ValueError, match="A disk comes last"):
         zk.AdamW([nn.Parameter(torch.ones(2))], tier=[tier(), "cpu"])
-
-
-def test_a_budget_of_a_devices_own_memory_is_refused(device: PlayedDevice) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    device.own(weight)
-    weight.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="is split between host memory and a disk"):
-        zk.AdamW([weight], tier=["device:1G", "cpu"]).step()
 
 
 def test_zk_shard_takes_one_tier() -> None:

@@ -31,7 +31,7 @@ class SplitCompute(HostCompute):
         self._place, self._driver = place, driver
         self._there: Any = None  # the table of what stays
         self._groups_there: list[TableGroup] = []
-        self._launched = False
+        self.launched = self.began = False
 
     def is_like(self, other: HostCompute) -> bool:
         return isinstance(other, SplitCompute) and other._place == self._place
@@ -43,9 +43,7 @@ class SplitCompute(HostCompute):
         here = sum(not self.stays(survey.params[i]) for i, _ in members)  # they come first
         steps = self.book.choose(survey.numbers)
         self.table, self.groups = table_of(survey, groups, members[:here], rows[:here], steps)
-        self._there, self._groups_there = table_of(
-            survey, groups, members[here:], rows[here:], steps, self._open_table
-        )
+        self._there, self._groups_there = table_of(survey, groups, members[here:], rows[here:], steps, self._open_table)
         self._here = here
 
     def _open_table(self, nrows: int, ngroups: int) -> Any:
@@ -58,24 +56,27 @@ class SplitCompute(HostCompute):
         super().prepare(settings, pointers[: self._here])
         set_groups(self._there, self._groups_there, settings)
         self._there.columns["grad"][:] = pointers[self._here :]
-        self._launched = False
+        self.launched = self.began = False
 
-    def launch(self, scale: float) -> bool:
+    def launch(self, scale: float) -> None:
         if self._groups_there:
-            if device.serves(self._place):
-                with launching(self._place):
+            self._run(scale)
+        self.launched = True
+
+    def _run(self, scale: float) -> None:
+        if device.serves(self._place):
+            with launching(self._place):
+                try:
                     self._there.run(scale)
-            else:  # a device that is played, whose table must not change before it has been read
-                self._driver.launch(lambda: self._there.run(scale)).wait()
-        self._launched = True
-        return bool(self._groups_there)
+                finally:
+                    self.began = self._there.begun
+            return
 
-    @property
-    def launched(self) -> bool:
-        return self._launched
+        def update() -> None:
+            self.began = True
+            self._there.run(scale)
 
-    def may_have_written(self, error: BaseException) -> bool:
-        return super().may_have_written(error) or (not self._launched and bool(getattr(self._there, "begun", False)))
+        self._driver.launch(update).wait()  # a device that is played reads the table when it comes to it
 
     def count(self, tier: StateTier) -> None:
         for group in self._groups_there:

@@ -102,6 +102,8 @@ class HostCompute:
         self.table: Any = None
         self.groups: list[TableGroup] = []
         self.book: Any = None
+        # whether what stays on the device has been launched, as far as there is anything, and whether any of it was
+        self.launched, self.began = True, False
 
     def is_like(self, other: HostCompute) -> bool:
         """Whether rows and counters of the other one are of use here."""
@@ -134,14 +136,8 @@ class HostCompute:
         """Whether a parameter and its state stay on the device, and are updated by `launch`."""
         return False
 
-    def launch(self, scale: float) -> bool:
-        """Launches the update of what stays on the device, once. Returns whether there is anything."""
-        return False
-
-    @property
-    def launched(self) -> bool:
-        """Whether that was done, as far as there is anything."""
-        return True
+    def launch(self, scale: float) -> None:
+        """Launches the update of what stays on the device, once."""
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
@@ -373,12 +369,10 @@ class Binding:
 
     def launch(self, scale: float) -> None:
         """Launches the update of what stays on the device. The update has been prepared, and no turn taken."""
-        before, self.begun = self.begun, True
         try:
-            self.begun = self.compute.launch(scale) or before
-        except BaseException as error:
-            self.begun = before or self.compute.launched or self.compute.may_have_written(error)
-            raise
+            self.compute.launch(scale)
+        finally:
+            self.begun = self.begun or self.compute.began
 
     def _update(self, i: int) -> None:
         batch, before, self.begun = self._batches[i], self.begun, True

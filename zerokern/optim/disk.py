@@ -475,8 +475,8 @@ class StateOnDisk(StateTier):
 
     def add(self, groups: Groups, new: Sequence[int]) -> None:
         survey, disk, state = self.survey, self._disk, self.state
-        wanted = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
-        kinds = dict(zip(new, self._placing.choose(state, wanted), strict=True))
+        sizes = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
+        kinds = dict(zip(new, self._placing.choose(state, sizes), strict=True))
         if near := [i for i in new if kinds[i] != "disk"]:
             super().add(groups, near)
         new = [i for i in new if kinds[i] == "disk"]

@@ -56,7 +56,7 @@ class HostCopy:
     """
 
     local: Tensor
-    values: nn.Parameter
+    values: Tensor
     grad: Tensor
     shadow: Tensor | None = None
     rest: NextRest | None = None
@@ -153,11 +153,13 @@ class HostCopies:
             missing = set(new)
             asked = [i for i in needed_first if i in missing]
             columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
+            makes: list[tuple[Tensor, torch.dtype, Sequence[Slot]]] = []
             for i in new:
-                if isinstance(stays := columns[i], int):
-                    self.copies[id(local[i])] = HostCopy(local[i], local[i], local[i], stays=stays)
-            makes = [i for i in new if id(local[i]) not in self.copies]
-            self._make([(local[i], grad_dtypes[i], columns[i]) for i in makes])
+                if isinstance(some := columns[i], int):
+                    self.copies[id(local[i])] = HostCopy(local[i], local[i], local[i], stays=some)
+                else:
+                    makes.append((local[i], grad_dtypes[i], some))
+            self._make(makes)
         present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
         gone = [copy for key, copy in self.copies.items() if key not in present]
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}

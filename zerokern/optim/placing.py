@@ -15,6 +15,7 @@ from zerokern.optim.disk import on_disk_of
 
 __all__ = ["Placing"]
 
+
 class Placing:
     """Chooses by the budgets of `order`; what was placed once stays where it is.
 
