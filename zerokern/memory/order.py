@@ -13,6 +13,7 @@ from zerokern.memory.tier import AnyTier, TierConfig, check_tier, config_of, nam
 __all__ = ["TierOrder", "place", "read_order"]
 
 _IN_MEMORY = ("device", "cpu")
+_ORDER = [*_IN_MEMORY, "disk"]
 _ALLOWED = "a tier, or a list of tiers that are filled one after the other, such as ['cpu:64GiB', zk.Nvme(path)]"
 
 
@@ -53,21 +54,19 @@ def read_order(
 ) -> list[tuple[Any, int | None]]:
     """Returns each tier, as `check` has it, with its budget; raises where they cannot be filled one after the other.
 
-    >>> read_order("tier", ["cpu:64GiB", "device"])
-    [('cpu', 68719476736), ('device', None)]
+    >>> read_order("tier", ["device:2GiB", "cpu"])
+    [('device', 2147483648), ('cpu', None)]
     """
     listed = [_split(argument, one) for one in (value if isinstance(value, list | tuple) else [value])]
     pairs = [(check(argument, tier), budget) for tier, budget in listed]
-    names = [tier if isinstance(tier, str) else "a disk" for tier, _ in listed]
+    names = [tier if tier in _IN_MEMORY else "disk" for tier, _ in listed]
     do = "" if pairs else "It is empty"
-    if len(set(names)) < len(names):
-        do = "Name each tier once"
+    if names != sorted(set(names), key=_ORDER.index):
+        do = "They come in the order 'device', 'cpu', a disk, each of them once"
     for name, (_, budget) in list(zip(names, pairs, strict=True))[:-1]:
-        if name not in _IN_MEMORY:
-            do = "A disk comes last"
-        elif budget is None:
+        if budget is None and not do:
             do = f"{name!r} without a budget takes everything: give it one ('{name}:8GiB'), or let it be the last"
-    if pairs and pairs[-1][1] is not None:
+    if pairs and pairs[-1][1] is not None and not do:
         do = f"The last tier takes what is left, and has no budget: {names[-1]!r}"
     if do:
         raise ValueError(got(argument, value, _ALLOWED, do))

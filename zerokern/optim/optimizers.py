@@ -42,8 +42,8 @@ class Adam(FusedOptimizer):
         too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
         `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
         each step, and the bits are the same. A list of tiers is filled one after the other, each up to its budget:
-        `["cpu:64GiB", zk.Nvme(path)]`. The state of a parameter goes to the first one that has room for all of it, and
-        parameters that a forward needs first choose first.
+        `["device:8GiB", "cpu:64GiB", zk.Nvme(path)]`. The state of a parameter goes to the first one that has room for
+        all of it, and parameters that a forward needs first choose first. What stays on the device is updated there.
     schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
         parameters come back one by one while the next forward waits only for those it needs. The bits are the same.
         Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each

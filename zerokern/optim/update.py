@@ -217,7 +217,7 @@ def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: An
     moved = [row for row in taken if not binding.compute.stays(survey.params[row])]
     return Span.of(
         part.name,
-        sum(survey.numels[row] for row in taken),
+        sum(survey.numels[row] for row in moved),
         grad_nbytes=sum(survey.numels[row] * survey.grad_dtypes[row].itemsize for row in moved),
         param_nbytes=sum(survey.params[row].nbytes for row in moved),
         state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in moved),

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from zerokern.core.errors import got
 from zerokern.core.units import BUFFERS, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Arrangement, Recipe, short
+from zerokern.planner.recipe import Arrangement, Recipe, StateRole, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
     "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling_memory", "lanes_to",
-    "with_recipe",
+    "staying_numel", "with_recipe",
 ]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
@@ -56,6 +56,15 @@ class Move:
     role: str
     lane: str
     nbytes: int
+
+
+class StatePiece(NamedTuple):
+    """A piece of a parameter, with the tensors of its state and their bytes."""
+
+    tier: str
+    numel: int
+    dtype: str
+    tensors: tuple[tuple[StateRole, int], ...]
 
 
 class HeldMemory:
@@ -165,14 +174,18 @@ class Footprint(HeldMemory):
         """
         recipe = self.recipe
         has_copies = recipe.has_host_copies(self.settings.device)
-        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu"):
+        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or self.placed):
             return 0
         from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        in_memory = pieces if recipe.tier != "nvme" or not has_copies else []
+        if self.placed:
+            pieces = [(one.numel, one.dtype) for one in self.placed if one.tier != "device"]
+            in_memory = [(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
         state = [  # parameter by parameter: moments, then what makes the parameter exact
             tensor
-            for numel, dtype in pieces
+            for numel, dtype in in_memory
             for role in sorted(recipe.state_of(dtype), key=lambda role: role.role in ("master", "remainder"))
             for tensor in role.tensors(numel)
         ]
@@ -180,28 +193,26 @@ class Footprint(HeldMemory):
         if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
             nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
             nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
-            state = [] if recipe.tier == "nvme" else sorted(state, key=lambda tensor: tensor[0])
-            state += [(role, kept) for (role, _), kept in self.in_memory.items()]
+            state = sorted(state, key=lambda tensor: tensor[0])
         return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
 
     @cached_property
-    def in_memory(self) -> dict[tuple[str, str], int]:
-        """Bytes of state by role and format that fit into the budget of host memory, before the disk takes the rest."""
-        found: dict[tuple[str, str], int] = {}
-        if not self.recipe.budgets:
-            return found
+    def placed(self) -> list[StatePiece]:
+        """The tier of each piece of the state, in the order in which forwards need them, where `tier=` has budgets."""
+        recipe = self.recipe
+        if not recipe.budgets:
+            return []
         from zerokern.memory.order import place  # its package needs torch, other plans do not
 
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
         tensors = [
-            [(role, nbytes) for role in self.recipe.state_of(dtype) for _, nbytes in role.tensors(numel)]
+            [(role, nbytes) for role in recipe.state_of(dtype) for _, nbytes in role.tensors(numel)]
             for numel, dtype in pieces
         ]
-        places = place([sum(nbytes for _, nbytes in some) for some in tensors], [self.recipe.budgets[-1][1]])
-        for some in (some for some, tier in zip(tensors, places, strict=True) if not tier):
-            for role, nbytes in some:
-                found[role.role, role.format] = found.get((role.role, role.format), 0) + nbytes
-        return found
+        tiers, budgets = zip(*recipe.budgets, (recipe.tier, None), strict=True)
+        places = place([sum(nbytes for _, nbytes in some) for some in tensors], budgets)
+        rows = zip(places, pieces, tensors, strict=True)
+        return [StatePiece(tiers[number], numel, dtype, tuple(some)) for number, (numel, dtype), some in rows]
 
     @cached_property
     def program(self) -> StepProgram:
@@ -346,6 +357,16 @@ class Footprint(HeldMemory):
         return found
 
 
+def staying_numel(run: Footprint, dtype: str | None = None) -> int:
+    """Returns the elements of parameters that are updated on the device, beside an update in host memory.
+
+    >>> staying_numel(zk.plan("1B", tier=["device:1GB", "cpu"]))
+    100000000
+    """
+    kept = [one for one in run.placed if one.tier == "device" and run.settings.device != "cpu"]
+    return sum(one.numel for one in kept if dtype in (None, one.dtype))
+
+
 def filling_memory(run: _F) -> _F:
     """Returns the same run with as much state in host memory as there is room for, in whole GB, before the disk.
 
@@ -379,6 +400,7 @@ def _states(run: Footprint) -> Iterator[Holding]:
     has_copies = recipe.has_host_copies(settings.device)
     for kind in trained if has_copies else ():
         wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
+        numel -= staying_numel(run, kind.dtype)
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
         yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
     # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
@@ -393,9 +415,10 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
         for state in run.recipe.state_of(kind.dtype):
             nbytes = state.nbytes(*kind.updated(shards_state(run.stage)))
             yield Holding(state.role, state.format, run.recipe.tier, nbytes)
-    for (role, form), nbytes in run.in_memory.items():
-        yield Holding(role, form, run.recipe.tier, -nbytes)
-        yield Holding(role, form, run.recipe.budgets[-1][0], nbytes)
+    for one in run.placed:
+        for role, nbytes in one.tensors if one.tier != run.recipe.tier else ():
+            yield Holding(role.role, role.format, run.recipe.tier, -nbytes)
+            yield Holding(role.role, role.format, one.tier, nbytes)
 
 
 def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
@@ -497,7 +520,7 @@ def _moves(run: Footprint) -> Iterator[Move]:
         yield from _moves_at_rest(run)
     elif recipe.has_host_copies(settings.device) and settings.device != "cpu":
         for kind in trained:
-            numel, _ = kind.updated(shards_state(run.stage))
+            numel = kind.updated(shards_state(run.stage))[0] - staying_numel(run, kind.dtype)
             yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
             yield Move("parameters", "up", numel * kind.itemsize)
     if recipe.tier == "nvme":

@@ -151,9 +151,9 @@ class Recipe:
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
             here = replace(here, keep="device") if self.keep == "cpu" else here
-            here = replace(here, budgets=(("cpu", sum(budget for _, budget in self.budgets)),) * bool(self.budgets))
-        elif any(tier == "device" for tier, _ in self.budgets):
-            raise ValueError(got("tier", "a budget of 'device'", "'cpu:64GiB' and a disk, for parameters on a device"))
+            everything = self.tier != "nvme"
+            memory = (("cpu", sum(budget for _, budget in self.budgets)),) if self.budgets and not everything else ()
+            here = replace(here, budgets=memory)
         if not here.rests:
             return here
         if not shards_parameters(stage):
@@ -172,6 +172,9 @@ class Recipe:
             advice = "The update of state on the device has nothing to hide behind"
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
+        if device != "cpu" and self.delays and any(tier == "device" for tier, _ in self.budgets):
+            advice = "An update on the device has nothing to hide behind"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", advice))
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
     def state_nbytes(self, dtype: str) -> float:
