@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +214,13 @@ def test_state_goes_from_any_tier_to_any_other(tier: Tier, tmp_path: Path) -> No
         return model, opt
 
     expected = list(run("device", 4)[0].parameters())
-    for source, target in itertools.product(places(), repeat=2):
+    for source, target in (
+        ("device", "split"),
+        ("split", "three"),
+        ("three", "disk"),
+        ("disk", "split"),
+        ("split", "device"),
+    ):
         model, opt = run(places()[source], 2)
         folder = tmp_path / f"{source} to {target}"
         zk.save(folder, model, opt)
