@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.backend import launching
+from zerokern.memory.copies import Driver
 from zerokern.optim import device
 from zerokern.optim.binding import HostCompute, Member, TableGroup, set_groups, table_of
 from zerokern.optim.state import SpanRow, StateTier
@@ -26,9 +26,9 @@ class SplitCompute(HostCompute):
     parameters comes after it.
     """
 
-    def __init__(self, place: torch.device, driver: Any) -> None:
+    def __init__(self, driver: Driver) -> None:
         super().__init__()
-        self._place, self._driver = place, driver
+        self._place, self._driver = driver.device, driver
         self._there: Any = None  # the table of what stays
         self._groups_there: list[TableGroup] = []
         self.launched = self.began = False
@@ -76,7 +76,8 @@ class SplitCompute(HostCompute):
             self.began = True
             self._there.run(scale)
 
-        self._driver.launch(update).wait()  # a device that is played reads the table when it comes to it
+        played: Any = self._driver
+        played.launch(update).wait()  # a device that is played reads the table when it comes to it
 
     def count(self, tier: StateTier) -> None:
         for group in self._groups_there:

@@ -303,7 +303,7 @@ class Holdings:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         if self.placing.there and "device" in self.order.tiers and self.host is not None:
-            compute = SplitCompute(next(param.device for param in survey.params), self.host.driver)
+            compute = SplitCompute(self.host.driver)
         if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
