@@ -194,3 +194,111 @@ def test_a_step_that_was_planned(tier: Tier) -> None:
     assert found["state_bytes/disk"] == plan.tiers["nvme"] == plan.moved("read") == plan.moved("write")
     assert found["state_bytes/cpu"] - 4 * 5 == sum(plan.in_memory.values()) == 2 * 10 * 64 * 64
     assert of_disk["written_nbytes"] == 2 * plan.moved("write") and of_disk["read_nbytes"] == plan.moved("read")
+
+
+def stepped(params: list[nn.Parameter], opt: Any, *gradients: float) -> None:
+    """A step with these values as gradients; 0: without a gradient."""
+    for param, value in zip(params, gradients, strict=True):
+        param.grad = torch.full_like(param, value) if value else None
+    opt.step()
+
+
+def momentum(sizes: tuple[int, ...], tier: Any) -> tuple[list[nn.Parameter], Any]:
+    """Dampening shows whether a moment starts from the gradient: that is not dampened."""
+    params = [nn.Parameter(torch.ones(size)) for size in sizes]
+    return params, zk.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, tier=tier)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, params: list[nn.Parameter], opt: Any) -> None:
+    """A step with a disk that fails in this function changes nothing."""
+    before = [param.detach().clone() for param in params]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *given: (_ for _ in ()).throw(OSError("the disk failed")))
+        with pytest.raises(OSError, match="the disk failed"):
+            opt.step()
+    assert same_bits(params, before) and not opt.holdings.torn
+
+
+def test_a_disk_without_room_leaves_no_state_in_memory(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next try begins all moments, wherever they lie."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params, opt = momentum((1000, 1000), where)
+        if opt.holdings.disk is not None:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            failing(monkeypatch, type(opt.holdings.disk.tier), "lay_out", params, opt)
+            assert not opt.state
+        for _ in range(2):
+            stepped(params, opt, 1.0, 2.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+def test_moments_in_memory_start_from_a_gradient_after_a_step_that_failed(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another parameter has joined by then."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params, opt = momentum((1000, 1000, 2000), where)
+        stepped(params, opt, 0.0, 0.0, 1.0)
+        if opt.holdings.disk is not None:
+            params[0].grad = torch.full_like(params[0], 1.0)
+            failing(monkeypatch, type(opt.holdings.disk), "fetch", params, opt)
+        stepped(params, opt, 1.0, 2.0, 1.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+def test_state_moves_from_a_parameter_in_memory_to_one_on_disk(tier: Tier) -> None:
+    """The first one begins anew, in the memory that the state is read from."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params, opt = momentum((1000, 1000), where)
+        stepped(params, opt, 1.0, 2.0)
+        opt.state[params[1]] = opt.state.pop(params[0])
+        stepped(params, opt, 1.0, 2.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+def test_a_load_reserves_what_it_will_need(tier: Tier, tmp_path: Path) -> None:
+    """On a disk that is too small it fails before any rank changes anything, in the order of forwards too."""
+
+    def placed(world: World) -> None:
+        def training(where: Any) -> tuple[nn.Module, Any]:
+            made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 4))
+            model = zk.shard(made, stage=2, bucket_bytes=17000)
+            params = list(model.parameters())
+            return model, zk.AdamW([{"params": params[4:]}, {"params": params[:4]}], tier=where)
+
+        model, opt = training("device")
+        model(torch.ones(4, 64)).sum().backward()
+        opt.step()
+        zk.save(tmp_path / "saved", model, opt)
+        model, opt = training(["cpu:70KiB", tier()])
+        reserved: list[int] = []
+        hold, disk = opt.holdings.disk.hold, opt.holdings.disk
+        disk.hold = lambda spans: (hold(spans), reserved.extend(one.nbytes for one in disk._reserved))
+        zk.load(tmp_path / "saved", model, opt)
+        assert sum(reserved) == disk.held()["state"] > 0
+
+    alone(placed)
+
+
+def test_a_plan_places_the_state_of_what_is_trained() -> None:
+    """Frozen parameters have none, at any stage."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+    model[0].requires_grad_(False)
+    for stage in (0, 2, 3):
+        plan = zk.plan(model, stage=stage, mesh={"dp": 2}, tier=["cpu:1MB", "nvme"])
+        assert sum(plan.in_memory.values()) == 2 * 8 * 64 * 64 // (2 if stage else 1), stage
+        assert plan.tiers["nvme"] == plan.moved("read") == 0, stage
+
+
+def test_a_plan_refuses_what_an_optimizer_would() -> None:
+    for tiers in (["device:1GB", "cpu"], ["cpu:1GB", "device"], ["device:1GB", "nvme"]):
+        with pytest.raises(ValueError, match="for parameters on a device"):
+            zk.plan("8B", tier=tiers)
+        zk.plan("8B", tier=tiers, device="cpu")

@@ -296,7 +296,7 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
+        if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
         self.shards.bound(survey.params, self.state)

@@ -361,6 +361,11 @@ class StateTier:
         """Checks all state of these parameters, then makes what is missing."""
         survey, state, optional = self.survey, self.state, self.algorithm.optional
         check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
+        self._keep(new)
+
+    def _keep(self, new: Sequence[int]) -> None:
+        """Keeps state that has been checked in memory, and makes what is missing."""
+        survey, state, optional = self.survey, self.state, self.algorithm.optional
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
         for i in new:

@@ -152,8 +152,8 @@ class Recipe:
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
             here = replace(here, keep="device") if self.keep == "cpu" else here
             here = replace(here, budgets=(("cpu", sum(budget for _, budget in self.budgets)),) * bool(self.budgets))
-        elif any(tier == "device" for tier, _ in self.budgets):
-            raise ValueError(got("tier", "a budget of 'device'", "'cpu:64GiB' and a disk, for parameters on a device"))
+        elif self.budgets and "device" in (self.tier, *(tier for tier, _ in self.budgets)):
+            raise ValueError(got("tier", "'device' among others", "'cpu:64GiB' and a disk, for parameters on a device"))
         if not here.rests:
             return here
         if not shards_parameters(stage):
