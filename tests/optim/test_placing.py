@@ -263,6 +263,36 @@ def test_state_moves_from_a_parameter_in_memory_to_one_on_disk(tier: Tier) -> No
     assert same_bits(*found)
 
 
+def test_state_that_was_exchanged_with_a_parameter_without_a_gradient(tier: Tier) -> None:
+    """It waits in memory that the step of the other one writes."""
+    found = []
+    for where in ("device", "cpu", ["cpu:9000", tier()]):
+        params, opt = momentum((1000, 1000, 1000), where)
+        stepped(params, opt, 1.0, 2.0, 3.0)
+        for number in (1, 2):
+            opt.state[params[0]], opt.state[params[number]] = opt.state[params[number]], opt.state[params[0]]
+        stepped(params, opt, 1.0, 0.0, 0.0)
+        stepped(params, opt, 1.0, 2.0, 3.0)
+        found.append(params)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+
+
+@each("where", ["plain", "copies"])
+def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) -> None:
+    """With copies of parameters, as without; once closed, an optimizer has no memory."""
+    params = [nn.Parameter(torch.ones(1000))]
+    opt = zk.AdamW(params, tier=["cpu:9000", tier()], schedule=zk.Delayed(after=9) if where == "copies" else "sync")
+    for _ in range(3):
+        stepped(params, opt, 1.0)
+        assert opt.statistics()["state_bytes/disk"] == 0
+        before, params = params[0], [nn.Parameter(params[0].detach().clone())]
+        opt.param_groups[0]["params"] = params
+        opt.state[params[0]] = opt.state.pop(before)
+    assert opt.holdings.room.nbytes > 0
+    opt.close()
+    assert opt.holdings.room.nbytes == 0
+
+
 def test_a_load_reserves_what_it_will_need(tier: Tier, tmp_path: Path) -> None:
     """On a disk that is too small it fails before any rank changes anything, in the order of forwards too."""
 

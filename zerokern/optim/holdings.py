@@ -155,6 +155,8 @@ class Holdings:
             return
         self.closed, self.state = because, Elsewhere(because)
         self.bound, self.shards, self.host = Bound(), Shards(()), None
+        if self.room is not None:
+            self.room.forget_others(())
         if self.disk is not None:
             self.disk.close(because)
 
@@ -289,6 +291,8 @@ class Holdings:
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
         self.bound.binding = None
+        if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have
+            self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
         initial = [self.algorithm.first_moment(group) for group in groups]
         of_state = self.algorithm, self.held, initial, self.shards.exact
         if self.disk is not None:

@@ -146,15 +146,15 @@ class HostCopies:
         if len(places) > 1:
             allowed = "one optimizer for the parameters of each device"
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
+        present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
+        gone = [copy for key, copy in self.copies.items() if key not in present]
+        self.room.forget([copy.values for copy in gone])  # before others are placed
         if new:
             missing = set(new)
             asked = [i for i in needed_first if i in missing]
             columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
             self._make([(local[i], grad_dtypes[i], columns[i]) for i in new])
-        present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
-        gone = [copy for key, copy in self.copies.items() if key not in present]
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
-        self.room.forget([copy.values for copy in gone])
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> None:

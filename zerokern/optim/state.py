@@ -375,8 +375,9 @@ class StateTier:
         with torch.no_grad():
             if self._room is not None:  # state that was exchanged between parameters is copied before it is written
                 places = self._room.addresses()
-                for i, entry in zip(new, entries, strict=True):
-                    entry.update(with_own_memory(entry, survey.params[i], places))
+                for param, entry in state.items():  # of all: who has it may be none of those that are updated now
+                    if isinstance(param, Tensor) and isinstance(entry, dict):
+                        entry.update(with_own_memory(entry, param, places))
             make([(param, entry, slot) for _, param, entry, slot in made], self._room)
             self._begin(made)
             for i, entry in zip(new, entries, strict=True):
