@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,13 @@ from optim_cases import same_bits
 from tables import each
 from test_offload_played import SLOW, played, the_same
 from torch import nn
+from torch.distributed.checkpoint.planner import SavePlan
 from worlds import World, alone, anywhere
 
 import zerokern as zk
+from zerokern.checkpoint.storage import SavePlanner
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.memory.here import boxes, write_items
 from zerokern.optim.placing import Placing
 
 
@@ -263,6 +267,20 @@ def test_state_moves_from_a_parameter_in_memory_to_one_on_disk(tier: Tier) -> No
     assert same_bits(*found)
 
 
+@each("where", ["split", "disk"])
+def test_a_state_dict_is_of_one_step(where: str, tier: Tier) -> None:
+    """Whatever follows: what was read from the disk does not change any more, and nor does the rest."""
+    params, opt = momentum((1000, 1000), ["cpu:5000", tier()] if where == "split" else tier())
+    adam = zk.AdamW(params, lr=0.1, tier=["cpu:9000", tier()] if where == "split" else tier())
+    for one in (opt, adam):
+        stepped(params, one, 1.0, 2.0)
+        kept = one.state_dict()["state"]
+        before = copy.deepcopy(kept)
+        stepped(params, one, 3.0, 4.0)
+        for number, entry in before.items():
+            assert same_bits(list(entry.values()), list(kept[number].values()))
+
+
 def test_state_that_was_exchanged_with_a_parameter_without_a_gradient(tier: Tier) -> None:
     """It waits in memory that the step of the other one writes."""
     found = []
@@ -332,3 +350,23 @@ def test_a_plan_refuses_what_an_optimizer_would() -> None:
         with pytest.raises(ValueError, match="for parameters on a device"):
             zk.plan("8B", tier=tiers)
         zk.plan("8B", tier=tiers, device="cpu")
+
+
+def test_ranks_that_keep_the_same_state_elsewhere_save_it_once() -> None:
+    """Whole in memory on one rank, in boxes of records on two others; beside parts that each rank has alone."""
+    shape = torch.Size([4, 4])
+
+    def plan(first: int, end: int, step: int) -> list[Any]:
+        cuboids = [box for at in range(first, end, step) for box in boxes(shape, at, step)]
+        return write_items("optim.state.weight.exp_avg", shape, torch.float32, cuboids)
+
+    for ranks in (
+        [(0, 16, 16), (0, 16, 4), (0, 16, 16)],
+        [(0, 16, 2), (0, 16, 16)],
+        [(0, 8, 2), (8, 16, 4), (0, 8, 8)],
+    ):
+        given = [SavePlan(plan(first, end, step)) for first, end, step in ranks]
+        made, metadata = SavePlanner().create_global_plan(given)
+        chunks = metadata.state_dict_metadata["optim.state.weight.exp_avg"].chunks
+        assert sum(chunk.sizes.numel() for chunk in chunks) == 16
+        assert sum(item.tensor_data.chunk.sizes.numel() for one in made for item in one.items) == 16

@@ -24,7 +24,7 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Slot
 from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing
-from zerokern.optim.shards import LATE, Shards
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
@@ -72,6 +72,17 @@ class _Writing:
 def _has_company() -> bool:
     """Whether other ranks may have been given the same folder."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _apart(entry: Any) -> Any:
+    """Returns a state entry with copies of its tensors: those read from a disk stay as they are, too.
+
+    `Shards.saved` copies pending values.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    tensors = {key for key, one in entry.items() if isinstance(one, Tensor) and key != PENDING}
+    return {key: one.detach().clone() if key in tensors else one for key, one in entry.items()}
 
 
 @dataclass
@@ -260,7 +271,7 @@ class Holdings:
         """Returns the state as it is saved."""
         binding, made = self.bound.binding, self.held
         if self.disk is not None:
-            made = WatchedState(in_memory(self.disk, made))
+            made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
         elif binding is not None and (shown := binding.shown(made)) is not made:
             made = WatchedState(shown)
         return self.shards.saved(made, self.state)
