@@ -345,6 +345,18 @@ def test_a_plan_places_the_state_of_what_is_trained() -> None:
         assert plan.tiers["nvme"] == plan.moved("read") == 0, stage
 
 
+def test_a_plan_of_locked_memory_is_what_is_measured(tier: Tier) -> None:
+    for last, schedule in itertools.product((tier(), "cpu", "device"), ("sync", zk.Delayed(after=0))):
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+        tiers = ["cpu:40KB" if last != "cpu" else "device:40KB", last]
+        opt = zk.AdamW(model.parameters(), tier=tiers, schedule=schedule)
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+        opt.flush()
+        plan = zk.plan(model, stage=0, tier=tiers, schedule=schedule, device="cpu")
+        assert zk.measure(model, opt).pinned == plan.pinned > 0, (last, schedule)
+
+
 def test_a_plan_refuses_what_an_optimizer_would() -> None:
     for tiers in (["device:1GB", "cpu"], ["cpu:1GB", "device"], ["device:1GB", "nvme"]):
         with pytest.raises(ValueError, match="for parameters on a device"):

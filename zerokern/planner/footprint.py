@@ -165,7 +165,7 @@ class Footprint(HeldMemory):
         """
         recipe = self.recipe
         has_copies = recipe.has_host_copies(self.settings.device)
-        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu"):
+        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
             return 0
         from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 
@@ -180,8 +180,9 @@ class Footprint(HeldMemory):
         if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
             nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
             nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
-            state = [] if recipe.tier == "nvme" else sorted(state, key=lambda tensor: tensor[0])
-            state += [(role, kept) for (role, _), kept in self.in_memory.items()]
+            state = sorted(state, key=lambda tensor: tensor[0])
+        if recipe.tier == "nvme":
+            state = [(role, kept) for (role, _), kept in self.in_memory.items()]
         return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
 
     @cached_property

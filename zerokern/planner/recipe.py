@@ -151,7 +151,10 @@ class Recipe:
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
             here = replace(here, keep="device") if self.keep == "cpu" else here
-            here = replace(here, budgets=(("cpu", sum(budget for _, budget in self.budgets)),) * bool(self.budgets))
+            if self.budgets:
+                budget = sum(budget for _, budget in self.budgets)
+                on_disk = self.tier == "nvme"
+                here = replace(here, budgets=(("cpu", budget),)) if on_disk else replace(here, tier="cpu", budgets=())
         elif self.budgets and "device" in (self.tier, *(tier for tier, _ in self.budgets)):
             raise ValueError(got("tier", "'device' among others", "'cpu:64GiB' and a disk, for parameters on a device"))
         if not here.rests:
