@@ -373,12 +373,17 @@ class HostTier(_InMemory):
             self._owners.add(id(owner))
             self._untouched.add((id(owner), one.role))
 
-    def forget(self, owners: Sequence[Tensor]) -> None:
+    def forget(self, owners: Iterable[Tensor]) -> None:
         """Forgets owners and their tensors."""
         gone = set(map(id, owners))
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in gone}
         self._untouched &= self._kept.keys()
         self._owners -= gone
+
+    def forget_others(self, owners: Iterable[Tensor]) -> None:
+        """Forgets all but these owners."""
+        present = set(map(id, owners))
+        self.forget([owner for owner, _ in self._kept.values() if id(owner) not in present])
 
     def keeps(self, owner: Tensor) -> bool:
         """Whether there are tensors of this owner."""

@@ -475,20 +475,19 @@ class StateOnDisk(StateTier):
 
     def add(self, groups: Groups, new: Sequence[int]) -> None:
         survey, disk, state = self.survey, self._disk, self.state
-        sizes = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
-        kinds = dict(zip(new, self._placing.choose(state, sizes), strict=True))
-        if near := [i for i in new if kinds[i] != "disk"]:
-            super().add(groups, near)
-        new = [i for i in new if kinds[i] == "disk"]
         entries = [state.get(survey.params[i]) or {} for i in new]
         seen = []
         for i, entry in zip(new, entries, strict=True):
             seen.append(described(disk, lambda i=i: names_of(groups)[survey.numbers[i]], entry))  # type: ignore[misc]
         check_entries(survey, groups, state, new, seen, self.algorithm.optional)
+        sizes = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
+        far = [kind == "disk" for kind in self._placing.choose(state, sizes)]
         fresh: list[int] = []
         moving: list[tuple[int, Entry]] = []
-        for i, entry in zip(new, entries, strict=True):
+        for i, entry, gone in zip(new, entries, far, strict=True):
             layout, owner = survey.layouts[i], on_disk_of(entry)
+            if not gone:
+                continue
             if owner is not None and {*layout.columns} <= {*owner.slots}:
                 owner.param, owner.layout = survey.params[i], layout
             elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
@@ -500,6 +499,9 @@ class StateOnDisk(StateTier):
             self._put(moving, move_to_disk(disk, wanted))
         if fresh:
             self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._made(fresh))
+        # last: a disk may be too small, and rows that were made for nothing would not be known for new ones
+        if near := [i for i, gone in zip(new, far, strict=True) if not gone]:
+            self._keep(near)
 
     def _made(self, fresh: Sequence[int]) -> list[Entry]:
         """Makes entries for parameters without state, with room on disk for all of it."""

@@ -28,11 +28,12 @@ from zerokern.optim.disk import (
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
+from zerokern.optim.parts import needed_first
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of, params_of
-from zerokern.zero.shard import Shard, plain_shard
+from zerokern.zero.shard import Shard, plain_shard, shards_of
 
 __all__ = ["Column", "Exchange", "take_over"]
 
@@ -283,6 +284,9 @@ class Exchange:
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
         pieces, here = self.pieces(), self._here
+        homes = shards_of(self.params, names_of(self.opt.param_groups), here.shards.shards)
+        order = needed_first([home.piece for home in homes], homes)  # which the load will follow, before any step too
+        here.placing.turns = {id(pieces[number]): turn for turn, number in enumerate(order)}
         kinds = here.placing.choose(here.held, [(pieces[number], size) for number, size in nbytes.items()])
         return [number for number, kind in zip(nbytes, kinds, strict=True) if kind == "disk"]
 

@@ -25,7 +25,7 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Slot
 from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing
-from zerokern.optim.shards import LATE, Shards
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
@@ -73,6 +73,17 @@ class _Writing:
 def _has_company() -> bool:
     """Whether other ranks may have been given the same folder."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _apart(entry: Any) -> Any:
+    """Returns a state entry with copies of its tensors: those read from a disk stay as they are, too.
+
+    `Shards.saved` copies pending values.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    tensors = {key for key, one in entry.items() if isinstance(one, Tensor) and key != PENDING}
+    return {key: one.detach().clone() if key in tensors else one for key, one in entry.items()}
 
 
 @dataclass
@@ -156,6 +167,8 @@ class Holdings:
             return
         self.closed, self.state = because, Elsewhere(because)
         self.bound, self.shards, self.host = Bound(), Shards(()), None
+        if self.room is not None:
+            self.room.forget_others(())
         if self.disk is not None:
             self.disk.close(because)
 
@@ -264,7 +277,7 @@ class Holdings:
         """Returns the state as it is saved."""
         binding, made = self.bound.binding, self.held
         if self.disk is not None:
-            made = WatchedState(in_memory(self.disk, made))
+            made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
         elif binding is not None and (shown := binding.shown(made)) is not made:
             made = WatchedState(shown)
         return self.shards.saved(made, self.state)
@@ -295,6 +308,8 @@ class Holdings:
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
         self.bound.binding = None
+        if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have
+            self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
         initial = [self.algorithm.first_moment(group) for group in groups]
         of_state = self.algorithm, self.held, initial, self.shards.exact
         if self.disk is not None:
@@ -304,7 +319,7 @@ class Holdings:
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         if self.placing.there and "device" in self.order.tiers and self.host is not None:
             compute = SplitCompute(self.host.driver)
-        if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
+        if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
         self.shards.bound(survey.params, self.state)

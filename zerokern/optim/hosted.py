@@ -149,6 +149,9 @@ class HostCopies:
         if len(places) > 1:
             allowed = "one optimizer for the parameters of each device"
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
+        present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
+        gone = [copy for key, copy in self.copies.items() if key not in present]
+        self.room.forget([copy.values for copy in gone])  # before others are placed
         if new:
             missing = set(new)
             asked = [i for i in needed_first if i in missing]
@@ -160,10 +163,7 @@ class HostCopies:
                 else:
                     makes.append((local[i], grad_dtypes[i], some))
             self._make(makes)
-        present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
-        gone = [copy for key, copy in self.copies.items() if key not in present]
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
-        self.room.forget([copy.values for copy in gone])
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> None:

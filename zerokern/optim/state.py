@@ -367,6 +367,11 @@ class StateTier:
         """Checks all state of these parameters, then makes what is missing."""
         survey, state, optional = self.survey, self.state, self.algorithm.optional
         check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
+        self._keep(new)
+
+    def _keep(self, new: Sequence[int]) -> None:
+        """Keeps state that has been checked in memory, and makes what is missing."""
+        survey, state, optional = self.survey, self.state, self.algorithm.optional
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
         for i in new:
@@ -376,8 +381,9 @@ class StateTier:
         with torch.no_grad():
             if self._room is not None:  # state that was exchanged between parameters is copied before it is written
                 places = self._room.addresses()
-                for i, entry in zip(new, entries, strict=True):
-                    entry.update(with_own_memory(entry, survey.params[i], places))
+                for param, entry in state.items():  # of all: who has it may be none of those that are updated now
+                    if isinstance(param, Tensor) and isinstance(entry, dict):
+                        entry.update(with_own_memory(entry, param, places))
             make([(param, entry, slot) for _, param, entry, slot in made], self._room)
             self._begin(made)
             for i, entry in zip(new, entries, strict=True):

@@ -174,7 +174,7 @@ class Footprint(HeldMemory):
         """
         recipe = self.recipe
         has_copies = recipe.has_host_copies(self.settings.device)
-        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or self.placed):
+        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
             return 0
         from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 

@@ -241,7 +241,10 @@ class ModelSpec:
             for bucket in self._partition(shards_parameters(stage), world, bucket_bytes)
             for piece in bucket.pieces(0)
         }
-        order = list(own) if needed_first else [place for place in order if place in own]
+        trained = set(order)
+        order = (
+            [place for place in own if place in trained] if needed_first else [place for place in order if place in own]
+        )
         return [(own[place], self.members[place].dtype) for place in order]
 
     def _partition(self, in_units: bool, world: int, bucket_bytes: int) -> list[Bucket]:

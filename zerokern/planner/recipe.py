@@ -151,9 +151,10 @@ class Recipe:
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
             here = replace(here, keep="device") if self.keep == "cpu" else here
-            everything = self.tier != "nvme"
-            memory = (("cpu", sum(budget for _, budget in self.budgets)),) if self.budgets and not everything else ()
-            here = replace(here, budgets=memory)
+            if self.budgets:
+                budget = sum(budget for _, budget in self.budgets)
+                on_disk = self.tier == "nvme"
+                here = replace(here, budgets=(("cpu", budget),)) if on_disk else replace(here, tier="cpu", budgets=())
         if not here.rests:
             return here
         if not shards_parameters(stage):
