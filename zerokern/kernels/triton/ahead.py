@@ -31,7 +31,7 @@ from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 __all__ = [
-    "ARCHITECTURES", "FAST_FLOAT64", "MODULES", "Promises", "by_integers", "compile_job", "is_for", "jobs", "make_job",
+    "ARCHITECTURES", "FAST_FLOAT64", "MODULES", "Promises", "float64_is_scarce", "compile_job", "is_for", "jobs", "make_job",
     "plain", "promised",
 ]  # fmt: skip
 
@@ -46,7 +46,7 @@ _DTYPE = "tl."
 
 
 @constexpr_function
-def by_integers():
+def float64_is_scarce():
     """Whether the GPU that a kernel is compiled for has few float64 units, so that `wide` adds in integers.
 
     Interpreted kernels have numpy's.

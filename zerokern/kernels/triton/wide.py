@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zerokern.kernels.triton.ahead import by_integers
+from zerokern.kernels.triton.ahead import float64_is_scarce
 from zerokern.kernels.triton.codecs import widened, widened64
 
 __all__ = ["add_squares"]
@@ -22,7 +22,7 @@ _NAN = tl.constexpr(0x7FF8000000000000)
 @triton.jit
 def add_squares(sums, x, ROWS: tl.constexpr):
     """sums [A, B] + the squares of x [ROWS, A, B], row by row in order: each addition is rounded to float64."""
-    if by_integers():
+    if float64_is_scarce():
         before = sums.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF  # what is no number may have a sign
         # a mantissa that has bits to round by, a biased exponent, the largest magnitude
         exponent = (before >> 52).to(tl.int32)
