@@ -39,7 +39,7 @@ def add_squares(out, sums, values, numel, TYPE: tl.constexpr, BLOCK: tl.constexp
 def integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, both ways run on numpy; compiled, the GPU decides."""
     if backend.interpreted():
-        monkeypatch.setattr(wide, "by_integers", lambda: True)
+        monkeypatch.setattr(wide, "float64_is_scarce", lambda: True)
 
 
 def same(sums: Tensor, values: Tensor) -> None:
@@ -131,10 +131,10 @@ def test_statistics_of_flatten_have_the_bits_of_their_reference(target: torch.dt
     tensors.append(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)).to(DEVICE).t())
     bucket = torch.zeros(sum(one.numel() for one in tensors), dtype=target, device=DEVICE)
     sums: list[Any] = []
-    for by_integers in (False, True):
+    for scarce in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if backend.interpreted():
-                patch.setattr(wide, "by_integers", lambda by_integers=by_integers: by_integers)
+                patch.setattr(wide, "float64_is_scarce", lambda scarce=scarce: scarce)
             stats = torch.zeros(2, dtype=torch.float64, device=DEVICE)
             flat.flatten(tensors, bucket, stats=stats, impl="triton")
             sums.append(stats.tolist())

@@ -42,8 +42,8 @@ def in_pairs(p, g, total, wd, wd_low, coupled):
     low = tl.zeros_like(g)
     error = low
     if coupled:
-        upper, lower, its = pairs.product(wd, wd_low, p, 0.0, 0.0)
-        g, low, error = pairs.total(g, 0.0, 0.0, upper, lower, its)
+        upper, lower, its = pairs.product(wd, wd_low, p, None, None)
+        g, low, error = pairs.total(g, None, None, upper, lower, its)
     decayed, sure = pairs.nearest(g, low, error)
     upper, lower, error = pairs.square(g, low, error)
     added, sure_of_it = pairs.nearest_sum(total, upper, lower, error)

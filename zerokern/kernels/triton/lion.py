@@ -52,6 +52,6 @@ def in_pairs(g, m, w1, w2, w2_low):
     difference, rest = pairs.two_sum(g, -m)
     c = tl.fma(w1, difference, m)
     sure = (tl.abs(c) > tl.abs(difference) * tl.abs(w1 * 4.76837158203125e-07)) | (difference == 0.0)  # 2^-21
-    upper, lower, error = pairs.product(w2, w2_low, difference, rest, 0.0)
+    upper, lower, error = pairs.product(w2, w2_low, difference, rest, None)
     average, sure_of_it = pairs.nearest_sum(m, upper, lower, error)
     return _sign(c), average, sure & sure_of_it

@@ -36,17 +36,25 @@ def two_sum(a, b):
 
 @triton.jit
 def product(w, w_low, h, l, error):
-    """w * x of a scalar w = w + w_low (1 + 2^-24) and a triple x. Exact where both are fp32 numbers.
+    """w * x of a scalar w = w + w_low (1 + 2^-24) and a triple x, whose l and error may be None. Exact where both are
+    fp32 numbers.
 
     In units of |w h|: w_low * l is left out: 2^-46; the sums for the lower half are rounded: 2^-47 and 1.5 * 2^-46; w
     has 48 bits. Together 0.9 LAST. Of x's error, by (I): 1 for itself, and a quarter each for w_low * l and the last
     sum. (I) for the result: |lower| <= 1.5 * 2^-22 |w h| + 2^22 |w| error, and 2^22 LAST = 2^-22.
     """
     upper = w * h
-    lower = tl.fma(w, l, tl.fma(w_low, h, tl.fma(w, h, -upper)))
+    lower = tl.fma(w_low, h, tl.fma(w, h, -upper))
     least = tl.where(w_low == 0.0, EXACT_FROM, float("nan"))
-    exact = (l == 0.0) & (error == 0.0) & ((h == 0.0) | (tl.abs(upper) >= least))
-    bound = tl.fma(tl.abs(upper), LAST, tl.fma(tl.abs(1.5 * w), error, FLOOR))
+    exact = (h == 0.0) | (tl.abs(upper) >= least)
+    if l is not None:
+        lower = tl.fma(w, l, lower)
+        exact = exact & (l == 0.0)
+    if error is not None:
+        exact = exact & (error == 0.0)
+        bound = tl.fma(tl.abs(upper), LAST, tl.fma(tl.abs(1.5 * w), error, FLOOR))
+    else:
+        bound = tl.fma(tl.abs(upper), LAST, FLOOR)
     return upper, lower, tl.where(exact, 0.0, bound)
 
 
@@ -67,14 +75,16 @@ def square(h, l, error):
 
 @triton.jit
 def total(a, a_low, a_error, b, b_low, b_error):
-    """The sum of two triples.
+    """The sum of two triples; a may be a number.
 
     In units of |a| + |b|: the two sums for the lower half are rounded: 2^-46 and 1.25 * 2^-46, and half of the errors.
     1.5 LAST, because of (I) where a and b cancel: |l| <= 1.25 * 2^-22 (|a| + |b|) + 2^22 (a_error + b_error).
     """
     h, l = two_sum(a, b)
-    error = tl.fma(tl.abs(a) + tl.abs(b), 1.5 * LAST, 1.5 * (a_error + b_error))
-    return h, l + (a_low + b_low), error
+    if a_low is not None:
+        b_low, b_error = a_low + b_low, a_error + b_error
+    error = tl.fma(tl.abs(a) + tl.abs(b), 1.5 * LAST, 1.5 * b_error)
+    return h, l + b_low, error
 
 
 @triton.jit

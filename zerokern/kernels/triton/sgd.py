@@ -56,17 +56,17 @@ def in_pairs(p, g, buffer, narrow, coupled, first, nesterov, HAS_BUFFER: tl.cons
     low = tl.zeros_like(g)
     error = low
     if coupled:
-        h, l, its = pairs.product(wd, wd_low, p, 0.0, 0.0)
-        d, low, error = pairs.total(d, 0.0, 0.0, h, l, its)
+        h, l, its = pairs.product(wd, wd_low, p, None, None)
+        d, low, error = pairs.total(d, None, None, h, l, its)
     if HAS_BUFFER:
         b, b_low, b_error = d, low, error
         if not first:
-            kept, kept_low, kept_error = pairs.product(momentum, momentum_low, buffer, 0.0, 0.0)
+            kept, kept_low, kept_error = pairs.product(momentum, momentum_low, buffer, None, None)
             h, l, its = pairs.product(undamped, undamped_low, d, low, error)
             b, b_low, b_error = pairs.total(kept, kept_low, kept_error, h, l, its)
         buffer, sure = pairs.nearest(b, b_low, b_error)
         if nesterov:
-            h, l, its = pairs.product(momentum, momentum_low, buffer, 0.0, 0.0)
+            h, l, its = pairs.product(momentum, momentum_low, buffer, None, None)
             d, low, error = pairs.total(d, low, error, h, l, its)
         else:
             d = buffer
