@@ -22,7 +22,7 @@ import triton.language as tl
 __all__ = ["nearest", "nearest_sum", "product", "settled", "square", "total", "two_sum"]
 
 LAST = tl.constexpr(2.0**-44)
-FLOOR = tl.constexpr(2.0**-140)
+FLOOR = tl.constexpr(2.0**-126)  # the smallest that Triton takes for an fp32 number
 EXACT_FROM = tl.constexpr(2.0**-100)  # products of 24 bits and 24 bits have their last one above 2^-149
 
 

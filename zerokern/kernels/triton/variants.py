@@ -123,7 +123,7 @@ SIGNATURE = {
 FMAS = {"adam": 7}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
 REGISTERS = {False: 120, True: 136}
-PAIR_REGISTERS = 168
+PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 MOST_REGISTERS = 255
 # A word that the assembler spills to get by with a step of registers less: on sm_80 for a coded state with fp32
 # gradients.
@@ -189,7 +189,7 @@ def _job(made: Formats, config: Config, scarce: bool | None) -> dict[str, Any]:
         counted = rule in PAIR_FMAS
         fmas = PAIR_FMAS.get(rule, 0) * per_thread * bodies
     promises = Promises(
-        PAIR_REGISTERS if scarce else REGISTERS[coded],
+        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[coded],
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
         wide=("load", "store") if made.written_nbytes * made.vector == 16 else ("load",),
