@@ -83,7 +83,7 @@ def opcode(line: str) -> str:
 def is_float64(line: str) -> bool:
     """Whether a unit of float64 executes it; conversions go as slowly.
 
-    >>> [is_float64(line) for line in ("DADD R2, R4, R6", "F2F.F32.F64 R2, R4", "MUFU.RCP64H R3, R5", "FADD R2, R3, R4")]
+    >>> [is_float64(line) for line in ("DADD R2, R4, R6", "F2F.F32.F64 R2, R4", "MUFU.RCP64H R3, R5", "FADD R2, R3")]
     [True, True, True, False]
     """
     return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)\b|\w+\..*(F64|64H)", opcode(line)))
@@ -116,7 +116,8 @@ def following(placed: list[tuple[int, str]], i: int, index: dict[int, int]) -> l
     line = placed[i][1]
     name = opcode(line).split(".")[0]
     target = re.search(r"0x([0-9a-f]+)$", line) if name == "BRA" else None
-    sure = name in ("BRA", "EXIT", "RET", "BRX") and re.match(r"(BRA|EXIT|RET|BRX)(\.(?!U\b|DIV\b)\w+)*( 0x\w+| R.*)?$", line)
+    sure = name in ("EXIT", "RET", "BRX") or re.fullmatch(r"BRA(\.(?!U\b|DIV\b)\w+)* 0x\w+", line)
+    sure = sure and not line.startswith("@")
     found = [index[int(target[1], 16)]] if target else []
     return found if sure or i + 1 == len(placed) else [*found, i + 1]
 
@@ -128,7 +129,9 @@ def facts_of_cubin(cubin: bytes) -> dict[str, object]:
         command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", sass).groups()
-    placed = [(int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)]
+    placed = [
+        (int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    ]
     lines = [line for _, line in placed]
     opcodes = [opcode(line).split(".")[0] for line in lines]
     return {

@@ -30,8 +30,9 @@ KINDS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "bf16": lambda g: torch.randn(NUMEL, generator=g).bfloat16().float(),
     "small": lambda g: 1e-4 * torch.randn(NUMEL, generator=g),
     "of any size": lambda g: torch.randn(NUMEL, generator=g) * 2.0 ** torch.randint(-30, 30, (NUMEL,), generator=g),
-    "nearly subnormal": lambda g: torch.randn(NUMEL, generator=g)
-    * 2.0 ** torch.randint(-149, -80, (NUMEL,), generator=g),
+    "nearly subnormal": lambda g: (
+        torch.randn(NUMEL, generator=g) * 2.0 ** torch.randint(-149, -80, (NUMEL,), generator=g)
+    ),
     "subnormal": lambda g: torch.randint(-100, 100, (NUMEL,), generator=g).float() * 2.0**-149,
     "huge": lambda g: torch.randn(NUMEL, generator=g) * 2.0**126,
     "integers": lambda g: torch.randint(-16, 17, (NUMEL,), generator=g).float(),

@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "a_lower_half_that_ends_elsewhere_is_sure",
         "zerokern/kernels/triton/pairs.py",
-        "low, high = upper + (lower - bound), upper + (lower + bound)",
-        "low, high = upper + lower, upper + lower",
+        "below, above = upper + (lower - bound), upper + (lower + bound)",
+        "below, above = upper + lower, upper + lower",
         "The sum of a pair is taken for that of float64 however near it is to the middle of two fp32 numbers.",
         ("tests/kernels/test_pairs.py",),
     ),

@@ -115,7 +115,7 @@ def _count(order, skip):
 
 @triton.jit
 def _low(x):
-    """What `pairs` adds to x in fp32 to have 48 bits of it; NaN, which leaves all to float64, where these are not had."""
+    """What `pairs` adds to x in fp32 to have 48 bits of it; NaN, which leaves all to float64, where that is not so."""
     rest = x - x.to(tl.float32).to(tl.float64)
     low = rest.to(tl.float32)
     return tl.where(tl.abs(rest - low.to(tl.float64)) <= tl.abs(x) * 3.552713678800501e-15, low, float("nan"))  # 2^-48

@@ -56,24 +56,24 @@ def in_pairs(p, g, buffer, narrow, coupled, first, nesterov, HAS_BUFFER: tl.cons
     low = tl.zeros_like(g)
     error = low
     if coupled:
-        h, l, its = pairs.product(wd, wd_low, p, None, None)
-        d, low, error = pairs.total(d, None, None, h, l, its)
+        h, rest, its = pairs.product(wd, wd_low, p, None, None)
+        d, low, error = pairs.total(d, None, None, h, rest, its)
     if HAS_BUFFER:
         b, b_low, b_error = d, low, error
         if not first:
             kept, kept_low, kept_error = pairs.product(momentum, momentum_low, buffer, None, None)
-            h, l, its = pairs.product(undamped, undamped_low, d, low, error)
-            b, b_low, b_error = pairs.total(kept, kept_low, kept_error, h, l, its)
+            h, rest, its = pairs.product(undamped, undamped_low, d, low, error)
+            b, b_low, b_error = pairs.total(kept, kept_low, kept_error, h, rest, its)
         buffer, sure = pairs.nearest(b, b_low, b_error)
         if nesterov:
-            h, l, its = pairs.product(momentum, momentum_low, buffer, None, None)
-            d, low, error = pairs.total(d, low, error, h, l, its)
+            h, rest, its = pairs.product(momentum, momentum_low, buffer, None, None)
+            d, low, error = pairs.total(d, low, error, h, rest, its)
         else:
             d = buffer
             low = tl.zeros_like(g)
             error = low
-    h, l, its = pairs.product(lr, lr_low, d, low, error)
-    p, sure_of_it = pairs.nearest_sum(p, -h, -l, its)
+    h, rest, its = pairs.product(lr, lr_low, d, low, error)
+    p, sure_of_it = pairs.nearest_sum(p, -h, -rest, its)
     if HAS_BUFFER:
         sure_of_it = sure & sure_of_it
     return p, buffer, sure_of_it

@@ -118,8 +118,8 @@ SIGNATURE = {
     "grads": "*i64",
     "tiles": "*i32",
 }
-# Fused multiply-adds by name, per element, and those of exact rules in pairs. sm_100 fuses two at a time: of SGD's with a
-# buffer one may be idle.
+# Fused multiply-adds by name, per element, and those of exact rules in pairs. sm_100 fuses two at a time: of SGD's with
+# a buffer one may be idle.
 FMAS = {"adam": 7}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
 REGISTERS = {False: 120, True: 136}
