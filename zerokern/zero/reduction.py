@@ -21,6 +21,7 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
+from zerokern.kernels.triton.backend import capturing
 from zerokern.kernels.triton.upload import read_back, upload
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.staging import Ticket, stream_ticket
@@ -36,6 +37,15 @@ _times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
 UNREAD = 8  # passes whose answers may wait to be read
+_FIRST_IN_GRAPH = (
+    "the first backward pass of a sharded model cannot go into a CUDA graph: ranks agree in it on the order of buckets, "
+    "which the host waits for; train at least one whole step before the capture begins"
+)
+_OTHERS_IN_GRAPH = (
+    "a backward pass that is captured brought other gradients than those before it, and which of them other ranks have "
+    "the host would wait for: a CUDA graph has no room for that; before the capture begins, train one step in which "
+    "gradients come to the same parameters, on all ranks"
+)
 
 
 class _Answer(NamedTuple):
@@ -70,6 +80,7 @@ class Reduction:
         self._lands_in_params = all(one.lands_in_params for one in buckets)
         self._trained: Sequence[int] = []  # whether parameters were, when the pass began
         self._answers: deque[_Answer] = deque()  # of passes on a device that did not need them
+        self._said: dict[tuple[int, bytes], bytearray] = {}  # by ranks and what arrived here: what all ranks said last
         self._shows_none = False  # whether parameters had no `.grad` when the pass began
         self._shown: tuple[list[int], array[int]] = [], array("Q")  # how often each bucket made what it shows; these
         # those whose order is one: where several groups reduce, all ranks that any of them has
@@ -165,7 +176,10 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
-        self._check_frozen()
+        if not capturing(self.group.device):
+            self._check_frozen()
+        elif self._learns_order:
+            raise StateError(_FIRST_IN_GRAPH)
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied
@@ -352,7 +366,13 @@ class Reduction:
             mine = [place for place, one in enumerate(numbers) if one == number]
             if part.hearing.size > 1 and mine:
                 frozen = {at: place for at, place in enumerate(mine) if not (marks[place] or self._trained[place])}
-                found = self._agreed(part, bytearray(marks[place] for place in mine), frozen)
+                given = bytearray(marks[place] for place in mine)
+                if not capturing(self.group.device):
+                    found = self._said[number, bytes(given)] = self._agreed(part, given, frozen)
+                elif (said := self._said.get((number, bytes(given)))) is not None:
+                    found = said  # a replay asks nobody
+                else:
+                    raise StateError(_OTHERS_IN_GRAPH)
                 for place, mark in zip(mine, found, strict=True):
                     marks[place] = mark
         return marks
