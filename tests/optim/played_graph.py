@@ -196,7 +196,7 @@ def _wait_event(stream: Stream, event: Any) -> None:
 
 class GraphWork:
     def __init__(self, library: Any, name: str, tensors: tuple, given: dict[str, Any]) -> None:
-        self.graph, self.box = current(), {}
+        self.graph, self.box, self.device = current(), {}, library.device
         call = getattr(super(GraphLibrary, library), name)
 
         def launch(*tensors: Tensor, **given: Any) -> None:
@@ -223,8 +223,10 @@ class GraphWork:
         if graph is None:
             self.box["work"].wait()
             return
-        box = self.box
+        box, stream = self.box, self.device.stream
         graph.works.discard(id(self))
+        graph.streams.add(stream)  # it follows the library's own, which followed the one that launched
+        stream.given += 1
         graph.program.append(lambda: box["work"].wait())
         with graph.pause():
             box["work"].wait()
@@ -292,8 +294,14 @@ def play_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"zerokern.{module}.add_up", _add_up)
     monkeypatch.setattr("zerokern.zero.reducing.Flattening._launch", _flatten)
     monkeypatch.setattr("zerokern.kernels.triton.upload._pin", _pin)
+    monkeypatch.setattr("zerokern.memory.staging.CudaDriver.stream", _stream)
     for name in ("allocate", "release"):
         monkeypatch.setattr(BucketMemory, name, _resizing(getattr(BucketMemory, name)))
+
+
+def _stream(driver: Any, name: str) -> Stream:
+    """Each rank's own: here all of them are threads of one process."""
+    return vars(_HERE).setdefault(name, Stream(name=name))
 
 
 def _pin(nbytes: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from counting_device import DEVICE, CountingDevice, backward, counted_device, on
 from played_graph import CaptureRefused, capture, is_capturing, play_graphs
 
 import zerokern as zk
+from zerokern.comm import Group
+from zerokern.comm.hybrid import HybridGroup
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs torch's and Triton's calls to be played")
 
@@ -28,14 +31,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs torch's
 BUILDING = threading.Lock()
 
 
+class Block(nn.Linear):
+    def forward(self, x: Tensor, biased: bool = True) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.weight, self.bias if biased else None))
+
+
 class Net(nn.Module):
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(16, 16) for _ in range(blocks))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
+    def forward(self, x: Tensor, without: int | None = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, number != without)
         return x.square().mean()
 
 
@@ -50,55 +58,103 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
 class Training:
     """One rank's model, optimizer and static input."""
 
-    def __init__(self, group: Any, stage: int, micro: int = 1, **given: Any) -> None:
+    def __init__(
+        self, group: Any, stage: int, micro: int = 1, *, clips: bool = False, scales: bool = False, idle: bool = False,
+        no_sync: bool = False, frozen: bool = False, **given: Any,
+    ) -> None:  # fmt: skip
         with BUILDING:  # values are drawn from the process's generator
             torch.manual_seed(0)
             model = Net().to(DEVICE)
-        self.rank, self.micro = group.rank, micro
+        model.blocks[1].bias.requires_grad_(not frozen)
+        self.rank, self.micro, self.clips, self.no_sync = group.rank, micro, clips, no_sync
+        self.left_out = idle and group.rank == 1  # this rank has no gradient of a bias
         self.model = zk.shard(model, mesh=group, stage=stage, bucket_bytes=1100)
         self.opt = zk.AdamW(self.model.parameters(), lr=1e-2, capturable=True, **given)
         self.x = torch.zeros(micro, 4, 16, device=DEVICE)
+        self.scale, self.found_inf = (torch.ones((), device=DEVICE) for _ in range(2)) if scales else (None, None)
 
     def set_input(self, step: int) -> None:
         generator = torch.Generator().manual_seed(10 * step + self.rank)
         self.x.copy_(torch.randn(self.x.shape, generator=generator))
+        if self.scale is not None:
+            self.scale.fill_(2.0 ** (step + 1))
+            self.found_inf.fill_(float(step == 4))
+
+    def backward(self, part: int) -> None:
+        loss = self.model(self.x[part], 1 if self.left_out else None)
+        backward(loss if self.scale is None else loss * self.scale)
 
     def step(self) -> None:
         self.opt.zero_grad(set_to_none=True)
         for part in range(self.micro):
-            backward(self.model(self.x[part]))
+            with zk.no_sync(self.model) if self.no_sync and part < self.micro - 1 else nullcontext():
+                self.backward(part)
+        if self.clips:
+            zk.clip_grad_norm_(self.model, 0.1)
+        if self.scale is not None:
+            self.opt.grad_scale, self.opt.found_inf = self.scale, self.found_inf
         self.opt.step()
 
     def values(self) -> list[Tensor]:
         with zk.gathered(self.model):
             found = [param.detach().clone() for param in self.model.parameters()]
-        state = [value for entry in self.opt.state.values() for value in entry.values()]
+        state = [value for entry in self.opt.state_dict()["state"].values() for value in entry.values()]
         with quiet():
             return [*found, *(getattr(one, "local", one).detach().clone() for one in state)]
 
 
-def trained(device: Any, group: Any, steps: int, capture_at: int | None, **given: Any) -> list[Tensor]:
-    run = Training(group, **given)
-    graph = None
-    for step in range(steps):
+def trained(device: Any, group: Any, plan: str, **given: Any) -> list[Tensor]:
+    """`plan`: a letter for each step: eager, captured, replayed."""
+    run, graph = Training(group, **given), None
+    for step, how in enumerate(plan):
         run.set_input(step)
-        if graph is not None:
+        if how == "r":
             graph.replay()
-        elif step == capture_at:
-            with capture(device) as graph:
-                run.step()
         else:
-            run.step()
+            with capture(device) if how == "c" else nullcontext() as made:
+                run.step()
+            graph = made or graph
     return run.values()
 
 
-@pytest.mark.parametrize("given", [{}, {"max_grad_norm": 0.1}, {"micro": 2}])
+def agree(device: Any, monkeypatch: pytest.MonkeyPatch, plan: str, ranks: int = 2, make: Any = None, **given: Any) -> None:
+    """On every rank, bits of parameters, moments and step counts are those of eager steps."""
+
+    def of(plan: str) -> Any:
+        work = lambda group: trained(device, group if make is None else make(group), plan, **given)  # noqa: E731
+        return on_devices(device, monkeypatch, ranks, work)
+
+    eager, replayed = of("e" * len(plan)), of(plan)
+    with quiet():
+        for mine, expected in zip(replayed, eager, strict=True):
+            assert all(map(torch.equal, mine, expected))
+
+
+GIVEN: list[dict[str, Any]] = [
+    {"max_grad_norm": 0.1}, {"micro": 2}, {"micro": 2, "no_sync": True}, {"clips": True}, {"scales": True}, {"idle": True},
+    {"frozen": True}, {"scales": True, "max_grad_norm": 0.1, "micro": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: " ".join(given))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replays_have_the_bits_of_eager_steps(
     stage: int, given: dict[str, Any], device: CountingDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = lambda at: on_devices(device, monkeypatch, 2, lambda group: trained(device, group, 6, at, stage=stage, **given))
-    eager, replayed = run(None), run(2)
-    with quiet():
-        for mine, expected in zip(replayed, eager, strict=True):
-            assert all(map(torch.equal, mine, expected)), (mine[0], expected[0])
+    agree(device, monkeypatch, "eecrrer", stage=stage, **given)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("make", [None, lambda group: Group(0, 1, DEVICE, "alone")])
+def test_on_one_rank(stage: int, make: Any, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    agree(device, monkeypatch, "eecrer", ranks=1, make=make, stage=stage, max_grad_norm=0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas_reduce_on_a_side_stream(
+    stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(group: Any) -> HybridGroup:
+        return HybridGroup(group, Group(0, 1, DEVICE, "alone"))
+
+    agree(device, monkeypatch, "eecrer", make=make, stage=stage, max_grad_norm=0.1)

@@ -97,6 +97,7 @@ class Reduction:
             bucket.receive = partial(hooks.weakly(self.received), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
+        self._read_in_graphs: list[Any] = []  # factors that replays read
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -176,10 +177,17 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
-        if not capturing(self.group.device):
+        in_graph = capturing(self.group.device)
+        if not in_graph:
             self._check_frozen()
         elif self._learns_order:
             raise StateError(_FIRST_IN_GRAPH)
+        with without_waiting():
+            self._shows_none = self._params.have_gradients()
+        if self._shows_none and not any(bucket.exposed for bucket in self.buckets):
+            self.factor = self.applied = 1.0  # of gradients that were dropped
+        elif in_graph:
+            self._read_in_graphs += [self.factor, self.applied]  # which steps before it may have left
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied
@@ -190,7 +198,6 @@ class Reduction:
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values
             self._trained = trained = self._params.trained()
-            self._shows_none = self._params.have_gradients()
             trains = trained if self._lands_in_params else self._leaves.trained()
             for bucket, end in zip(self.buckets, self._ends, strict=True):
                 some = slice(end - len(bucket.entries), end)
