@@ -24,6 +24,8 @@ from played_graph import CaptureRefused, capture, is_capturing, play_graphs
 import zerokern as zk
 from zerokern.comm import Group
 from zerokern.comm.hybrid import HybridGroup
+from zerokern.memory import Copies
+from zerokern.memory.staging import cuda_driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs torch's and Triton's calls to be played")
 
@@ -50,6 +52,7 @@ class Net(nn.Module):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
     play_graphs(monkeypatch)
+    monkeypatch.setattr("zerokern.optim.clip.sumsq_there", lambda grads: sum(g.double().square().sum() for g in grads))
     with counted_device(monkeypatch) as device:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
         yield device
@@ -89,7 +92,7 @@ class Training:
         for part in range(self.micro):
             with zk.no_sync(self.model) if self.no_sync and part < self.micro - 1 else nullcontext():
                 self.backward(part)
-        if self.clips:
+        if self.clips:  # torch's own at stage 0
             zk.clip_grad_norm_(self.model, 0.1)
         if self.scale is not None:
             self.opt.grad_scale, self.opt.found_inf = self.scale, self.found_inf
@@ -131,8 +134,7 @@ def agree(device: Any, monkeypatch: pytest.MonkeyPatch, plan: str, ranks: int = 
 
 
 GIVEN: list[dict[str, Any]] = [
-    {"max_grad_norm": 0.1}, {"micro": 2}, {"micro": 2, "no_sync": True}, {"clips": True}, {"scales": True}, {"idle": True},
-    {"frozen": True}, {"scales": True, "max_grad_norm": 0.1, "micro": 2},
+    {"max_grad_norm": 0.1}, {"micro": 2, "no_sync": True}, {"clips": True}, {"idle": True}, {"frozen": True}, {"scales": True, "max_grad_norm": 0.1, "micro": 2},
 ]  # fmt: skip
 
 
@@ -141,7 +143,8 @@ GIVEN: list[dict[str, Any]] = [
 def test_replays_have_the_bits_of_eager_steps(
     stage: int, given: dict[str, Any], device: CountingDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agree(device, monkeypatch, "eecrrer", stage=stage, **given)
+    if not (stage == 0 and "clips" in given):  # which is torch's own clip there
+        agree(device, monkeypatch, "eecrrer", stage=stage, **given)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -158,3 +161,116 @@ def test_replicas_reduce_on_a_side_stream(
         return HybridGroup(group, Group(0, 1, DEVICE, "alone"))
 
     agree(device, monkeypatch, "eecrer", make=make, stage=stage, max_grad_norm=0.1)
+
+
+def refused(device: Any, monkeypatch: pytest.MonkeyPatch, match: str, work: Any) -> None:
+    """In a capture, by name; and eager steps go on afterwards."""
+
+    def on_each(group: Any) -> None:
+        run, act = work(group)
+        with pytest.raises(zk.StateError, match=match), capture(device):
+            act()
+        run.step()
+        run.step()
+
+    on_devices(device, monkeypatch, 2, on_each)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_first_step_is_refused(stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: Any) -> Any:
+        run = Training(group, stage)
+        return run, run.step
+
+    refused(device, monkeypatch, "first backward pass .* cannot go into a CUDA graph", work)
+
+
+def test_gradients_that_no_step_before_had_are_refused(
+    device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(group: Any) -> Any:
+        run = Training(group, 2)
+        run.step()
+        run.left_out = True
+        return run, run.step
+
+    refused(device, monkeypatch, "other gradients than those before it", work)
+
+
+def test_a_unit_alone_is_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: Any) -> Any:
+        run = Training(group, 3)
+        run.step()
+        return run, lambda: run.model.blocks[0](run.x[0])
+
+    refused(device, monkeypatch, "without the forward of the whole model", work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_whole_before_a_capture_is_gathered_in_it(
+    stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units stay whole from pass to pass within no_sync, and between steps where a parameter was read."""
+
+    def work(plan: str) -> Any:
+        def on_each(group: Any) -> list[Tensor]:
+            run, graph = Training(group, stage, micro=2), None
+            for step, how in enumerate(plan):
+                run.set_input(step)
+                run.opt.zero_grad()
+                with zk.no_sync(run.model):
+                    run.backward(0)
+                if how == "r":
+                    graph.replay()
+                    run.opt.step()
+                    continue
+                with capture(device) if how == "c" else nullcontext() as made:
+                    run.backward(1)
+                graph = made or graph
+                run.opt.step()
+                run.model.blocks[0].weight.sum()
+            return run.values()
+
+        return on_devices(device, monkeypatch, 2, on_each)
+
+    eager, captured = work("eeee"), work("eece")
+    with quiet():
+        for mine, expected in zip(captured, eager, strict=True):
+            assert all(map(torch.equal, mine, expected))
+
+
+def test_updates_and_copies_of_the_host_are_refused(
+    device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.ones(8, device=DEVICE))
+    opt = zk.AdamW([weight], tier="cpu")
+    weight.grad = torch.ones(8, device=DEVICE)
+    with pytest.raises(zk.StateError, match=r"cannot go into a CUDA graph.*call step\(\) after each"), capture(device):
+        opt.step()
+    copies = Copies(cuda_driver(DEVICE))
+    with pytest.raises(zk.StateError, match="a copy between a device and host memory"), capture(device):
+        copies.to_host(torch.ones(8, device=DEVICE), torch.ones(8))
+    copies.close()
+    opt.close()
+
+
+@pytest.mark.parametrize("what", ["item", "query", "join", "outside"])
+def test_the_played_capture_refuses_what_cuda_does(
+    what: str, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the tests above would prove nothing."""
+
+    def on_each(group: Any) -> None:
+        x, event = torch.ones(4, device=DEVICE), torch.cuda.Event()
+        event.record()
+        with pytest.raises(CaptureRefused), capture(device):
+            if what == "item":
+                x.sum().item()
+            elif what == "query":
+                event.query()
+            elif what == "join":
+                group.all_reduce(x)
+            else:
+                torch.cuda.current_stream().wait_event(event)
+
+    on_devices(device, monkeypatch, 2, on_each)

@@ -73,6 +73,7 @@ class Reduction:
         self.active = False
         self.passes = 0  # that have reduced
         self._task = -1
+        self._in_graph = False  # whether the pass goes into a CUDA graph
         self._order = list(reversed(range(len(buckets))))
         self._ends = list(accumulate(len(one.entries) for one in buckets))
         self._params = TensorBodies([param for one in buckets for param in one.params])
@@ -177,8 +178,8 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
-        in_graph = capturing(self.group.device)
-        if not in_graph:
+        self._in_graph = capturing(self.group.device)
+        if not self._in_graph:
             self._check_frozen()
         elif self._learns_order:
             raise StateError(_FIRST_IN_GRAPH)
@@ -186,7 +187,7 @@ class Reduction:
             self._shows_none = self._params.have_gradients()
         if self._shows_none and not any(bucket.exposed for bucket in self.buckets):
             self.factor = self.applied = 1.0  # of gradients that were dropped
-        elif in_graph:
+        elif self._in_graph:
             self._read_in_graphs += [self.factor, self.applied]  # which steps before it may have left
         self.factor = _of_a_step(self.factor)
         if first is not None:
@@ -379,6 +380,7 @@ class Reduction:
                 elif (said := self._said.get((number, bytes(given)))) is not None:
                     found = said  # a replay asks nobody
                 else:
+                    self.abandon()  # what was launched is joined, as a capture demands
                     raise StateError(_OTHERS_IN_GRAPH)
                 for place, mark in zip(mine, found, strict=True):
                     marks[place] = mark
@@ -444,6 +446,8 @@ class Reduction:
     def abandon(self) -> None:
         """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
         if self.active:
+            if self._in_graph and not capturing(self.group.device):
+                self._outstanding.clear()  # they went with the graph
             while self._outstanding:
                 self._wait_for_oldest()
             for bucket in self.buckets:
