@@ -1,12 +1,12 @@
 """CUDA graphs on the GPU that is not here: what a rank launches in a capture is recorded, and a replay does it again.
 
-What is recorded is what a graph keeps: functions of torch with the memory that they work on, kernels, collectives. Memory
-that was there before the capture is known by its address alone, as in a graph: a replay fails where it is gone. Memory
-made in the capture is the graph's own. Versions, hooks and all that Python does are no part of a replay.
+What is recorded is what a graph keeps: functions of torch with the memory that they work on, kernels, collectives.
+Memory that was there before the capture is known by its address alone, as in a graph: a replay fails where it is gone.
+Memory made in the capture is the graph's own. Versions, hooks and all that Python does are no part of a replay.
 
-A capture refuses what CUDA refuses: waiting for the device, asking an event or a collective, copies of memory that is not
-pinned, work that was launched outside, a stream or a collective that is not joined when it ends. Other than on a GPU,
-what is captured is also done, once: a step that is captured counts as one.
+A capture refuses what CUDA refuses: waiting for the device, asking an event or a collective, copies by the copy engine
+that the host waits for, work that was launched outside, a stream or a collective that is not joined when it ends. Other
+than on a GPU, what is captured is also done, once: a step that is captured counts as one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from counting_device import DEVICE, LAUNCH, SYNC, UPLOAD, DOWNLOAD, CountingDevice, Event, QuietLibrary, Stream, quiet
+from counting_device import DEVICE, DOWNLOAD, LAUNCH, SYNC, UPLOAD, CountingDevice, Event, QuietLibrary, Stream, quiet
 from device_double import Double
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,7 +101,11 @@ class PlayedGraph(TorchDispatchMode):
             return self._dispatch(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: Any, given: dict[str, Any]) -> Any:
-        if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types if hasattr(one, "__torch_dispatch__")):
+        if any(
+            one.__torch_dispatch__ is not Tensor.__torch_dispatch__
+            for one in types
+            if hasattr(one, "__torch_dispatch__")
+        ):
             return NotImplemented
         name = func._schema.name
         if self.paused:
@@ -116,11 +120,13 @@ class PlayedGraph(TorchDispatchMode):
         if again is not None:
             self.program.append(lambda: _call(func, again))
             return made
-        new = [one for one in tree_leaves(made) if isinstance(one, Tensor) and one.untyped_storage()._cdata not in before]
+        new = [
+            one for one in tree_leaves(made) if isinstance(one, Tensor) and one.untyped_storage()._cdata not in before
+        ]
         for one in new:
             self._own[one.untyped_storage()._cdata] = one.untyped_storage()
         if new and not name.startswith(_MAKES_NOTHING):
-            inputs, outputs = self.remember((args, given)), self.remember([o for o in tree_leaves(made)])
+            inputs, outputs = self.remember((args, given)), self.remember(tree_leaves(made))
             self.program.append(lambda: _fill(outputs(), tree_leaves(_call(func, inputs))))
         return made
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-for _folder in ("comm", "optim"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / _folder))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "optim"))
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -92,7 +92,7 @@ class Training:
         for part in range(self.micro):
             with zk.no_sync(self.model) if self.no_sync and part < self.micro - 1 else nullcontext():
                 self.backward(part)
-        if self.clips:  # torch's own at stage 0
+        if self.clips:
             zk.clip_grad_norm_(self.model, 0.1)
         if self.scale is not None:
             self.opt.grad_scale, self.opt.found_inf = self.scale, self.found_inf
@@ -120,7 +120,9 @@ def trained(device: Any, group: Any, plan: str, **given: Any) -> list[Tensor]:
     return run.values()
 
 
-def agree(device: Any, monkeypatch: pytest.MonkeyPatch, plan: str, ranks: int = 2, make: Any = None, **given: Any) -> None:
+def agree(
+    device: Any, monkeypatch: pytest.MonkeyPatch, plan: str, ranks: int = 2, make: Any = None, **given: Any
+) -> None:
     """On every rank, bits of parameters, moments and step counts are those of eager steps."""
 
     def of(plan: str) -> Any:
@@ -134,33 +136,72 @@ def agree(device: Any, monkeypatch: pytest.MonkeyPatch, plan: str, ranks: int = 
 
 
 GIVEN: list[dict[str, Any]] = [
-    {"max_grad_norm": 0.1}, {"micro": 2, "no_sync": True}, {"clips": True}, {"idle": True}, {"frozen": True}, {"scales": True, "max_grad_norm": 0.1, "micro": 2},
-]  # fmt: skip
+    {"max_grad_norm": 0.1},
+    {"micro": 2, "no_sync": True},
+    {"clips": True},
+    {"idle": True},
+    {"frozen": True},
+    {"scales": True, "max_grad_norm": 0.1, "micro": 2},
+]
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=lambda given: " ".join(given))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+CASES = [
+    pytest.param(
+        stage, given, id=f"{stage}-{' '.join(given)}", marks=() if stage and given is GIVEN[-1] else pytest.mark.slow
+    )
+    for stage in (0, 1, 2, 3)
+    for given in GIVEN
+    if stage or "clips" not in given  # which is torch's own there
+]
+
+
+@pytest.mark.parametrize("stage, given", CASES)
 def test_replays_have_the_bits_of_eager_steps(
     stage: int, given: dict[str, Any], device: CountingDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not (stage == 0 and "clips" in given):  # which is torch's own clip there
-        agree(device, monkeypatch, "eecrrer", stage=stage, **given)
+    agree(device, monkeypatch, "eecrrer", stage=stage, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [None, lambda group: Group(0, 1, DEVICE, "alone")])
 def test_on_one_rank(stage: int, make: Any, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     agree(device, monkeypatch, "eecrer", ranks=1, make=make, stage=stage, max_grad_norm=0.1)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicas_reduce_on_a_side_stream(
-    stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_replicas_reduce_on_a_side_stream(stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(group: Any) -> HybridGroup:
         return HybridGroup(group, Group(0, 1, DEVICE, "alone"))
 
     agree(device, monkeypatch, "eecrer", make=make, stage=stage, max_grad_norm=0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_steps_after_replays_of_forward_and_backward(
+    stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(plan: str) -> Any:
+        def on_each(group: Any) -> list[Tensor]:
+            run, graph = Training(group, stage, max_grad_norm=0.1), None
+            for step, how in enumerate(plan):
+                run.set_input(step)
+                if how == "r":
+                    graph.replay()
+                else:
+                    with capture(device) if how == "c" else nullcontext() as made:
+                        run.opt.zero_grad()
+                        run.backward(0)
+                    graph = made or graph
+                run.opt.step()
+            return run.values()
+
+        return on_devices(device, monkeypatch, 2, on_each)
+
+    eager, captured = work("eeeee"), work("eecrr")
+    with quiet():
+        for mine, expected in zip(captured, eager, strict=True):
+            assert all(map(torch.equal, mine, expected))
 
 
 def refused(device: Any, monkeypatch: pytest.MonkeyPatch, match: str, work: Any) -> None:
@@ -185,9 +226,7 @@ def test_a_first_step_is_refused(stage: int, device: CountingDevice, monkeypatch
     refused(device, monkeypatch, "first backward pass .* cannot go into a CUDA graph", work)
 
 
-def test_gradients_that_no_step_before_had_are_refused(
-    device: CountingDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_no_step_before_had_are_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(group: Any) -> Any:
         run = Training(group, 2)
         run.step()
@@ -239,9 +278,7 @@ def test_what_is_whole_before_a_capture_is_gathered_in_it(
             assert all(map(torch.equal, mine, expected))
 
 
-def test_updates_and_copies_of_the_host_are_refused(
-    device: CountingDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_and_copies_of_the_host_are_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(8, device=DEVICE))
     opt = zk.AdamW([weight], tier="cpu")
     weight.grad = torch.ones(8, device=DEVICE)
@@ -254,6 +291,31 @@ def test_updates_and_copies_of_the_host_are_refused(
     opt.close()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_capture_that_breaks_off_leaves_nothing_behind(
+    stage: int, backward: bool, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def on_each(group: Any) -> None:
+        run = Training(group, stage)
+        run.step()
+        block = run.model.blocks[1]
+        hook = block.register_full_backward_hook(raises) if backward else block.register_forward_pre_hook(raises)
+        with pytest.raises(ZeroDivisionError), capture(device):
+            run.step()
+        hook.remove()
+        run.step()
+        with capture(device) as graph:
+            run.step()
+        graph.replay()
+        run.step()
+
+    on_devices(device, monkeypatch, 2, on_each)
+
+
 @pytest.mark.parametrize("what", ["item", "query", "join", "outside"])
 def test_the_played_capture_refuses_what_cuda_does(
     what: str, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
@@ -263,14 +325,13 @@ def test_the_played_capture_refuses_what_cuda_does(
     def on_each(group: Any) -> None:
         x, event = torch.ones(4, device=DEVICE), torch.cuda.Event()
         event.record()
+        acts: dict[str, Any] = {
+            "item": lambda: x.sum().item(),
+            "query": event.query,
+            "join": lambda: group.all_reduce(x),
+            "outside": lambda: torch.cuda.current_stream().wait_event(event),
+        }
         with pytest.raises(CaptureRefused), capture(device):
-            if what == "item":
-                x.sum().item()
-            elif what == "query":
-                event.query()
-            elif what == "join":
-                group.all_reduce(x)
-            else:
-                torch.cuda.current_stream().wait_event(event)
+            acts[what]()
 
     on_devices(device, monkeypatch, 2, on_each)

@@ -24,8 +24,8 @@ from zerokern.memory.staging import Ticket
 __all__ = ["Copies", "Copy", "Driver"]
 
 _IN_GRAPH = (
-    "a copy between a device and host memory cannot go into a CUDA graph: the host waits for copies, and replays do not "
-    'tell it of any; capture where parameters, gradients and activations stay on the device (tier="device")'
+    "a copy between a device and host memory cannot go into a CUDA graph: the host waits for copies, and replays do "
+    'not tell it of any; capture where parameters, gradients and activations stay on the device (tier="device")'
 )
 
 

@@ -52,9 +52,9 @@ def refuse_update_in_graph() -> None:
     """Raises while a CUDA graph is captured: a replay would not make an update of the host's."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise StateError(
-            "an update in host memory, or of state in another tier, cannot go into a CUDA graph, whose replays the host "
-            "has no part in; capture forward and backward alone and call step() after each replay, or keep parameters "
-            'and state on the device (tier="device")'
+            "an update in host memory, or of state in another tier, cannot go into a CUDA graph, whose replays the "
+            "host has no part in; capture forward and backward alone and call step() after each replay, or keep "
+            'parameters and state on the device (tier="device")'
         )
 
 

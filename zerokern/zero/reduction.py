@@ -38,8 +38,8 @@ _times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 ARRIVED, AFTER_LAUNCH = 1, 2
 UNREAD = 8  # passes whose answers may wait to be read
 _FIRST_IN_GRAPH = (
-    "the first backward pass of a sharded model cannot go into a CUDA graph: ranks agree in it on the order of buckets, "
-    "which the host waits for; train at least one whole step before the capture begins"
+    "the first backward pass of a sharded model cannot go into a CUDA graph: ranks agree in it on the order of "
+    "buckets, which the host waits for; train at least one whole step before the capture begins"
 )
 _OTHERS_IN_GRAPH = (
     "a backward pass that is captured brought other gradients than those before it, and which of them other ranks have "

@@ -31,9 +31,9 @@ from zerokern.zero.unit import GATHERING, WHOLE, Unit
 __all__ = ["UnitRunner"]
 
 _PART_IN_GRAPH = (
-    "{called} is captured in a CUDA graph without the forward of the whole model, or a backward pass without the forward "
-    "that it belongs to: at stage 3 the memory of a unit's full parameters comes and goes, and a graph would read what "
-    "is no more there; capture whole steps, or shard at stage 2, where parameters have fixed addresses"
+    "{called} is captured in a CUDA graph without the forward of the whole model, or a backward pass without the "
+    "forward that it belongs to: at stage 3 the memory of a unit's full parameters comes and goes, and a graph would "
+    "read what is no more there; capture whole steps, or shard at stage 2, where parameters have fixed addresses"
 )
 
 
@@ -106,8 +106,11 @@ class UnitRunner:
     def reshard_all(self) -> None:
         """Reshard all units, and wait until their shards may be written."""
         self._kept.clear()
+        broken_off = self._in_graph and not self._is_captured()
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
+            if broken_off:
+                unit.forget_gathers()
             unit.reshard()
         for unit in self._copied:
             unit.wait_for_copies()
