@@ -11,7 +11,8 @@ constexpr u32 FERRY_THREADS = 256;
 
 template <u32 ROWS>
 struct FerryRows {
-    u32 rows, tasks;  // a task is STAGE_BYTES of a row
+    u32 rows, tasks;      // a task is STAGE_BYTES of a row
+    u32 largest, unused;  // bytes of the largest row
     Row row[ROWS];
 };
 
@@ -39,11 +40,11 @@ ZK_DEVICE void ferry_ends(Row row, u32 head, u32 end) {
 template <u32 ROWS>
 struct FerryTasks {
     const FerryRows<ROWS> &list;
-    u32 task, step, number;
+    u32 task, step, number;  // the first task is less than `step`; row `number` is that of the task before
 
     ZK_MEMBER bool some() {
         if (task >= list.tasks) return false;
-        while (number + 1 < list.rows && list.row[number + 1].first <= task) ++number;
+        number = row_of(list, task, number, step);
         return true;
     }
     ZK_MEMBER void next() { task += step; }
@@ -74,9 +75,8 @@ ZK_DEVICE bool next_bulk(FerryTasks<ROWS> &tasks, u64 &to, u64 &from, u32 &nbyte
 
 template <u32 ROWS>
 ZK_DEVICE void ferry_bulk(const FerryRows<ROWS> &list) {
-    typedef Ring<STAGE_BYTES> Stages;
-    Stages ring = Stages::opened(shared_memory(), shared_memory() + STAGES * STAGE_BYTES, true);
-    FerryTasks<ROWS> loads{list, cta_number(), cta_count(), 0}, stores{list, cta_number(), cta_count(), 0};
+    Ring ring = Ring::opened(shared_memory(), shared_memory() + STAGES * STAGE_BYTES);
+    FerryTasks<ROWS> loads{list, cta_number(), cta_count(), 0}, stores = loads;
     u64 to = 0, from = 0;
     u32 nbytes = 0;
     bool more = true;
@@ -87,7 +87,6 @@ ZK_DEVICE void ferry_bulk(const FerryRows<ROWS> &list) {
         }
         if (ring.loads == ring.stores) break;
         next_bulk(stores, to, from, nbytes);
-        ring.loaded();
         ring.store(to, nbytes);
     }
     ring.close();
@@ -102,7 +101,7 @@ template <u32 ROWS>
 ZK_DEVICE void ferry(const FerryRows<ROWS> &list) {
     u32 warp = thread_number() / 32, warps = FERRY_THREADS / 32 - DRIVERS;
 #if ZK_BULK
-    if (thread_number() == 0) ferry_bulk(list);
+    if (thread_number() == 0 && list.largest >= LEAST_BULK) ferry_bulk(list);
     if (warp < DRIVERS) return;
 #endif
     FerryTasks<ROWS> tasks{list, cta_number() * warps + warp - DRIVERS, cta_count() * warps, 0};

@@ -23,21 +23,6 @@ struct FlattenRows {
     Row row[ROWS];  // `size` in elements; a task is a tile
 };
 
-// The row whose tiles `tile` is one of.
-template <u32 ROWS>
-ZK_DEVICE u32 row_of(const FlattenRows<ROWS> &list, u32 tile) {
-    u32 low = 0, high = list.rows;
-    while (high - low > 1) {
-        u32 middle = (low + high) / 2;
-        if (list.row[middle].first <= tile) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 // NBYTES / 4 words of global memory in one access.
 template <u32 NBYTES>
 struct Vector {
@@ -161,7 +146,7 @@ struct Mover {
 template <class Source, class Target, bool STATS, u32 ROWS>
 ZK_DEVICE void flatten(const FlattenRows<ROWS> &list) {
     typedef Mover<Source, Target, STATS> Tile;
-    const Row &row = list.row[row_of(list, cta_number())];
+    const Row &row = list.row[row_of(list, cta_number(), 0, cta_number())];
     u32 first = (cta_number() - row.first) * (TILE_ROWS * Tile::WIDTH);
     u32 left = row.size - first < TILE_ROWS * Tile::WIDTH ? row.size - first : TILE_ROWS * Tile::WIDTH;
     Tile tile{row.to + (u64)first * Target::NBYTES, row.from + (u64)first * Source::NBYTES, list.scale, {}};

@@ -51,7 +51,6 @@ ZK_DEVICE u32 shared_memory() {
 ZK_LOAD(ld_global_u16, u16, "u16", "h")
 ZK_LOAD(ld_global_u32, u32, "u32", "r")
 ZK_LOAD(ld_global_u64, u64, "u64", "l")
-ZK_LOAD(ld_global_f32, float, "f32", "f")
 ZK_STORE(st_global_u16, u16, "u16", "h")
 ZK_STORE(st_global_u32, u32, "u32", "r")
 ZK_STORE(st_global_u64, u64, "u64", "l")
@@ -87,11 +86,6 @@ ZK_DEVICE u32 atom_add_acq_rel(u64 at, u32 x) {
 }
 
 // shared memory
-ZK_DEVICE u16 ld_shared_u16(u32 at) {
-    u16 x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
-    return x;
-}
 ZK_DEVICE u32 ld_shared_u32(u32 at) {
     u32 x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
@@ -104,13 +98,8 @@ ZK_DEVICE double ld_shared_f64(u32 at) {
 }
 ZK_DEVICE void st_shared_u32(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 ZK_DEVICE void st_shared_f64(u32 at, double x) { asm volatile("st.shared.f64 [%0], %1;" ::"r"(at), "d"(x) : "memory"); }
-ZK_DEVICE void st_shared_v4(u32 at, Words4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
 
 // threads of a warp and of a CTA; all of them must come
-ZK_DEVICE void bar_warp_sync() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 ZK_DEVICE void bar_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
 ZK_DEVICE double shfl_bfly_f64(double x, u32 mask) {
     u32 low, high;

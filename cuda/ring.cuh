@@ -1,4 +1,4 @@
-// A ring of stages in shared memory, filled and emptied by bulk copies; and copies by plain loads.
+// A ring of stages in shared memory, filled and emptied by bulk copies; copies by plain loads; rows of a list by task.
 //
 // Bandwidth is bytes in flight over the time of a round trip. Bytes on their way by plain loads are in registers, so a
 // CTA of 1,024 threads has 64 KiB of them; a ring has its stages, and needs one thread.
@@ -22,54 +22,56 @@ struct Row {
     u32 size, first;
 };
 
+// The row that task `task` of a launch is of, which is row `low` or one of `ahead` later ones: each row has a task, so
+// rows are no farther than tasks. The first look finds row `low`, of many tasks, and the second the last row that it can
+// be, where each has one task.
+template <class List>
+ZK_DEVICE u32 row_of(const List &list, u32 task, u32 low, u32 ahead) {
+    u32 left = list.rows - 1 - low, high = low + (ahead < left ? ahead : left);
+    if (low < high && task < list.row[low + 1].first) return low;
+    for (u32 look = high; low < high; look = (low + high + 1) / 2) {
+        if (list.row[look].first <= task) {
+            low = look;
+        } else {
+            high = look - 1;
+        }
+    }
+    return low;
+}
+
 #if ZK_BULK
-// All threads that share a ring call its functions alike; `leads` is true in one of them, which issues the copies.
-template <u32 NBYTES>
+// One thread calls all functions of a ring. No thread reads or writes the stages, so bulk copies need no proxy fence.
 struct Ring {
     u32 stages, barriers;  // addresses in shared memory
-    bool leads;
-    u32 loads, stores;  // so far
+    u32 loads, stores;     // so far
 
-    // The other threads may wait for a load after the next barrier of the warp or CTA.
-    ZK_DEVICE Ring opened(u32 stages, u32 barriers, bool leads) {
-        if (leads) {
-            for (u32 i = 0; i < STAGES; ++i) mbarrier_init(barriers + i * BARRIER, 1);
-            fence_mbarrier_init();
-            fence_proxy_async();
-        }
-        return Ring{stages, barriers, leads, 0, 0};
+    ZK_DEVICE Ring opened(u32 stages, u32 barriers) {
+        for (u32 i = 0; i < STAGES; ++i) mbarrier_init(barriers + i * BARRIER, 1);
+        fence_mbarrier_init();
+        fence_proxy_async();
+        return Ring{stages, barriers, 0, 0};
     }
 
-    // At most AHEAD loads may be on their way. What threads read of the stage before lies behind a proxy fence of each
-    // and a barrier.
+    // At most AHEAD loads may be on their way.
     ZK_MEMBER void load(u64 from, u32 nbytes) {
         u32 stage = loads++ % STAGES;
-        if (!leads) return;
         bulk_wait_group_read<STAGES - AHEAD>();  // the stores since then may still read other stages
         mbarrier_arrive_expect_tx(barriers + stage * BARRIER, nbytes);
-        bulk_load(stages + stage * NBYTES, from, nbytes, barriers + stage * BARRIER);
+        bulk_load(stages + stage * STAGE_BYTES, from, nbytes, barriers + stage * BARRIER);
     }
 
-    // Waits for the oldest load that has no store yet; the address of its stage.
-    ZK_MEMBER u32 loaded() const {
+    // Stores the oldest load that has no store yet, once it has arrived.
+    ZK_MEMBER void store(u64 to, u32 nbytes) {
         u32 stage = stores % STAGES;
         while (!mbarrier_try_wait_parity(barriers + stage * BARRIER, stores / STAGES & 1)) {
         }
-        return stages + stage * NBYTES;
-    }
-
-    // Stores that stage. Its bytes were written by a bulk copy and by no thread, so no proxy fence is needed.
-    ZK_MEMBER void store(u64 to, u32 nbytes) {
-        u32 stage = stores++ % STAGES;
-        if (!leads) return;
-        bulk_store(to, stages + stage * NBYTES, nbytes);
+        bulk_store(to, stages + stage * STAGE_BYTES, nbytes);
         bulk_commit_group();
+        ++stores;
     }
 
     // A CTA must not end, nor its shared memory be used otherwise, before its stores have.
-    ZK_MEMBER void close() const {
-        if (leads) bulk_wait_group<0>();
-    }
+    ZK_MEMBER void close() const { bulk_wait_group<0>(); }
 };
 #endif
 

@@ -11,7 +11,6 @@ struct f32 {
     ZK_DEVICE float value(u32 bits) { return f32_of_bits(bits); }
     ZK_DEVICE u32 rounded(float x) { return bits_of_f32(x); }
     ZK_DEVICE u32 load(u64 at) { return ld_global_u32(at); }
-    ZK_DEVICE u32 load_shared(u32 at) { return ld_shared_u32(at); }
     ZK_DEVICE void store(u64 at, u32 bits) { st_global_u32(at, bits); }
 };
 struct bf16 {
@@ -19,7 +18,6 @@ struct bf16 {
     ZK_DEVICE float value(u32 bits) { return f32_of_bits(bits << 16); }
     ZK_DEVICE u32 rounded(float x) { return cvt_rn_bf16_f32(x); }
     ZK_DEVICE u32 load(u64 at) { return ld_global_u16(at); }
-    ZK_DEVICE u32 load_shared(u32 at) { return ld_shared_u16(at); }
     ZK_DEVICE void store(u64 at, u32 bits) { st_global_u16(at, (u16)bits); }
 };
 struct f16 {
@@ -27,7 +25,6 @@ struct f16 {
     ZK_DEVICE float value(u32 bits) { return cvt_f32_f16((u16)bits); }
     ZK_DEVICE u32 rounded(float x) { return cvt_rn_f16_f32(x); }
     ZK_DEVICE u32 load(u64 at) { return ld_global_u16(at); }
-    ZK_DEVICE u32 load_shared(u32 at) { return ld_shared_u16(at); }
     ZK_DEVICE void store(u64 at, u32 bits) { st_global_u16(at, (u16)bits); }
 };
 
@@ -45,10 +42,10 @@ struct Sums {
     u32 last, follows;
 };
 
-// Whether all other CTAs of the launch are past this line, their parts visible. All threads must come.
+// Whether all other CTAs of the launch are past this line, their parts visible. Thread 0 of each has stored its part, and
+// counts. All threads must come.
 ZK_DEVICE bool is_last(const Sums &sums, u32 shared) {
     u32 flag = shared + COLUMNS * 8;
-    bar_sync();  // the parts that threads of this CTA stored, before the one thread that counts
     if (thread_number() == 0) {
         bool last = atom_add_acq_rel(sums.counter, 1) == cta_count() - 1;
         if (last) st_global_u32(sums.counter, 0);

@@ -91,7 +91,7 @@ class TestRehearsal:
 
     def test_every_contestant_but_those_not_installed_is_right(self, rehearsal: tuple[Path, str]) -> None:
         missing = {who: why for about in content(rehearsal)["contests"] for who, why in about["missing"].items()}
-        expected = "is not installed", "a rehearsal has no copy engine"
+        expected = "is not installed", "a rehearsal has no copy engine", "a rehearsal has no CUDA kernel"
         assert {who: why for who, why in missing.items() if not any(one in why for one in expected)} == {}
 
     def test_every_stage_takes_part_in_the_section_zero(self, rehearsal: tuple[Path, str]) -> None:
@@ -107,14 +107,20 @@ class TestRehearsal:
         (counts,) = [fact["found"] for fact in content(rehearsal)["facts"] if "collectives of gloo" in fact["name"]]
         assert all(counts[kind] > 0 for kind in zero.MOVES)
 
-    def test_spans_of_each_size_go_both_ways(self, rehearsal: tuple[Path, str]) -> None:
-        batch = import_module("zerokern.bench.gpu.sections.batch")
-        told = [about for about in content(rehearsal)["contests"] if about["name"].startswith("spans of ")]
-        assert len(told) == 2 * len(batch.TOY_SIZES)
-        ran = {row["name"] for row in content(rehearsal)["rows"] if row["contest"] == told[0]["name"]}
-        assert ran == {batch.OURS_BY_SIZE, f"{batch.KERNEL}, Triton", "loop of copy_, loop of copy_"}
-        least, most = min(batch.SIZES), max(batch.SIZES)
-        assert (least, most) == (1 << 10, 64 << 20) and 28 << 10 in batch.SIZES
+    def test_spans_of_each_size_go_both_ways_and_into_a_bucket(self, rehearsal: tuple[Path, str]) -> None:
+        spans = import_module("zerokern.bench.gpu.sections.spans")
+        told = [one["name"] for one in content(rehearsal)["contests"] if one["name"].startswith("spans of ")]
+        assert len(told) == 2 * len(spans.cases_of(spans.TOY_SIZES, spans.TOY_COUNTS)) == 4
+        (flat,) = [one["name"] for one in content(rehearsal)["contests"] if one["name"].endswith("into a bucket")]
+        ran = {
+            which: {row["name"] for row in content(rehearsal)["rows"] if row["contest"] == which}
+            for which in (told[0], flat)
+        }
+        assert ran[told[0]] == {spans.OURS, f"{spans.KERNEL}, Triton", "loop of copy_, loop of copy_"}
+        ours = f"{spans.FLATTEN}, triton"
+        assert ran[flat] >= {ours, f"{ours}, {spans.ELSEWHERE}", "cat, cat", "foreach_copy, foreach_copy"}
+        least, most = min(spans.SIZES), max(spans.SIZES)
+        assert (least, most) == (1 << 10, 64 << 20) and 28 << 10 in spans.SIZES
 
     def test_every_line_that_is_asked_for_is_there(self, rehearsal: tuple[Path, str]) -> None:
         told = {line["key"]: line["measured"] for line in content(rehearsal)["asked"]}

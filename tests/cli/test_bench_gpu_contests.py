@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import pytest
@@ -15,10 +16,10 @@ from tables import each
 
 MODULES = (
     "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
-    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.update",
+    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.update", "gpu.sections.spans",
 )  # fmt: skip
 (
-    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, update
+    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, update, spans
 ) = (import_module(f"zerokern.bench.{name}") for name in MODULES)  # fmt: skip
 adam, contest, step, timers = (
     import_module(f"zerokern.bench.{name}") for name in ("ops.adam", "contest", "step", "timers")
@@ -110,6 +111,75 @@ class TestProblem:
         lazy = one.provider("lazy", lambda: None, lists.Lists.check_bucket, lists.Lists.before_flatten)
         with pytest.raises(contest.WrongResult, match="lazy: element 0 is nan"):
             lazy.check()
+
+
+class PlayedStream:
+    """A stream whose work takes time that is known when it is queued."""
+
+    current: PlayedStream
+
+    def __init__(self, *device: object, priority: int = 0) -> None:
+        self.ms = 0.0
+
+    def wait_stream(self, other: PlayedStream) -> None:
+        self.ms = max(self.ms, other.ms)
+
+    @contextlib.contextmanager
+    def made_current(self) -> Iterator[None]:
+        before, PlayedStream.current = PlayedStream.current, self
+        yield
+        PlayedStream.current = before
+
+
+class PlayedEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.ms = PlayedStream.current.ms
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: PlayedEvent) -> float:
+        return end.ms - self.ms
+
+
+class TestSpans:
+    @each("copied_ms, SMs, under_way", [(1.0, 26.4, 1.0), (0.0, 0.0, 0.0)])
+    def test_what_a_copy_costs_a_kernel_beside_it(
+        self, copied_ms: float, SMs: float, under_way: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that takes a fifth of 132 multiprocessors makes a computation take 1.25 times as long."""
+        main, copying = PlayedStream(), []
+        PlayedStream.current = main
+        played = {
+            "Stream": PlayedStream, "Event": PlayedEvent, "current_stream": lambda device: main,
+            "stream": PlayedStream.made_current, "synchronize": lambda device: None, "_sleep": lambda cycles: None,
+            "get_device_properties": lambda device: types.SimpleNamespace(multi_processor_count=132),
+        }  # fmt: skip
+        for name, one in played.items():
+            monkeypatch.setattr(torch.cuda, name, one)
+
+        def copy() -> None:
+            PlayedStream.current.ms += copied_ms
+            copying.append(PlayedStream.current)
+
+        def compute() -> None:
+            beside = copying[-1:] and copying[-1] is not main and copying[-1].ms > main.ms
+            main.ms += 1.25 if beside else 1.0
+
+        assert spans._cost(torch.device("cpu"), compute, copy) == {"SMs": SMs, "under way": under_way}
+
+    def test_what_a_call_takes_of_the_host_is_told_of_each(self) -> None:
+        contest_, us = spans.flattens(TOY, 3, 1024)
+        found = turns.run(contest_, TOY, clock.RehearsalClock(), clock.Budget(60.0), lambda text: None)
+        assert us.keys() == {row.name.partition(", ")[2] if row.is_peer else row.name for row in found.rows}
+        assert all(one > 0 for one in us.values()) and len(us) == 5
+
+    def test_a_list_is_never_larger_than_its_memory(self) -> None:
+        cases = spans.cases_of(spans.SIZES, spans.COUNTS)
+        assert all(count * nbytes <= spans.LIST_NBYTES for count, nbytes in (*cases, spans.BESIDE))
+        assert (1344, 28 << 10) in cases and (1, 64 << 20) in cases and len(cases) == len(set(cases))
 
 
 class TestEightBitPeers:

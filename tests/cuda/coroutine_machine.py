@@ -1,7 +1,7 @@
 """A played CuPy whose kernels run on the coroutine machine of `machine.h`: those of `cuda/`, compiled for the CPU.
 
 The launchers are the real ones, and so are their arguments. What a kernel may read and write is what its rows say.
-Stages and chunks are small here, so that small lists go around a ring several times.
+Stages are small here, so that small lists go around a ring several times.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerokern.kernels import reference
 from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "cuda"
-STAGE, CHUNK = 1024, 1024
+STAGE = 1024
 READ, WRITE, SCRATCH = 1, 2, 4
 FLAGS = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 WIDTHS = {"f32": 4, "bf16": 2, "f16": 2}
@@ -97,7 +96,7 @@ def regions(name: str, given: Any) -> Iterable[tuple[int, int, int]]:
         sums = given["sums"]
         for field, nbytes in (("out", 8), ("partials", 8 * int(sums["count"])), ("counter", 4)):
             yield int(sums[field]), nbytes, SCRATCH
-    for field, nbytes in (("finite", 1), ("not_finite", 8), ("factor", 4)):
+    for field, nbytes in (("not_finite", 8), ("factor", 4)):
         if field in given.dtype.names and given[field]:
             yield int(given[field]), nbytes, SCRATCH
 
@@ -120,7 +119,6 @@ def _built(folder: Path, name: str, bulk: bool, edits: tuple[Edit, ...]) -> ctyp
         "-DZK_MACHINE",
         f"-DZK_BULK={int(bulk)}",
         f"-DZK_STAGE={STAGE}",
-        f"-DZK_CHUNK={CHUNK}",
     )
     key = hashlib.sha256(repr((sorted(texts.items()), words, name)).encode()).hexdigest()[:24]
     library = folder / f"{name}-{key}.so"
@@ -148,8 +146,6 @@ def install(
     monkeypatch.setattr(loader, "_cupy", lambda: machine)
     monkeypatch.setattr(loader, "reason", lambda device: None)
     monkeypatch.setattr(loader, "cubin", lambda source, found, options=(): Path(f"{Path(source).stem}-sm_{found}"))
-    monkeypatch.setattr(reference, "SUMSQ_CHUNK", CHUNK)
-    monkeypatch.setattr(spans, "CHUNK", CHUNK)
     for module in (loader, spans):
         monkeypatch.setattr(module, "architecture", lambda device: architecture)
         monkeypatch.setattr(module, "stage_bytes", lambda found: STAGE)

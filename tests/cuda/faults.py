@@ -31,14 +31,19 @@ FAULTS = (
         "uses a stage before the phase of its barrier is seen complete",
     ),
     Fault(
-        "load_not_waited_for", "depart",
+        "load_not_waited_for", "ferry",
         Edit("ring.cuh", "while (!mbarrier_try_wait_parity(", "while (stores > AHEAD && !mbarrier_try_wait_parity("),
-        "reads shared memory that nobody wrote",
+        "uses a stage before the phase of its barrier is seen complete",
     ),
     Fault(
         "barriers_not_shown_to_the_copy_engine", "ferry",
-        Edit("ring.cuh", "            fence_mbarrier_init();\n", ""),
+        Edit("ring.cuh", "        fence_mbarrier_init();\n", ""),
         "without fence.mbarrier_init",
+    ),
+    Fault(
+        "last_barrier_not_made", "ferry",
+        Edit("ring.cuh", "i < STAGES; ++i) mbarrier_init", "i < STAGES - 1; ++i) mbarrier_init"),
+        "a barrier that was not initialised",
     ),
     Fault(
         "fewer_bytes_expected_than_come", "ferry",
@@ -47,7 +52,7 @@ FAULTS = (
     ),
     Fault(
         "cta_ends_before_its_stores", "ferry",
-        Edit("ring.cuh", "if (leads) bulk_wait_group<0>();", ""),
+        Edit("ring.cuh", "{ bulk_wait_group<0>(); }", "{}"),
         "ends before wait_group",
     ),
     Fault(
@@ -71,32 +76,9 @@ FAULTS = (
         "writes a byte twice",
     ),
     Fault(
-        "no_proxy_fence_after_a_stage_was_read", "depart",
-        Edit("depart.cu", "fence_proxy_async();  // what was read here", "// what was read here"),
-        "no proxy fence",
-    ),
-    Fault(
-        "stage_loaded_while_other_lanes_read_it", "depart",
-        Edit("depart.cu", "writes over it\n        bar_warp_sync();", "writes over it"),
-        "no barrier",
-    ),
-    Fault(
-        "barriers_used_before_they_are_made", "depart",
-        Edit("depart.cu", "lane == 0);\n    bar_warp_sync();", "lane == 0);"),
-        "barrier",
-    ),
-    Fault(
-        "part_overwritten_while_other_lanes_add_it", "depart",
-        Edit("depart.cu", "at + count);\n        bar_warp_sync();\n    }\n}\n#endif", "at + count);\n    }\n}\n#endif"),
-        "no barrier", 80,
-    ),
-    Fault(
-        "last_elements_of_a_part_not_added", "depart",
-        Edit("depart.cu", "depart_plain<Type>(lanes, to, from, end, count);", ""),
-    ),
-    Fault(
-        "counted_before_all_warps_have_stored", "depart",
-        Edit("sums.cuh", "bar_sync();  // the parts that threads", "// the parts that threads"),
+        "flag_read_before_the_cta_was_counted", "flatten",
+        Edit("sums.cuh", "    bar_sync();\n    return ld_shared_u32(flag)", "    return ld_shared_u32(flag)"),
+        "shared memory",
     ),
     Fault(
         "counter_not_put_back", "flatten",
@@ -118,7 +100,17 @@ FAULTS = (
     ),
     Fault(
         "tile_of_the_row_before", "flatten",
-        Edit("flatten.cu", "if (list.row[middle].first <= tile)", "if (list.row[middle].first < tile)"),
+        Edit("ring.cuh", "if (list.row[look].first <= task)", "if (list.row[look].first < task)"),
+        "",
+    ),
+    Fault(
+        "rows_no_more_ahead_than_half_the_tasks", "ferry",
+        Edit("ring.cuh", "(ahead < left ? ahead : left)", "(ahead / 2 < left ? ahead / 2 : left)"),
+        "",
+    ),
+    Fault(
+        "stages_stored_to_the_task_after", "ferry",
+        Edit("ferry.cu", "stores = loads;", "stores{list, cta_number() + 1, cta_count(), 0};"),
         "",
     ),
     Fault(

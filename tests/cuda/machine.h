@@ -36,7 +36,7 @@ struct Region {
 };
 
 struct Access {  // the last one of a kind to a grain of shared memory
-    u32 thread = ~0u, warp_epoch = 0, cta_epoch = 0, fences = 0;
+    u32 thread = ~0u, cta_epoch = 0, fences = 0;
 };
 
 enum State : u8 { NOTHING, BY_THREAD, BY_BULK };
@@ -85,7 +85,7 @@ struct Cta {
     std::vector<Grain> grains;
     std::map<u32, Barrier> barriers;
     Meeting all;
-    std::vector<Meeting> warps, exchanges;
+    std::vector<Meeting> exchanges;
     std::vector<double> values;  // of exchanges: two rounds for each thread
     std::vector<Thread> threads;
 };
@@ -148,12 +148,9 @@ struct Machine {
     }
 
     // ---- order
-    Access access() const { return {now->number, here->warps[now->number / WARP].epoch, here->all.epoch, now->fences}; }
+    Access access() const { return {now->number, here->all.epoch, now->fences}; }
     bool before_now(const Access &old) const {
-        if (old.thread == ~0u || old.thread == now->number) return true;
-        if (here->all.epoch > old.cta_epoch) return true;
-        u32 warp = now->number / WARP;
-        return old.thread / WARP == warp && here->warps[warp].epoch > old.warp_epoch;
+        return old.thread == ~0u || old.thread == now->number || here->all.epoch > old.cta_epoch;
     }
     bool fenced(const Access &old) const { return old.thread == ~0u || here->threads[old.thread].fences > old.fences; }
 
@@ -341,7 +338,6 @@ inline void Machine::begin(u32 slot, u32 number, u32 shared) {
     cta.grains.assign(shared / GRAIN, Grain{});
     cta.barriers.clear();
     cta.all = Meeting{};
-    cta.warps.assign(threads / WARP, Meeting{});
     cta.exchanges.assign(threads / WARP, Meeting{});
     cta.values.assign(2 * threads, 0.0);
     cta.threads.assign(threads, Thread{});
@@ -429,7 +425,6 @@ ZK_TWIN_LOAD(ld_global_u8, u8)
 ZK_TWIN_LOAD(ld_global_u16, u16)
 ZK_TWIN_LOAD(ld_global_u32, u32)
 ZK_TWIN_LOAD(ld_global_u64, u64)
-ZK_TWIN_LOAD(ld_global_f32, float)
 ZK_TWIN_LOAD(ld_global_v4, Words4)
 ZK_TWIN_LOAD(ld_global_cg_f64, double)
 ZK_TWIN_STORE(st_global_u8, u8)
@@ -460,16 +455,9 @@ inline u32 atom_add_acq_rel(u64 at, u32 x) {
         machine::the().write_shared(at, sizeof(type));                  \
         memcpy(machine::the().here->memory.data() + at, &x, sizeof(x)); \
     }
-ZK_TWIN_SHARED(u16, u16)
 ZK_TWIN_SHARED(u32, u32)
 ZK_TWIN_SHARED(f64, double)
-ZK_TWIN_SHARED(v4, Words4)
 
-inline void bar_warp_sync() {
-    machine::Machine &m = machine::the();
-    u32 warp = m.now->number / machine::WARP;
-    m.meet(m.here->warps[warp], machine::WARP, warp * machine::WARP);
-}
 inline void bar_sync() { machine::the().meet(machine::the().here->all, machine::the().threads, 0); }
 inline double shfl_bfly_f64(double x, u32 mask) {  // threads meet, but nothing that they did to memory is ordered
     machine::Machine &m = machine::the();

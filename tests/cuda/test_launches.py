@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from coroutine_machine import CHUNK, STAGE, Machine
+from coroutine_machine import STAGE, Machine
 from faults import FAULTS
 from kernel_cases import same_bits, spread_values
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda, flat, reference_device
 from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
-from zerokern.kernels.squares import ChunkSums
 from zerokern.kernels.triton.backend import interpreted
 from zerokern.memory.span_copies import CopyKernels, _of_cuda
 
@@ -25,10 +24,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def values(numel: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-
-
-def outputs() -> tuple[Tensor, Tensor]:
-    return torch.full((1,), 77.0, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
 
 
 def test_a_list_is_one_launch_for_1344_spans(machine: MACHINE) -> None:
@@ -56,17 +51,6 @@ def test_copies_of_small_spans_take_it_before_triton(machine: MACHINE) -> None:
     assert len(played.launched) == 2
 
 
-def test_a_long_list_departs_with_one_sum(machine: MACHINE) -> None:
-    played = machine()
-    source = [values(3 + i % 7, BF16) for i in range(1400)]
-    target = [torch.zeros_like(one) for one in source]
-    out, finite = outputs()
-    cuda.depart([*zip(target, source, strict=True)], out, finite)
-    assert out.item() == reference_device.sumsq(source) and finite.item()
-    assert all(same_bits(a, b) for a, b in zip(target, source, strict=True))
-    assert [name for name, _, _ in played.launched] == ["depart_bf16_many"] * 2
-
-
 def test_a_long_list_is_flattened_with_one_sum(machine: MACHINE) -> None:
     played = machine()
     tensors = [values(2 + i % 5) for i in range(1400)]
@@ -76,43 +60,13 @@ def test_a_long_list_is_flattened_with_one_sum(machine: MACHINE) -> None:
     assert [name for name, _, _ in played.launched] == ["flatten_f32_f32_stats_many"] * 2
 
 
-def test_chunks_are_those_of_sumsq(machine: MACHINE) -> None:
-    assert spans.CHUNK == reference_device.reference.SUMSQ_CHUNK == 65536
-    machine()
-    assert spans.CHUNK == CHUNK
-
-
-def test_sums_of_chunks_are_those_that_are_added_elsewhere(machine: MACHINE) -> None:
-    machine()
-    source = [values(3 * CHUNK + 5, BF16), values(0, BF16), values(7, BF16), values(CHUNK, BF16)]
-    sums = ChunkSums([t.numel() for t in source], [BF16] * 4)
-    chunks, (out, finite) = torch.zeros(sums.count, dtype=torch.float64), outputs()
-    cuda.depart([(torch.zeros_like(t), t) for t in source], out, finite, chunks_out=chunks)
-    assert sums.added(chunks).tolist() == [reference_device.reference.sumsq([t]) for t in source]
-    assert out.item() == reference_device.sumsq(source)
-    with pytest.raises(ValueError, match="chunks_out has 1 elements"):
-        cuda.depart([(torch.zeros_like(t), t) for t in source], out, finite, chunks_out=chunks[:1])
-    two = [values(3), values(4, BF16)]
-    with pytest.raises(ValueError, match="several dtypes"):
-        cuda.depart([(torch.zeros_like(t), t) for t in two], out, finite, chunks_out=chunks[:2])
-
-
 def test_what_is_not_finite_is_told(machine: MACHINE) -> None:
     machine()
     for bad in (math.nan, math.inf, -math.inf):
-        source = values(3 * CHUNK)
-        source[2 * CHUNK + 5] = bad
-        out, finite = outputs()
-        finite.fill_(True)
-        cuda.depart([(torch.zeros_like(source), source)], out, finite)
-        assert not math.isfinite(out.item()) and not finite.item()
-
-
-def test_nothing_departs_as_zero(machine: MACHINE) -> None:
-    played = machine()
-    out, finite = outputs()
-    cuda.depart([(torch.empty(0), torch.empty(0))], out, finite)
-    assert (out.item(), finite.item(), played.launched) == (0.0, True, [])
+        source, stats = values(40_000), torch.zeros(2, dtype=torch.float64)
+        source[20_005] = bad
+        flat.flatten([source], torch.empty(40_000), stats=stats, impl="cuda")
+        assert not math.isfinite(stats[0]) and stats[1] == 1.0
 
 
 def test_a_list_with_views_has_the_bits_of_triton(machine: MACHINE) -> None:
@@ -189,7 +143,6 @@ def test_too_many_tasks_are_refused() -> None:
 def test_bad_pairs_are_refused_and_nothing_is_written(machine: MACHINE) -> None:
     played = machine()
     one, two = torch.zeros(8), torch.ones(8)
-    out, finite = outputs()
     for pairs, error, says in (
         ([(one, two[:4])], ValueError, r"pairs\[0\] copies 8 elements of torch.float32 from 4"),
         ([(one, two.double())], ValueError, "the same number and dtype"),
@@ -204,12 +157,6 @@ def test_bad_pairs_are_refused_and_nothing_is_written(machine: MACHINE) -> None:
     ):
         with pytest.raises(error, match=says):
             cuda.ferry(pairs)
-    with pytest.raises(TypeError, match="int64"):
-        cuda.depart([(one.long(), two.long())], out, finite)
-    with pytest.raises(TypeError, match=r"sums_out has dtype torch\.float32"):
-        cuda.depart([(one, two)], one[:1], finite)
-    with pytest.raises(ValueError, match="finite_out has 2 elements"):
-        cuda.depart([(one, two)], out, torch.zeros(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="ctas=0"):
         cuda.ferry([(one, two)], None, 0)
     assert played.launched == [] and (one == 0).all()
@@ -273,5 +220,4 @@ def test_stages_fit_the_shared_memory_of_an_architecture() -> None:
     most = {80: 163, 90: 227, 100: 227, 103: 227, 120: 99}
     for architecture, kib in most.items():
         assert spans.ferry_shared(architecture) <= kib << 10
-        assert spans.depart_shared(architecture) <= kib << 10
     assert STAGE % 128 == 0

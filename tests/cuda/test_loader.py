@@ -47,7 +47,7 @@ def test_what_it_was_made_from_is_in_its_name(
     compiles: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made = {loader.cubin("ferry.cu", 90), loader.cubin("ferry.cu", 100), loader.cubin("ferry.cu", 90, ("-DX",))}
-    made.add(loader.cubin("depart.cu", 90))
+    made.add(loader.cubin("flatten.cu", 90))
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 2))
     made.add(loader.cubin("ferry.cu", 90))
     changed = tmp_path / "changed"

@@ -90,11 +90,6 @@ def test_ferry_keeps_its_promises(architecture: int) -> None:
     assert_promises("ferry.cu", architecture)
 
 
-@each("architecture", [90])
-def test_depart_keeps_its_promises(architecture: int) -> None:
-    assert_promises("depart.cu", architecture)
-
-
 @each("number, architecture", list(enumerate(FEW)))
 def test_flatten_keeps_its_promises(number: int, architecture: int) -> None:
     source, target = PAIRS[number * 2]
@@ -104,18 +99,15 @@ def test_flatten_keeps_its_promises(number: int, architecture: int) -> None:
 @pytest.mark.slow
 @each("architecture", ARCHITECTURES)
 def test_all_kernels_keep_their_promises(architecture: int) -> None:
-    for source in ("ferry.cu", "depart.cu"):
-        assert_promises(source, architecture)
+    assert_promises("ferry.cu", architecture)
     for source, target in PAIRS:
         assert_promises("flatten.cu", architecture, f"-DZK_SOURCE={source}", f"-DZK_TARGET={target}")
 
 
 def test_names_that_launchers_ask_for_are_there() -> None:
-    found = {*compiled("ferry.cu", 90), *compiled("depart.cu", 90)}
-    found |= {*compiled("flatten.cu", 90, "-DZK_SOURCE=bf16", "-DZK_TARGET=f32")}
-    wanted = {f"{name}_{size}" for size in ("few", "many") for name in (
-        "ferry", *(f"depart_{kind}" for kind in TYPES), "flatten_bf16_f32", "flatten_bf16_f32_stats",
-    )}  # fmt: skip
+    found = {*compiled("ferry.cu", 90), *compiled("flatten.cu", 90, "-DZK_SOURCE=bf16", "-DZK_TARGET=f32")}
+    names = ("ferry", "flatten_bf16_f32", "flatten_bf16_f32_stats")
+    wanted = {f"{name}_{size}" for size in ("few", "many") for name in names}
     assert found == wanted
 
 

@@ -28,7 +28,7 @@ from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.ferry import ferry
-from zerokern.memory import CudaDriver, span_copies, staging
+from zerokern.memory import span_copies
 from zerokern.memory.runtime import Batches
 from zerokern.memory.span_copies import (
     DEFAULTS,
@@ -542,28 +542,7 @@ def test_info_says_who_copies_what(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-# In the driver, and in training.
-
-
-def test_small_tensors_of_one_call_do_not_go_to_the_copy_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As CUDA's driver has it, but for a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(staging, "runtime_library", lambda: engine)
-    monkeypatch.setattr(staging, "CudaMark", lambda stream: Mark())
-    monkeypatch.setattr(CudaDriver, "pinned", lambda self, tensor: True)
-    monkeypatch.setattr(backend, "check_device", lambda device: None)
-    monkeypatch.setattr(backend, "capturing", lambda device: False)
-    driver = CudaDriver("cuda:0")
-    sources = [torch.randn(n % 77 + 1) for n in range(300)]
-    sources += [torch.randn(LARGE), torch.randn(2 * LARGE)]
-    targets = [torch.zeros_like(source) for source in sources]
-    driver.copy(Stream(), list(zip(targets, sources, strict=True)))
-    assert all(map(torch.equal, targets, sources))
-    assert engine.calls == [[4 * LARGE, 8 * LARGE]], "302 copies before"
+# In training.
 
 
 class ByRuntime(PlayedDevice):

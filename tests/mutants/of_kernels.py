@@ -121,11 +121,19 @@ MUTANTS = (
     ),
     Mutant(
         "parts_of_a_sum_written_over_by_later_launches",
-        "zerokern/kernels/cuda/spans.py",
+        "zerokern/kernels/cuda/bucket.py",
         "part.first,",
         "0,",
-        "The second launch of a long list of departing spans writes its sums over those of the first.",
+        "The second launch of a long list that is flattened writes its sums over those of the first.",
         ("tests/cuda/test_launches.py",),
+    ),
+    Mutant(
+        "large_spans_among_small_ones_left_out",
+        "zerokern/kernels/cuda/rows.py",
+        'part.rows["size"].max()',
+        'part.rows["size"].min()',
+        "CUDA's ferry does not move the large spans of a list that has small ones too.",
+        ("tests/cuda/test_machine.py",),
     ),
     Mutant(
         "forced_instruction_set_stays",

@@ -67,6 +67,14 @@ MUTANTS = (
         ("tests/memory/test_span_copies.py",),
     ),
     Mutant(
+        "kernels_for_copies_looked_for_within_a_capture",
+        "zerokern/memory/span_copies.py",
+        "if many and not self._captured(stream) and self.kernels.ways:",
+        "if many and self.kernels.ways and not self._captured(stream):",
+        "A process whose first copies are captured in a CUDA graph never uses CUDA's kernel for small ones.",
+        ("tests/memory/test_driver_copies.py",),
+    ),
+    Mutant(
         "copies_of_a_refused_kernel_lost",
         "zerokern/memory/span_copies.py",
         "if small and not self._launch(stream, small):",

@@ -7,6 +7,7 @@ each process, at the first copies that it matters for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 import time
@@ -181,18 +182,25 @@ def _of_triton(device: torch.device) -> list[tuple[str, Way]]:
 class SpanCopies:
     """Copies spans between one device and pinned host memory, on streams of its driver.
 
-    `driver`: a `CudaDriver`. `batches`: its copy engines. The kernels reach no memory but what is pinned, as `Copies`
-    has checked.
+    `driver`: a `CudaDriver`. `batches`: its copy engines. `kernels`: by default those of the device, looked for when a
+    list first wants one and nothing is captured: to look for them launches one and waits for it. They reach no memory
+    but what is pinned, as `Copies` has checked.
 
     >>> SpanCopies.copy.__annotations__["to_host"]
     'bool'
     """
 
-    def __init__(self, driver: Any, batches: Batches, kernels: CopyKernels) -> None:
-        self._driver, self._batches, self.kernels = driver, batches, kernels
+    def __init__(self, driver: Any, batches: Batches, kernels: CopyKernels | None = None) -> None:
+        self._driver, self._batches = driver, batches
+        if kernels is not None:
+            self.kernels = kernels
         self._tables: list[Tensor] = []
         self._readers: list[Any] = []  # of each table: the mark behind the kernels that read it
         self._launching = threading.Lock()  # all who copy on the device share its driver, and these tables
+
+    @functools.cached_property
+    def kernels(self) -> CopyKernels:
+        return CopyKernels.of(self._driver.device, self._batches)
 
     def copy(self, stream: Any, spans: Sequence[Span], *, to_host: bool) -> None:
         """Queues copies that must not overlap in memory; they run in any order."""
@@ -216,7 +224,8 @@ class SpanCopies:
     def _parted(self, stream: Any, spans: list[Span], to_host: bool) -> tuple[list[Span], list[Span]]:
         """Returns the spans that a kernel copies, and those that a copy engine does."""
         small: list[Span] = []
-        if self.kernels.ways and sum(span[2] < MOST_NBYTES for span in spans) >= LEAST and not self._captured(stream):
+        many = sum(span[2] < MOST_NBYTES for span in spans) >= LEAST
+        if many and not self._captured(stream) and self.kernels.ways:
             limit = self._limit(to_host)
             small = [span for span in spans if span[2] < limit.nbytes]
             if len(small) >= limit.copies and self._try_kernels(to_host):

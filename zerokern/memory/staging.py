@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import BackendError, got
 from zerokern.memory.runtime import runtime_library
-from zerokern.memory.span_copies import CopyKernels, SpanCopies
+from zerokern.memory.span_copies import SpanCopies
 
 __all__ = [
     "EMULATED_DRIVERS", "STREAMS", "CudaDriver", "CudaMark", "Ticket", "check_stream_name", "cuda_driver", "driver_of",
@@ -138,7 +138,7 @@ class CudaDriver:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         batches = runtime_library()
-        self._spans = None if batches is None else SpanCopies(self, batches, CopyKernels.of(self.device, batches))
+        self._spans = None if batches is None else SpanCopies(self, batches)
         self._clock: _CudaClock | None = None
         self._begun: dict[tuple[int, int], CudaMark] = {}  # by stream and by the thread that copies there
 

@@ -32,7 +32,7 @@ from zerokern.zero.reduction import Reduction
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
 from zerokern.zero.spilling import kind_of_bucket
-from zerokern.zero.tiers import check_tier, driver_of, keep_driver, reserve, rests_on
+from zerokern.zero.tiers import check_tier, keep_driver, reserve, rests_on, take_driver
 from zerokern.zero.unit import Registration, Unit
 from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
 
@@ -140,7 +140,7 @@ class Sharding:
         self._owners: dict[int, list[Registration]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
-        driver = driver_of(device, [param for _, param, _ in named])
+        driver = take_driver(device, [param for _, param, _ in named])
         for bucket, room in zip(buckets, reserve(tier, self.rests, driver, buckets), strict=True):
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
             prepared |= present

@@ -30,7 +30,6 @@ __all__ = [
     "DiskCopy",
     "by_rests",
     "check_tier",
-    "driver_of",
     "fetched",
     "in_turns",
     "keep_driver",
@@ -38,6 +37,7 @@ __all__ = [
     "reserve",
     "rests_of",
     "rests_on",
+    "take_driver",
 ]
 
 
@@ -83,7 +83,7 @@ def own_name(name: str, rank: int = 0) -> str:
     return f"{name}-{rank}"
 
 
-def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
+def take_driver(device: torch.device, params: Sequence[Tensor]) -> Any:
     """Returns the driver of copies to and from the compute device; None: it is the CPU.
 
     A device that torch does not know forgets these parameters, whose contents will be swapped: see `keep_driver`.

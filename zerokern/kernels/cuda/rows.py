@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.cuda.loader import Stream, placed
+from zerokern.kernels.cuda.loader import placed
 from zerokern.kernels.triton.backend import capturing
 
 __all__ = ["FEW", "MANY", "NAMES", "LaunchRows", "Scratch", "parameters", "parts_of", "scratch"]
@@ -26,8 +26,7 @@ MOST_TASKS = (1 << 32) - 1
 _SUMS: list[Any] = [("out", "<u8"), ("partials", "<u8"), ("counter", "<u8")]
 _SUMS += [(name, "<u4") for name in ("first", "count", "last", "follows")]
 HEADS: dict[str, list[Any]] = {
-    "ferry": [("rows", "<u4"), ("tasks", "<u4")],
-    "depart": [("sums", _SUMS), ("finite", "<u8"), ("rows", "<u4"), ("tasks", "<u4")],
+    "ferry": [(name, "<u4") for name in ("rows", "tasks", "largest", "unused")],
     "flatten": [("sums", _SUMS), ("not_finite", "<u8"), ("factor", "<u8"), ("scale", "<f4"), ("rows", "<u4")],
 }
 
@@ -71,8 +70,8 @@ def parameters(kernel: str, part: LaunchRows) -> Any:
     made = np.zeros(1, _layout(kernel, FEW if part.size == "few" else MANY))
     made["rows"] = len(part.rows)
     made["row"][0, : len(part.rows)] = part.rows
-    if "tasks" in made.dtype.names:
-        made["tasks"] = part.tasks
+    if kernel == "ferry":
+        made["tasks"], made["largest"] = part.tasks, part.rows["size"].max()
     return made
 
 
@@ -135,13 +134,13 @@ def _scratch(device: torch.device, address: int) -> Scratch:
     return Scratch(device)
 
 
-def scratch(device: torch.device, stream: Stream | None = None) -> Scratch:
-    """Returns the scratch memory of a stream, made once: what runs on one stream is ordered.
+def scratch(device: torch.device) -> Scratch:
+    """Returns the scratch memory of the current stream, made once: what runs on one stream is ordered.
 
     What is captured in a CUDA graph has its own, which the graph keeps: the stream's may grow, and so move.
 
     >>> scratch(torch.device("cpu")) is scratch(torch.device("cpu"))
     True
     """
-    with placed(device, stream) as address:
+    with placed(device) as address:
         return Scratch(device) if capturing(device) else _scratch(device, address)
