@@ -240,20 +240,4 @@ MUTANTS = (
         "A backward pass that is captured asks other ranks for their gradients, and joins nothing.",
         ("tests/zero/test_capture.py",),
     ),
-    Mutant(
-        "whole_unit_from_outside_of_a_graph",
-        "zerokern/zero/runner.py",
-        "if not self.keeps or self._is_captured() is not self._in_graph:",
-        "if not self.keeps:",
-        "A graph reads a unit that was whole before the capture, from memory that is given back.",
-        ("tests/zero/test_capture.py",),
-    ),
-    Mutant(
-        "gathers_of_a_broken_off_graph",
-        "zerokern/zero/runner.py",
-        "if broken_off:",
-        "if False:",
-        "What a capture that broke off has launched is waited for afterwards, which CUDA refuses.",
-        ("tests/zero/test_capture.py",),
-    ),
 )

@@ -246,36 +246,15 @@ def test_a_unit_alone_is_refused(device: CountingDevice, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_whole_before_a_capture_is_gathered_in_it(
-    stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Units stay whole from pass to pass within no_sync, and between steps where a parameter was read."""
+def test_micro_batches_in_part_are_refused(stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: Any) -> Any:
+        run = Training(group, stage, micro=2, no_sync=True)
+        run.step()
+        with zk.no_sync(run.model):
+            run.backward(0)
+        return run, lambda: run.backward(1)
 
-    def work(plan: str) -> Any:
-        def on_each(group: Any) -> list[Tensor]:
-            run, graph = Training(group, stage, micro=2), None
-            for step, how in enumerate(plan):
-                run.set_input(step)
-                run.opt.zero_grad()
-                with zk.no_sync(run.model):
-                    run.backward(0)
-                if how == "r":
-                    graph.replay()
-                    run.opt.step()
-                    continue
-                with capture(device) if how == "c" else nullcontext() as made:
-                    run.backward(1)
-                graph = made or graph
-                run.opt.step()
-                run.model.blocks[0].weight.sum()
-            return run.values()
-
-        return on_devices(device, monkeypatch, 2, on_each)
-
-    eager, captured = work("eeee"), work("eece")
-    with quiet():
-        for mine, expected in zip(captured, eager, strict=True):
-            assert all(map(torch.equal, mine, expected))
+    refused(device, monkeypatch, "capture all micro-batches of a step, or none", work)
 
 
 def test_updates_and_copies_of_the_host_are_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,10 @@ _OTHERS_IN_GRAPH = (
     "the host would wait for: a CUDA graph has no room for that; before the capture begins, train one step in which "
     "gradients come to the same parameters, on all ranks"
 )
+_SUMS_IN_GRAPH = (
+    "passes under no_sync() were made outside of a CUDA graph, and this one goes into it, or the other way round: the "
+    "buffers that they add up in come and go; capture all micro-batches of a step, or none"
+)
 
 
 class _Answer(NamedTuple):
@@ -178,7 +182,10 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
-        self._in_graph = capturing(self.group.device)
+        in_graph = capturing(self.group.device)
+        if in_graph is not self._in_graph and any(bucket.local for bucket in self.buckets):
+            raise StateError(_SUMS_IN_GRAPH)
+        self._in_graph = in_graph
         if not self._in_graph:
             self._check_frozen()
         elif self._learns_order:

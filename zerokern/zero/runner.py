@@ -106,11 +106,8 @@ class UnitRunner:
     def reshard_all(self) -> None:
         """Reshard all units, and wait until their shards may be written."""
         self._kept.clear()
-        broken_off = self._in_graph and not self._is_captured()
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
-            if broken_off:
-                unit.forget_gathers()
             unit.reshard()
         for unit in self._copied:
             unit.wait_for_copies()

@@ -234,11 +234,6 @@ class Unit:
         if self.called not in str(error):
             error.args = (f"{self.called} cannot be fetched: {error}",)
 
-    def forget_gathers(self) -> None:
-        """Forget what was launched into a CUDA graph whose capture is over: nobody can wait for it."""
-        self._handles.clear()
-        self._in_place.clear()
-
     def wait_for_copies(self) -> None:
         """Return once no copy reads the shards, so that they may be written."""
         for memory in self.sharded:
