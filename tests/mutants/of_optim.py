@@ -194,4 +194,28 @@ MUTANTS = (
         "The sums of squares leave a device before they have been measured there.",
         ("tests/optim/test_offload_norm.py",),
     ),
+    Mutant(
+        "budget_given_out_again",
+        "zerokern/optim/placing.py",
+        "        held = 0 if self.room is None else self.room.kept_nbytes\n",
+        "        held = 0\n",
+        "State that is made later is placed as if nothing were in memory yet.",
+        ("tests/optim/test_placing.py",),
+    ),
+    Mutant(
+        "memory_for_what_is_listed_first",
+        "zerokern/optim/placing.py",
+        "        new.sort(key=lambda number: self.turns.get(id(wanted[number][0]), 0))\n",
+        "",
+        "What the first group has stays in memory, whatever forwards need first.",
+        ("tests/optim/test_placing.py",),
+    ),
+    Mutant(
+        "state_in_memory_loses_its_exact_beginning",
+        "zerokern/optim/state.py",
+        "begin(param, slot, kept, None if self._exact is None else self._exact(param))",
+        "begin(param, slot, kept, None)",
+        "Masters begin from what the parameter was rounded to.",
+        ("tests/optim/test_placing.py", "tests/optim/test_shard_state.py"),
+    ),
 )
