@@ -259,4 +259,12 @@ MUTANTS = (
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",
         ("tests/zero/test_squares.py",),
     ),
+    Mutant(
+        "marks_of_gradients_in_a_graph",
+        "zerokern/zero/reduction.py",
+        "if not capturing(self.group.device):\n                    found",
+        "if True:\n                    found",
+        "A backward pass that is captured asks other ranks for their gradients, and joins nothing.",
+        ("tests/zero/test_capture.py",),
+    ),
 )

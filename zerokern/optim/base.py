@@ -190,6 +190,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _step(self) -> None:
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
+        if self.tier != "device" or here.shards.is_hosted:
+            device.refuse_update_in_graph()
         self.runner.finish(groups)
         for publisher in here.shards.publishers:
             publisher.finish()

@@ -23,8 +23,8 @@ __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
 class Adam(FusedOptimizer):
     """Adam as torch defines it. Parameters and gradients may each be fp32, bf16 or fp16, in host memory or on one GPU.
 
-    On a GPU a step launches kernels and waits for nothing. After one ordinary step it can be captured in a CUDA graph;
-    give `lr` as a tensor on the GPU if it is to change.
+    On a GPU a step launches kernels and waits for nothing. After one ordinary step it can be captured in a CUDA graph,
+    alone or with forward and backward, under `zk.shard` too; give `lr` as a tensor on the GPU if it is to change.
 
     These keywords come on top of torch's:
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
+from zerokern.kernels.triton.backend import capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
@@ -36,6 +37,19 @@ BACKWARD = "a backward pass"
 _times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
+_FIRST_IN_GRAPH = (
+    "the first backward pass of a sharded model cannot go into a CUDA graph: ranks agree in it on the order of "
+    "buckets, which the host waits for; train at least one whole step before the capture begins"
+)
+_OTHERS_IN_GRAPH = (
+    "a backward pass that is captured brought other gradients than those before it, and which of them other ranks have "
+    "the host would wait for: a CUDA graph has no room for that; before the capture begins, train one step in which "
+    "gradients come to the same parameters, on all ranks"
+)
+_SUMS_IN_GRAPH = (
+    "passes under no_sync() were made outside of a CUDA graph, and this one goes into it, or the other way round: the "
+    "buffers that they add up in come and go; capture all micro-batches of a step, or none"
+)
 
 
 class Turns(Protocol):
@@ -65,6 +79,7 @@ class Reduction:
         self.active = False
         self.passes = 0  # that have reduced
         self._task = -1
+        self._in_graph = False  # whether the pass goes into a CUDA graph
         self._order = list(reversed(range(len(buckets))))
         # at stage 3 units decide; of each the buckets, in the order in which they are launched
         self.turns: Turns | None = None
@@ -79,6 +94,7 @@ class Reduction:
         self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
         self._lands_in_params = all(one.lands_in_params for one in buckets)
         self._trained: Sequence[int] = []  # whether parameters were, when the pass began
+        self._said: dict[tuple[int, bytes], bytearray] = {}  # by ranks and what arrived here: what all ranks said last
         self._frozen: dict[int, list[str]] = {}  # names of those that were frozen in the last pass, by part
         self._shows_none = False  # whether parameters had no `.grad` when the pass began
         self._shown: tuple[list[int], array[int]] = [], array("Q")  # how often each bucket made what it shows; these
@@ -95,6 +111,7 @@ class Reduction:
             bucket.receive = partial(hooks.weakly(self.received), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
+        self._read_in_graphs: list[float | Tensor] = []  # factors that replays read
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -175,6 +192,19 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
+        in_graph = capturing(self.group.device)
+        if in_graph is not self._in_graph and any(bucket.local for bucket in self.buckets):
+            raise StateError(_SUMS_IN_GRAPH)
+        self._in_graph = in_graph
+        takes_turns = self.turns is not None and self.turns.takes_turns
+        if in_graph and self._learns_order and not (takes_turns and self.passes):
+            raise StateError(_FIRST_IN_GRAPH)
+        with without_waiting():
+            self._shows_none = self._params.have_gradients()
+        if self._shows_none and not any(bucket.exposed for bucket in self.buckets):
+            self.factor = self.applied = 1.0  # of gradients that were dropped
+        elif self._in_graph:
+            self._read_in_graphs += [self.factor, self.applied]  # which steps before it may have left
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied
@@ -189,7 +219,6 @@ class Reduction:
             self._line_up(self._order)
         with without_waiting():  # what is asked here of parameters are no values
             self._trained = trained = self._params.trained()
-            self._shows_none = self._params.have_gradients()
             trains = trained if self._lands_in_params else self._leaves.trained()
             for bucket, end in zip(self.buckets, self._ends, strict=True):
                 some = slice(end - len(bucket.entries), end)
@@ -385,7 +414,14 @@ class Reduction:
                 lacks = [at for at in mine if not marks[at]]
                 frozen = [places[at][0].entries[places[at][1]].name for at in lacks if not self._trained[at]]
                 asks = any(self._trained[at] and not _shows_anyway(*places[at]) for at in lacks)
-                found = self._agreed(part, bytearray(marks[at] for at in mine), frozen, asks=asks)
+                given = bytearray(marks[at] for at in mine)
+                if not capturing(self.group.device):
+                    found = self._said[number, bytes(given)] = self._agreed(part, given, frozen, asks=asks)
+                elif (said := self._said.get((number, bytes(given)))) is not None:
+                    found = said  # a replay asks nobody
+                else:
+                    self.abandon()  # what was launched is joined, as a capture demands
+                    raise StateError(_OTHERS_IN_GRAPH)
                 for place, mark in zip(mine, found, strict=True):
                     marks[place] = mark
         return marks
@@ -436,6 +472,8 @@ class Reduction:
     def abandon(self) -> None:
         """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
         if self.active:
+            if self._in_graph and not capturing(self.group.device):
+                self._outstanding.clear()  # they went with the graph
             while self._outstanding:
                 self._wait_for_oldest()
             for bucket in self.buckets:

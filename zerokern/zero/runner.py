@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, during
 from zerokern.core.errors import StateError
+from zerokern.kernels.triton.backend import capturing
 from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
@@ -28,6 +29,12 @@ from zerokern.zero.sharded_ops import GET_DATA, leaves
 from zerokern.zero.unit import GATHERING, WHOLE, Unit
 
 __all__ = ["UnitRunner"]
+
+_PART_IN_GRAPH = (
+    "{called} is captured in a CUDA graph without the forward of the whole model, or a backward pass without the "
+    "forward that it belongs to: at stage 3 the memory of a unit's full parameters comes and goes, and a graph would "
+    "read what is no more there; capture whole steps, or shard at stage 2, where parameters have fixed addresses"
+)
 
 
 class UnitRunner:
@@ -40,6 +47,7 @@ class UnitRunner:
         self.keeps = False  # whether what is whole stays so from pass to pass
         self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
         self._task = -1
+        self._in_graph = False  # whether the pass goes into a CUDA graph
         modules = {unit.module for unit in units}
         # units whose gradients may come until the pass ends: those that enclose others, and those of which something
         # is used outside of their modules, in the last pass and, once ranks have agreed on it, in this one
@@ -85,7 +93,21 @@ class UnitRunner:
         self.keep_writes()
         if not in_backward() and not self._all_materialized():
             self._end_pass()
+            self._in_graph = self._is_captured()
             self.forward.begin()
+
+    def _is_captured(self) -> bool:
+        return self._moves and capturing(self.group.device)
+
+    def _refuse_part_in_graph(self, unit: Unit, *, outside: bool = False) -> None:
+        """Refuses what a graph would read or leave behind; what is whole otherwise is gathered once more."""
+        captured = self._is_captured()
+        if captured is self._in_graph:
+            return
+        if in_backward() or (captured and not outside):
+            raise StateError(_PART_IN_GRAPH.format(called=unit.called))
+        self._end_pass()
+        self._in_graph = captured
 
     def reshard_all(self) -> None:
         """Reshard all units, and wait until their shards may be written."""
@@ -102,7 +124,7 @@ class UnitRunner:
         self.keeps = keeps
 
     def _end_pass(self) -> None:
-        if not self.keeps:
+        if not self.keeps or self._is_captured() is not self._in_graph:  # a graph has memory of its own
             self.reshard_all()
             return
         for unit in self._active_units():
@@ -117,6 +139,7 @@ class UnitRunner:
         if unit.all_materialized and (unit is not self.root or self._all_materialized()):
             unit.bypassed += 1
             return
+        self._refuse_part_in_graph(unit)
         unit.computing += 1
         if not in_backward():
             self._take_turn(unit, self.forward)
@@ -244,6 +267,7 @@ class UnitRunner:
             self._begin_backward(unit)
 
     def _begin_backward(self, unit: Unit) -> None:
+        self._refuse_part_in_graph(unit)
         self.join_backward()
         unit.began = self._task
         self._kept.discard(unit.number)
@@ -309,6 +333,7 @@ class UnitRunner:
 
     def use_outside(self, unit: Unit) -> None:
         """Make a unit whole until the pass ends: a parameter of it is used outside of its modules."""
+        self._refuse_part_in_graph(unit, outside=True)
         unit.outside = True
         if in_backward():
             self.join_backward()
