@@ -37,7 +37,7 @@ __all__ = ["PAGE", "Arena", "Lease"]
 
 HUGE_PAGE = 2 << 20
 POISON = 0xFF  # NaN in every floating format, -1 in integers
-_STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
+_STEP = 64 << 20  # bytes touched by one system call: Ctrl-C is heard in between, and threads take turns
 _TOUCHING = 16  # threads that touch pages at most: more wait for each other
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -23,6 +23,7 @@ from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
+from zerokern.optim.parts import needed_first
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.kinds import is_divided, is_placed, present, shardings_of
 from zerokern.zero.publishing import without_waiting
@@ -67,7 +68,7 @@ class Shards:
     host memory (`is_hosted`). `state`: by what is updated; `in_place`: it is the optimizer's own, tensor by tensor.
     `stand_alone`: a step is about the parameters themselves, and nobody else's. `shares`: for each the number of the
     sum that its gradient goes into; 0 is what counts here alone. `starts`: the elements of the whole parameters that
-    shards begin with.
+    shards begin with. `turns`: by the id of what is updated, when forwards need it.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class Shards:
         self.local: list[Tensor] = [shard.piece for shard in self.shards]
         self.is_hosted = host is not None
         self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
-        self.updated = self.local if host is None else self.host.take_in(self.local, self._grad_dtypes(), host[1])
+        order, self.updated = needed_first(self.local, self.shards), self.local
+        if host is not None:
+            self.updated = self.host.take_in(self.local, self._grad_dtypes(), host[1], order)
+        self.turns = {id(self.updated[place]): turn for turn, place in enumerate(order)}
         self.shardings = shardings_of(self.shards)
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie

@@ -93,10 +93,13 @@ class Survey:
         shares: Sequence[int] = (),
         starts: Sequence[int] = (),
         sums: Sums = (),
+        *,
+        hosted: bool = False,
     ) -> None:
         """`grads`: by parameter of the groups, else those that parameters have. `shares`: for each parameter, the
         number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
-        begins. `sums`: for each, that of its gradient's squares, where a device has measured it.
+        begins. `sums`: for each, that of its gradient's squares, where a device has measured it. `hosted`: the update
+        is decided in host memory, and some of the parameters may be on a device.
         """
         self.all_params = params_of(groups)
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -110,8 +113,8 @@ class Survey:
         self._idle_numbers = [number for number, has in enumerate(active) if not has]
         self.firsts = list(compress(starts, active)) if starts else [0] * len(self.params)
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
-        _refuse(groups, self.numbers, self.params, dense_grads)
-        home = self.params[0].device if self.params else None
+        _refuse(groups, self.numbers, self.params, dense_grads, hosted=hosted)
+        home = self.params[0].device if self.params and not hosted else None
         self.device = home if home is not None and device.serves(home) else None  # None: host memory
         self.param_pointers = list(map(_pointer_of, self.params))
         checks.overlap(lambda i: names_of(groups)[self.numbers[i]], self.params, self.param_pointers)
@@ -263,19 +266,21 @@ def _layouts(groups: Groups, layout_of: LayoutOf, owners: Sequence[int], params:
     return [known[pair] for pair in pairs]
 
 
-def _refuse(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _refuse(
+    groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor], *, hosted: bool
+) -> None:
     shapes_agree = all(map(operator.eq, map(_shape_of, params), map(_shape_of, grads)))
     if (
         shapes_agree
         and _plain(params)
         and _plain(grads)
-        and _together(params, grads)
+        and (_together(params, grads) or (hosted and list(map(_device_of, params)) == list(map(_device_of, grads))))
         and not any(map(_is_inference, params))
     ):
         return
     names = names_of(groups)
     for number, param, grad in zip(numbers, params, grads, strict=True):
-        checks.parameter(names[number], param, names[numbers[0]], params[0].device)
+        checks.parameter(names[number], param, names[numbers[0]], param.device if hosted else params[0].device)
         checks.gradient(names[number], param, grad)
 
 

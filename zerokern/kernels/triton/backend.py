@@ -60,7 +60,7 @@ def capturing(device: torch.device) -> bool:
     >>> capturing(torch.device("cpu"))
     False
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -16,15 +16,16 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened, widened64
+from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened
 from zerokern.kernels.triton.rows import NUM_WARPS, finish_stats, sum_halves
+from zerokern.kernels.triton.wide import squared
 
 __all__ = ["ROW_WORDS", "StridedRow", "aot_jobs", "merged", "move_strided", "strided_rows"]
 
 SIDE = tl.constexpr(32)
 OUTER = tl.constexpr(3)  # dimensions of a row besides the two of its tiles
 ROW_WORDS = tl.constexpr(20)
-REGISTERS = 96
+REGISTERS = 104
 SHARED = 4224  # a tile that turns, and the sum of a tile
 
 Dims = list[tuple[int, int]]  # (size, stride in elements), outermost first
@@ -132,8 +133,7 @@ def _move(tensor, stride_a, stride_b, bucket, dense, a, b, sizes, scale, IN: tl.
 
 @triton.jit
 def _sum(y):
-    square = widened64(y) * widened64(y)
-    return tl.sum(sum_halves(tl.reshape(square, (1, SIDE * SIDE)), 1, SIDE * SIDE), axis=0)
+    return tl.sum(sum_halves(tl.reshape(squared(y), (1, SIDE * SIDE)), 1, SIDE * SIDE), axis=0)
 
 
 @triton.jit(
@@ -196,7 +196,7 @@ def _job(tensor: torch.dtype, bucket: torch.dtype, into: bool, stats: bool) -> d
         f"{source}-{target}-{'in' if into else 'out'}{'-stats-factor' * stats}".replace("torch.", ""),
         signature | optional if stats else signature,
         {"TYPE": TYPES[tensor], "IN": into, "STATS": stats} | ({} if stats else dict.fromkeys(optional)),
-        Promises(REGISTERS, wide=(), shared=SHARED, float64=None if stats else 0),
+        Promises(REGISTERS, wide=(), shared=SHARED, float64=100 if stats else 0),
         num_warps=NUM_WARPS,
         aligned=(*(("partials", "counter") if stats else ()), "tiles", "distances", "rows"),
     )
