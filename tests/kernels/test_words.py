@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
+import threading
 import weakref
 from array import array
 from collections.abc import Callable
@@ -15,10 +18,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 
+from triton.runtime.interpreter import InterpretedFunction
+
 from zerokern.kernels.casts import accumulate
+from zerokern.kernels.flat import Flattener
+from zerokern.kernels.ops import fingerprints
+from zerokern.kernels.squares import ChunkSums
+from zerokern.kernels.triton import backend, words
 from zerokern.kernels.triton import upload as uploading
-from zerokern.kernels.triton import words
+from zerokern.kernels.triton.sumsq import sumsq
 from zerokern.kernels.triton.upload import SetAside, StillRead, refresh, upload
+from zerokern.memory.staging import CudaMark
 
 HOST = torch.device("cpu")
 MANY = words.ARGUMENTS + 1
@@ -85,22 +95,29 @@ class Pinned:
     """
 
     blocks: ClassVar[dict[int, Tensor]] = {}
+    lent: ClassVar[set[int]] = set()
 
     @classmethod
     def make(cls, nbytes: int) -> Tensor:
         block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         lent = torch.frombuffer(memoryview(block.numpy()), dtype=torch.uint8)  # with a storage of its own
-        weakref.finalize(lent.untyped_storage(), block.fill_, RUINS)
         cls.blocks[lent.data_ptr()] = block
+        cls.lent.add(lent.data_ptr())
+        weakref.finalize(lent.untyped_storage(), cls.give_back, lent.data_ptr())
         return lent
+
+    @classmethod
+    def give_back(cls, address: int) -> None:
+        cls.lent.discard(address)
+        cls.blocks[address].fill_(RUINS)
 
 
 class LateDevice:
     """Begins what it is given when it is told to."""
 
     def __init__(self) -> None:
-        self.given: list[Callable[[], None]] = []
-        self.graph: list[Callable[[], None]] | None = None
+        self.given: list[Callable[[], Any]] = []
+        self.graph: list[Callable[[], Any]] | None = None
         self.passed = self.pinned = 0
         self.interrupted = False
 
@@ -112,8 +129,10 @@ class LateDevice:
         """The kernel: of pinned memory it knows the address."""
         source, target, nbytes = words.data_ptr(), out.data_ptr(), words.nbytes
         device_memory = words if target in Pinned.blocks else out
+        in_graph = self.graph is not None
 
         def read() -> None:
+            assert not in_graph or {source, target} & Pinned.blocks.keys() <= Pinned.lent, "memory of somebody else"
             there = Pinned.blocks.get(target, device_memory).view(-1).view(torch.uint8)
             there[:nbytes] = Pinned.blocks.get(source, device_memory).view(-1).view(torch.uint8)[:nbytes]
 
@@ -200,3 +219,214 @@ def test_every_replay_reads_it_again(late: LateDevice) -> None:
         for launch in graph:
             launch()
         assert made.tolist() == list(range(MANY))
+
+
+@pytest.fixture
+def graphs(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """Whatever is launched in a capture is launched by its replays alone. Device memory that it was given stays, as in
+    the pool of a graph; tensors do not, and what they have besides memory."""
+    run = InterpretedFunction.run
+
+    def launched(kernel: InterpretedFunction, *arguments: Any, **settings: Any) -> Any:
+        if late.graph is None:
+            late.run()  # it comes behind what was copied
+            return run(kernel, *arguments, **settings)
+        memory = [one.detach() if isinstance(one, Tensor) else one for one in arguments]
+        return late.graph.append(lambda: run(kernel, *memory, **settings))
+
+    monkeypatch.setattr(InterpretedFunction, "run", launched)
+    monkeypatch.setattr(uploading, "_OF_GRAPHS", {})
+    monkeypatch.setattr(words, "ARGUMENTS", 0)  # by value: short lists will do
+    return late
+
+
+def captured(device: LateDevice, work: Callable[[], Any]) -> list[Callable[[], Any]]:
+    graph: list[Callable[[], Any]] = []
+    device.graph = graph
+    try:
+        work()
+    finally:
+        device.graph = None
+    return graph
+
+
+def replay(graph: list[Callable[[], Any]]) -> None:
+    for launch in graph:
+        launch()
+
+
+def some_tensors(seed: int = 0) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [torch.randn(3 + at, generator=numbers) for at in range(3)]
+
+
+def add(tensors: list[Tensor], out: Tensor) -> None:
+    accumulate(out[:3], [one[:3] for one in tensors], impl="triton")
+
+
+def square(tensors: list[Tensor], out: Tensor) -> None:
+    sumsq(tensors, out)
+
+
+def chunks(tensors: list[Tensor], out: Tensor) -> None:
+    ChunkSums([one.numel() for one in tensors], [one.dtype for one in tensors], impl="triton").measure(tensors, out)
+
+
+def stir(tensors: list[Tensor], out: Tensor) -> None:
+    fingerprints(tensors, out, impl="triton")
+
+
+def flatten(tensors: list[Tensor], out: Tensor) -> None:
+    Flattener(tensors, torch.float32, impl="triton").flatten(tensors, out)
+
+
+@each("work, dtype", [(add, "f"), (square, "d"), (chunks, "d"), (stir, "q"), (flatten, "f")])
+def test_a_graph_reads_no_memory_of_somebody_else(work: Any, dtype: str, graphs: LateDevice) -> None:
+    """What an op has sent for one launch is pinned memory, and gone from Python with the op."""
+    tensors = some_tensors()
+    out = torch.zeros(sum(map(Tensor.numel, tensors)), dtype=uploading._DTYPES[dtype])
+    out = out if work in (add, flatten) else out[: 1 if work is square else len(tensors)]
+    work(tensors, out)
+    expected = out.clone()
+    graph = captured(graphs, lambda: work(tensors, out))
+    gc.collect()
+    work(some_tensors(1), torch.zeros_like(out))  # other words come where these were
+    for _ in range(2):
+        out.zero_()
+        replay(graph)
+        assert torch.equal(out, expected)
+
+
+def test_a_graph_finds_the_words_that_it_was_given_last(graphs: LateDevice) -> None:
+    made = upload(array("q", [0] * MANY), HOST)
+    graph = captured(graphs, lambda: refresh(made, array("q", range(MANY))))
+    gc.collect()
+    refresh(made, array("q", [7] * MANY))
+    graphs.run()
+    replay(graph)
+    assert made.tolist() == list(range(MANY))
+
+
+def test_what_a_capture_has_sent_serves_nobody_else(graphs: LateDevice) -> None:
+    """It is not there before a replay, and a replay brings it again."""
+    memory = torch.arange(200.0)
+    far, near = [memory[:5], memory[100:107]], [memory[:5], memory[9:16]]
+    sums = ChunkSums([5, 7], [torch.float32] * 2, impl="triton")
+    flattener = Flattener(far, torch.float32, impl="triton")
+    out, bucket = torch.zeros(2, dtype=torch.float64), torch.zeros(12)
+
+    def measured(tensors: list[Tensor]) -> None:
+        sums.measure(tensors, out)
+        flattener.flatten(tensors, bucket)
+
+    def right(tensors: list[Tensor]) -> bool:
+        squares = [one.double().square().sum().item() for one in tensors]
+        return out.tolist() == squares and torch.equal(bucket, torch.cat(tensors))
+
+    first = captured(graphs, lambda: measured(far))  # no table was there before
+    measured(near)
+    assert right(near)
+    second = captured(graphs, lambda: measured(far))
+    for graph, tensors in ((second, far), (first, far), (second, far)):
+        measured(near)
+        assert right(near)
+        replay(graph)
+        assert right(tensors)
+
+
+def test_tables_that_a_graph_reads_outlive_their_owner(graphs: LateDevice) -> None:
+    tensors, bucket = [torch.ones(3), torch.ones(2)], torch.zeros(5)
+    owners = [Flattener(tensors, torch.float32, impl="triton") for _ in range(2)]
+    for owner in owners:
+        owner.flatten(tensors, bucket)
+    tables = [weakref.ref(table) for owner in owners for table in owner._tables.values()]
+    captured(graphs, functools.partial(owners[0].flatten, tensors, bucket))
+    del owners, owner
+    gc.collect()
+    assert [table() is None for table in tables] == [False, True]
+
+
+def test_the_same_steps_captured_again_keep_no_more(graphs: LateDevice) -> None:
+    tensors, bucket = some_tensors(), torch.zeros(200)
+    for repeat in range(3):
+        captured(graphs, lambda: flatten(tensors, bucket))
+        if not repeat:
+            kept = len(uploading._OF_GRAPHS)
+    assert kept == len(uploading._OF_GRAPHS) > 0
+
+
+def test_what_is_read_back_in_a_capture_is_filled_at_every_replay(
+    graphs: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No event of a capture may be asked."""
+    monkeypatch.setattr(uploading, "_mark", None)
+    values = torch.arange(MANY)
+    graph = captured(graphs, lambda: uploading.read_back(values))
+    (address,) = [at for at in Pinned.lent if Pinned.blocks[at].numel() == 8 * MANY]
+    gc.collect()
+    values += 1
+    replay(graph)
+    assert Pinned.blocks[address].view(torch.int64).tolist() == values.tolist()
+
+
+class Capturing:
+    """A driver in whose process a thread captures: modes of other threads, and whether they have broken that off."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.broken = code, False
+        self.local = threading.local()
+
+    @property
+    def mode(self) -> int:
+        return getattr(self.local, "mode", 0)
+
+    def exchange(self, given: Any) -> int:
+        if self.code == 0:
+            pointer = ctypes.cast(given, ctypes.POINTER(ctypes.c_int))
+            self.local.mode, pointer[0] = pointer[0], self.mode
+        return self.code
+
+    def query(self) -> bool:
+        self.broken = self.broken or self.mode != 2
+        return True
+
+    synchronize = query
+
+
+def keep_more(driver: Capturing) -> None:
+    kept = StillRead()
+    for _ in range(2):
+        kept.keep("stream", driver, torch.zeros(1))
+    assert len(kept) == 1
+
+
+def pin_more(driver: Capturing) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *args, **settings: (driver.query(), empty(*args, **settings))[1])
+        uploading._pin(64)
+
+
+def ask_mark(driver: Capturing) -> None:
+    mark = object.__new__(CudaMark)
+    mark.event = driver  # type: ignore[assignment]
+    assert mark.done()
+    mark.wait()
+
+
+@each("ask", [keep_more, pin_more, ask_mark])
+def test_events_are_asked_beside_the_capture_of_another_thread(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked in the mode that threads have, CUDA breaks that capture off."""
+    driver = Capturing()
+    monkeypatch.setattr(backend, "_exchange_mode", lambda: driver.exchange)
+    ask(driver)
+    assert not driver.broken and driver.mode == 0
+
+
+def test_a_mode_that_was_not_set_is_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may be started only in between."""
+    driver = Capturing(code=3)
+    monkeypatch.setattr(backend, "_exchange_mode", lambda: driver.exchange)
+    with backend.beside_captures():
+        driver.code = 0
+    assert driver.mode == 0

@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "budget_given_out_again",
         "zerokern/optim/placing.py",
-        "used = list(tiers), {\"device\": held_there, \"cpu\": 0 if self.room is None else self.room.kept_nbytes}",
-        "used = list(tiers), {\"device\": held_there, \"cpu\": 0}",
+        'used = list(tiers), {"device": held_there, "cpu": 0 if self.room is None else self.room.kept_nbytes}',
+        'used = list(tiers), {"device": held_there, "cpu": 0}',
         "State that is made later is placed as if nothing were in memory yet.",
         ("tests/optim/test_placing.py",),
     ),
@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         "what_stays_is_updated_by_the_next_step_alone",
         "zerokern/optim/beside.py",
-        "        self._there.columns[\"grad\"][:] = pointers[self._here :]\n",
+        '        self._there.columns["grad"][:] = pointers[self._here :]\n',
         "",
         "What stays on a device is updated with gradients that lay where they lay in the first step.",
         ("tests/optim/test_placing.py",),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerokern.kernels import checks, cpu, cuda, ops, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+from zerokern.kernels.triton.upload import table_for
 from zerokern.kernels.versions import say_written
 
 __all__ = ["Flattener", "flatten", "unflatten", "warm"]
@@ -168,10 +169,11 @@ class Flattener:
         scale: float | Tensor,
         stats: Tensor | None,
     ) -> None:
-        if kind not in self._tables:  # none goes while a graph may replay its launches
-            self._tables[kind] = kind(bucket.device, self._list.members, self._dtype)
+        table = table_for(
+            self._tables, kind, bucket.device, lambda: kind(bucket.device, self._list.members, self._dtype)
+        )
         number, factor = (1.0, scale) if isinstance(scale, Tensor) else (float(scale), None)
-        self._tables[kind].run(into, [t.data_ptr() for t in tensors], bucket, number, factor, stats)
+        table.run(into, [t.data_ptr() for t in tensors], bucket, number, factor, stats)
 
     def _one_by_one(
         self, family: str, into: bool, tensors: Sequence[Tensor], bucket: Tensor, scale: float, stats: Tensor | None

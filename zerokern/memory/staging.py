@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import BackendError, got
+from zerokern.kernels.triton.backend import beside_captures
 from zerokern.memory.runtime import runtime_library
 from zerokern.memory.span_copies import SpanCopies
 
@@ -60,11 +61,13 @@ class CudaMark:
 
     def wait(self) -> None:
         """Waits until the stream has passed it; raises if the device failed."""
-        self.event.synchronize()
+        with beside_captures():
+            self.event.synchronize()
 
     def done(self) -> bool:
         """Returns whether the stream has passed it."""
-        return bool(self.event.query())
+        with beside_captures():
+            return bool(self.event.query())
 
     def times(self) -> tuple[int, int] | None:
         """Returns when the copies before it began and ended (`perf_counter_ns`); None if nobody

@@ -222,18 +222,18 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
         binding = here.bound.binding if formats == here.bound.formats else None
-        grads = None if shards.stand_alone else shards.grads
+        grads, sums = (None, []) if shards.stand_alone else (shards.grads, shards.sums)
         held = binding.survey.hold() if binding is not None and grads is None else []
-        pointers = binding.survey.pointers(groups, grads) if binding is not None else None
+        pointers = binding.survey.pointers(groups, grads, sums) if binding is not None else None
         if binding is None or pointers is None:
             if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
-            of_shards = () if grads is None else (grads, shards.shares, shards.starts)
+            of_shards = () if grads is None else (grads, shards.shares, shards.starts, sums)
             survey, binding = Survey(groups, self._algorithm.layout, *of_shards, hosted=shards.is_hosted), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
             held = survey.hold() if grads is None else []
-            pointers = survey.pointers(groups, grads) or survey.gradient_pointers
+            pointers = survey.pointers(groups, grads, sums) or survey.gradient_pointers
         else:
             survey = binding.survey
         intact = binding is not None and binding.intact(here.held)

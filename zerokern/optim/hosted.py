@@ -31,7 +31,7 @@ from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of
-from zerokern.zero.reducing import GradReady
+from zerokern.zero.reducing import GradReady, Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 
@@ -67,6 +67,7 @@ class HostCopy:
     free: bool = True  # no update has yet to read the gradient that is here
     last: weakref.ref[Tensor] | None = None  # the gradient that the last step was made of
     loaded: int | None = None  # the fingerprint of `local` when pending values were loaded, until they are published
+    sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
 
@@ -298,7 +299,7 @@ class HostCopies:
         sums = [None] * len(pairs) if found is None else one_by_one(found.later(ticket), len(pairs))
         for (copy, _), one in zip(pairs, sums, strict=True):
             copy.checked = True
-            copy.grad.zk_sumsq = one  # type: ignore[attr-defined]
+            copy.sumsq = one
         return ticket
 
     def measure(self, pairs: Sequence[tuple[HostCopy, Tensor]]) -> MeasuredThere | None:
@@ -359,10 +360,9 @@ class HostCopies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if copy.stays is not None:
                 copy.grad = copy.local  # the gradient is the program's
-            else:
-                if self._poisons:
-                    copy.grad.fill_(torch.nan)
-                copy.grad.zk_sumsq = None  # type: ignore[attr-defined]
+            elif self._poisons:
+                copy.grad.fill_(torch.nan)
+            copy.sumsq = None
             copy.free = True  # last: from now on the next one may be fetched
         self.freed()
 

@@ -27,6 +27,7 @@ from zerokern.optim.parts import needed_first
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.kinds import is_divided, is_placed, present, shardings_of
 from zerokern.zero.publishing import without_waiting
+from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import Shard, plain_shard, shard_changes, shard_of, shards_of
 from zerokern.zero.tiers import fetched, in_turns
 
@@ -117,6 +118,7 @@ class Shards:
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
         self._views = AddressRecord([])
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
+        self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
@@ -206,9 +208,10 @@ class Shards:
     def take_copies(self, places: Iterable[int]) -> None:
         """Sets `grads` to the host copies of these gradients, which may still be on their way."""
         self._fetched = list(places)
-        self.grads = [None] * len(self.updated)
+        self.grads, self.sums = [None] * len(self.updated), [None] * len(self.updated)
         for place in self._fetched:
-            self.grads[place] = self.copy(place).grad
+            copy = self.copy(place)
+            self.grads[place], self.sums[place] = copy.grad, copy.sumsq
 
     def copy(self, place: int) -> HostCopy:
         """Returns the host copy of a parameter; raises if it is frozen."""
@@ -236,7 +239,7 @@ class Shards:
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
-        self.grads = []
+        self.grads, self.sums = [], []
         for sharding, factor in self._folds:
             sharding.fold(factor) if undone else sharding.folded(factor)
         self._folds.clear()

@@ -28,6 +28,7 @@ from zerokern.zero.shard import shard_of
 
 Groups = Sequence[dict[str, Any]]
 Grads = Sequence[Tensor | None]
+Sums = Sequence[Sumsq]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
 
 _grad_of = operator.attrgetter("grad")
@@ -91,12 +92,14 @@ class Survey:
         grads: Grads | None = None,
         shares: Sequence[int] = (),
         starts: Sequence[int] = (),
+        sums: Sums = (),
         *,
         hosted: bool = False,
     ) -> None:
         """`grads`: by parameter of the groups, else those that parameters have. `shares`: for each parameter, the
         number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
-        begins. `hosted`: the update is decided in host memory, and some of the parameters may be on a device.
+        begins. `sums`: for each, that of its gradient's squares, where a device has measured it. `hosted`: the update
+        is decided in host memory, and some of the parameters may be on a device.
         """
         self.all_params = params_of(groups)
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -140,13 +143,12 @@ class Survey:
         # whether gradients may have been measured where they were reduced; a device measures its own
         of_pieces = bool(starts) and self.device is None
         self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
-        self._are_copies = of_pieces and any(hasattr(grad, "zk_sumsq") for grad in dense_grads)  # of a device's
-        self._note_gradients(dense_grads)
+        self._note_gradients(dense_grads, sums)
 
-    def pointers(self, groups: Groups, given: Grads | None = None) -> array[int] | None:
+    def pointers(self, groups: Groups, given: Grads | None = None, sums: Sums = ()) -> array[int] | None:
         """Returns the gradients' addresses; None if anything but addresses and values has changed since the survey.
 
-        `given`: gradients by parameter, else those that parameters have.
+        `given`: gradients by parameter, else those that parameters have. `sums`: of their squares, as for the survey.
         """
         if not same_objects(list(chain.from_iterable([group["params"] for group in groups])), self.all_params):
             return None
@@ -165,20 +167,19 @@ class Survey:
             return None
         if self.rests or self._squares is not None or self.device is not None:
             grads = list(map(_grad_of, self.params)) if grads is None else grads
-            self._note_gradients(grads)
+            self._note_gradients(grads, sums)
             return found if self.device is None or self._are_there(grads, found) else None
         return found
 
-    def _note_gradients(self, grads: Sequence[Tensor]) -> None:
+    def _note_gradients(self, grads: Sequence[Tensor], sums: Sums) -> None:
         """Records what is known of the present gradients, for later questions on any thread.
 
         `gradient_rests`: where they are while nobody uses them.
         """
         unknown: list[Any] = [None] * len(self.params)
         self._known: Sequence[Sumsq] = unknown if self._squares is None else self._squares.of(grads)
-        if self._are_copies:
-            known = zip(self._known, grads, strict=True)
-            self._known = [getattr(grad, "zk_sumsq", None) if one is None else one for one, grad in known]
+        if sums:
+            self._known = [sums[at] if one is None else one for at, one in zip(self.numbers, self._known, strict=True)]
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
 
     def _are_there(self, grads: Sequence[Tensor], pointers: array[int]) -> bool:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from zerokern.core.errors import BackendError
 
-__all__ = ["OLDEST", "capturing", "check_device", "interpreted", "launching", "refuse_before", "runs_on", "usable"]
+__all__ = [
+    "OLDEST", "beside_captures", "capturing", "check_device", "interpreted", "launching", "refuse_before", "runs_on",
+    "usable",
+]  # fmt: skip
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 INSTALL = "pip install 'zerokern[cuda]'"
 INSTEAD = "impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
 
@@ -57,6 +64,35 @@ def capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Lets this thread ask CUDA what captures forbid: whether an event has passed, or for pinned memory.
+
+    A capture in torch's default mode, "global", is broken off where any thread asks that. torch has a guard for it in
+    C++ alone. Of an event that was itself recorded in a capture nobody can ask.
+
+    >>> with beside_captures(): pass
+    """
+    exchange, mode = _exchange_mode(), ctypes.c_int(_RELAXED)
+    exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
+    try:
+        yield
+    finally:
+        if exchange is not None and exchanged:
+            exchange(ctypes.byref(mode))  # it holds the mode from before
+
+
+@functools.cache
+def _exchange_mode() -> Callable[[Any], int] | None:
+    """The driver's function that sets this thread's mode and returns the one before in its place."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver, or one from before CUDA 10.1
+        return None
 
 
 def runs_on(device: torch.device) -> bool:

@@ -137,11 +137,11 @@ def _sum(y):
 
 
 @triton.jit(
-    do_not_specialize=["scale", "follows"],
+    do_not_specialize=["first", "scale", "follows"],
     do_not_specialize_on_alignment=["bucket", "stats", "factor"],
 )
 def move_strided(
-    bucket, stats, partials, counter, tiles, pointers, rows, scale, factor, follows,
+    bucket, stats, partials, counter, tiles, distances, first: tl.int64, rows, scale, factor, follows,
     TYPE: tl.constexpr, IN: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """Program i moves tile `tiles[i]` = (row, tile within the row), IN to the bucket or out of it.
@@ -159,7 +159,7 @@ def move_strided(
     number = number // tiles_b
     a = (number % tiles_a) * SIDE + tl.arange(0, SIDE)
     begin, target = _outer(words, number // tiles_a)
-    tensor = tl.load(pointers + tl.load(words)).to(tl.pointer_type(TYPE)) + begin
+    tensor = (first + tl.load(distances + tl.load(words))).to(tl.pointer_type(TYPE)) + begin
     sizes = (size_a, size_b, tl.load(words + 8))
     stride_a, dense, stride_b = tl.load(words + 4), tl.load(words + 5), tl.load(words + 7)
     if factor is not None:
@@ -188,8 +188,8 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
 
 def _job(tensor: torch.dtype, bucket: torch.dtype, into: bool, stats: bool) -> dict[str, Any]:
     source, target = (tensor, bucket) if into else (bucket, tensor)
-    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "pointers": "*i64", "rows": "*i64"}
-    signature |= {"scale": "fp32", "follows": "i32"}
+    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "distances": "*i64", "rows": "*i64"}
+    signature |= {"first": "i64", "scale": "fp32", "follows": "i32"}
     optional = {"stats": "*fp64", "partials": "*fp64", "counter": "*i32", "factor": "*fp32"}
     return make_job(
         move_strided,
@@ -198,5 +198,5 @@ def _job(tensor: torch.dtype, bucket: torch.dtype, into: bool, stats: bool) -> d
         {"TYPE": TYPES[tensor], "IN": into, "STATS": stats} | ({} if stats else dict.fromkeys(optional)),
         Promises(REGISTERS, wide=(), shared=SHARED, float64=100 if stats else 0),
         num_warps=NUM_WARPS,
-        aligned=(*(("partials", "counter") if stats else ()), "tiles", "pointers", "rows"),
+        aligned=(*(("partials", "counter") if stats else ()), "tiles", "distances", "rows"),
     )

@@ -3,7 +3,9 @@
 Kernels write them there (`words`): no copy engine is asked. More words than a launch takes by value lie in pinned
 memory, which the kernel reads when the stream comes to it. torch's caching host allocator does not know of that, and
 would give the memory out again at once: it is kept here until an event behind the launch has passed, for which nobody
-waits. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
+waits. A CUDA graph reads it at every replay, and nobody is told when a graph is gone. So what a capture reads is kept
+for good, equal words once: a program that captures the same steps again and again keeps no more. Device memory that is
+made in a capture is the graph's own, and is not kept.
 
 In a capture the driver may refuse to pin memory, and older torch then breaks it off. So each upload outside of
 one sets memory aside for its like in a capture, as torch's own cache does for each process.
@@ -11,25 +13,28 @@ one sets memory aside for its like in a capture, as torch's own cache does for e
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 import threading
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.triton.backend import capturing, launching
+from zerokern.kernels.triton.backend import beside_captures, capturing, launching
 
 __all__ = [
-    "MOST_TILES", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "tile_map", "upload",
+    "MOST_TILES", "Sent", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "table_for",
+    "tile_map", "upload",
 ]  # fmt: skip
 
+Table = TypeVar("Table")
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
-_STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
 _MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
 
 
@@ -75,10 +80,12 @@ def _size(nbytes: int) -> int:
 
 
 def _pin(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+    with beside_captures():  # torch's allocator asks the driver, and its own events
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 _SET_ASIDE = SetAside(_pin)
+_OF_GRAPHS: dict[Any, Any] = {}  # words by what they say, tables by their identity
 
 
 class StillRead:
@@ -101,7 +108,7 @@ class StillRead:
 
     def keep(self, stream: Any, event: Any, memory: Tensor) -> None:
         """Keeps the memory until the event has passed, and drops what is read no more."""
-        with self._lock:
+        with self._lock, beside_captures():
             for key, kept in list(self._of.items()):
                 while kept and kept[0][0].query():
                     kept.popleft()
@@ -150,10 +157,8 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
         return words.clone()
     with launching(device):
         room = torch.empty(-(-words.nbytes // 8), dtype=torch.int64, device=device)
-        made = room.view(words.dtype)[: words.numel()].view(words.shape)
-        if (pinned := _write(room, words)) is not None:
-            setattr(made, _STAGED, pinned)
-        return made
+        _write(room, words)
+        return room.view(words.dtype)[: words.numel()].view(words.shape)
 
 
 def refresh(words: Tensor, values: array[int]) -> None:
@@ -170,10 +175,54 @@ def refresh(words: Tensor, values: array[int]) -> None:
         _write(words, staged(values))
 
 
+class Sent:
+    """Words on a device that follow those of the host: sent again where these are others than in the last call.
+
+    In a capture they are sent for its graph alone. They arrive at a replay, so no other launch may count on them; and
+    a replay must not find those of a later call.
+
+    >>> words = Sent(torch.device("cpu"))
+    >>> first = words.of(array("q", [1, 2])); second = words.of(array("q", [3, 4])); second, second is first
+    (tensor([3, 4]), True)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[array[int], Tensor] | None = None
+
+    def of(self, values: array[int]) -> Tensor:
+        """Returns the words on the device; an array of as many as in every other call, which stays as it is."""
+        if capturing(self._device):
+            return upload(values, self._device)
+        if self._last is None:
+            self._last = values, upload(values, self._device)
+        elif values != self._last[0]:
+            refresh(self._last[1], values)
+            self._last = values, self._last[1]
+        return self._last[1]
+
+
+def table_for(tables: dict[Any, Table], key: Any, device: torch.device, make: Callable[[], Table]) -> Table:
+    """Returns the table of launches that `tables` has for a key; made now, if it has none.
+
+    What a capture makes is for its graph alone, as `Sent` says. What was there stays for a graph, whoever drops it.
+
+    >>> tables = {}
+    >>> table_for(tables, "a", torch.device("cpu"), object) is table_for(tables, "a", torch.device("cpu"), object)
+    True
+    """
+    found = tables.get(key)
+    if capturing(device):
+        return make() if found is None else _OF_GRAPHS.setdefault(id(found), found)
+    if found is None:
+        found = tables[key] = make()
+    return found
+
+
 def read_back(words: Tensor) -> Tensor:
     """Pinned host memory that a kernel fills with these words, a multiple of 4 bytes, when the stream comes to it.
 
-    Nobody waits: who reads it waits for an event behind this call.
+    Nobody waits: who reads it waits for an event behind this call. In a capture, every replay fills it again.
 
     >>> read_back(torch.tensor([1, 2]))
     tensor([1, 2])
@@ -184,10 +233,14 @@ def read_back(words: Tensor) -> Tensor:
 
     with launching(words.device):
         pinned = _pin(words.nbytes)
-        try:
+        if capturing(words.device):
+            _OF_GRAPHS[id(pinned)] = pinned
             kernels.copy(pinned, words)
-        finally:
-            _STILL_READ.keep(*_mark(words.device), pinned)
+        else:
+            try:
+                kernels.copy(pinned, words)
+            finally:
+                _STILL_READ.keep(*_mark(words.device), pinned)
     return pinned.view(words.dtype).view(words.shape)
 
 
@@ -196,18 +249,17 @@ def _in_place(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _write(out: Tensor, words: Tensor) -> Tensor | None:
-    """Launches what writes these words; in a capture, returns the pinned memory that every replay reads again."""
+def _write(out: Tensor, words: Tensor) -> None:
+    """Launches what writes these words."""
     from zerokern.kernels.triton import words as kernels
 
     if words.nbytes <= 8 * kernels.ARGUMENTS:
         if words.nbytes:
             kernels.write(out, words)
-        return None
+        return
     if capturing(out.device):
-        pinned = _as(words, _SET_ASIDE.take(words.nbytes))
-        kernels.copy(out, pinned)
-        return pinned
+        kernels.copy(out, _for_graphs(words))
+        return
     _SET_ASIDE.refill()
     _SET_ASIDE.keep(words.nbytes)
     pinned = _as(words, _pin(words.nbytes))
@@ -215,7 +267,17 @@ def _write(out: Tensor, words: Tensor) -> Tensor | None:
         kernels.copy(out, pinned)
     finally:  # a Ctrl-C may come behind the launch
         _STILL_READ.keep(*_mark(out.device), pinned)
-    return None
+
+
+def _for_graphs(words: Tensor) -> Tensor:
+    """These words in pinned memory that is kept, and never written again."""
+    flat = words.contiguous()
+    key = hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).digest()
+    kept: Tensor | None = _OF_GRAPHS.get(key)
+    if kept is None:
+        made = _as(flat.view(-1).view(torch.uint8), _SET_ASIDE.take(flat.nbytes))
+        kept = _OF_GRAPHS.setdefault(key, made)  # another thread may have
+    return kept
 
 
 def _as(words: Tensor, pinned: Tensor) -> Tensor:
