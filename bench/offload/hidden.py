@@ -25,8 +25,9 @@ from zerokern.core import native
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
+from zerokern.memory.order import place
 from zerokern.optim.device import put_in_place
-from zerokern.optim.update import parts_of
+from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shards_of
@@ -46,7 +47,8 @@ PERIOD = 4  # steps that are timed as one: long and short ones may take turns
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `units`: parameters of each; times are those of a unit with as many as the average one."""
+    """One configuration. `units`: parameters of each; times are those of a unit with as many as the average one.
+    `stays`: the share of the state that has room on the device."""
 
     name: str
     schedule: str
@@ -55,13 +57,24 @@ class Case:
     up_gb_s: float
     forward_ms: float
     backward_ms: float
+    stays: float = 0.0
+
+    @property
+    def tier(self) -> Any:
+        """What `tier=` is given."""
+        return [f"device:{self.staying_nbytes}", "cpu"] if self.stays else "cpu"
+
+    @property
+    def staying_nbytes(self) -> int:
+        return round(self.stays * STATE_NBYTES * sum(self.units))
 
     def seconds(self, milliseconds: float) -> list[float]:
         mean = sum(self.units) / len(self.units)
         return [milliseconds / 1e3 * numel / mean for numel in self.units]
 
 
-EVEN, UNEVEN, MANY = (4 * MI,) * 4, (8 * MI, 4 * MI, 12 * MI, 4 * MI), (MI,) * 24
+STATE_NBYTES = 10  # of a parameter in bf16: what makes it exact, and two averages
+EVEN, UNEVEN, MANY, EIGHT = (4 * MI,) * 4, (8 * MI, 4 * MI, 12 * MI, 4 * MI), (MI,) * 24, (4 * MI,) * 8
 CASES = (
     Case("compute, then the update", "sync", EVEN, 2.0, 2.0, 10, 20),
     Case("much compute", "overlap", EVEN, 2.0, 2.0, 20, 40),
@@ -75,6 +88,10 @@ CASES = (
     Case("a slow way up decides", "delayed", EVEN, 2.0, 0.25, 4, 8),
     Case("uneven units", "delayed", UNEVEN, 2.0, 1.0, 10, 20),
     Case("many small units", "delayed", MANY, 2.0, 2.0, 4, 8),
+    *(
+        Case(f"{100 * share:.0f} % stays", "overlap", EIGHT, 0.5, 0.5, 4, 8, share)
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+    ),
 )
 SMOKE = (
     Case("a few steps", "overlap", (MI // 4,) * 2, 1.0, 1.0, 2, 4),
@@ -153,20 +170,23 @@ def program_for(case: Case, rates: Rates) -> StepProgram:
     """The program that the optimizer makes of a case. What the update moves is said in bytes at the norm's rate."""
     forward, backward = case.seconds(case.forward_ms), case.seconds(case.backward_ms)
     pieces = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in case.units]
+    places = place([STATE_NBYTES * numel for numel in case.units], [case.staying_nbytes, None])
     spans = []
     for part in parts_of(pieces, shards_of(pieces, [""] * len(pieces))):
         numel = sum(case.units[unit] for unit in part.members)
+        moved = sum(case.units[unit] for unit in part.members if places[unit])
         span = Span.of(
             part.name,
-            numel,
-            grad_nbytes=2 * numel,
-            param_nbytes=2 * numel,
+            moved,
+            grad_nbytes=2 * moved,
+            param_nbytes=2 * moved,
             state_nbytes=0,
             forward_flops=FLOPS_S * sum(forward[unit] for unit in part.members),
             backward_flops=FLOPS_S * sum(backward[unit] for unit in part.members),
         )
-        updated = numel / rates.update_numel_s * rates.norm_gb_s * 1e9
-        spans.append(dataclasses.replace(span, step_nbytes=round(updated)))
+        updated = moved / rates.update_numel_s * rates.norm_gb_s * 1e9
+        there = (numel - moved) / rates.update_numel_s * rates.device_gb_s * 1e9  # its native calls are the host's
+        spans.append(dataclasses.replace(span, step_nbytes=round(updated), there_nbytes=round(there)))
     return program_of(SCHEDULES[case.schedule], spans, at_once=case.schedule == "overlap")
 
 
@@ -191,7 +211,7 @@ def _events(case: Case, steps: int) -> list[Event]:
             light=True,
             recorder=recorder,
         )
-        optimizer = zk.AdamW(training.parameters, tier="cpu", schedule=SCHEDULES[case.schedule], max_grad_norm=1.0)
+        optimizer = zk.AdamW(training.parameters, tier=case.tier, schedule=SCHEDULES[case.schedule], max_grad_norm=1.0)
         optimizer.holdings.recorder = recorder
         training.train(optimizer, WARM_STEPS + steps + 1)
         optimizer.flush()

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import launches
@@ -71,6 +71,57 @@ def facts_of_ptx(ptx: str) -> dict[str, object]:
     }
 
 
+def opcode(line: str) -> str:
+    """The name of an instruction, without the predicate that it is under.
+
+    >>> opcode("@!UP0 F2F.F64.F32 R2, R3")
+    'F2F.F64.F32'
+    """
+    return re.sub(r"^@!?U?P\w+\s+", "", line).split()[0]
+
+
+def is_float64(line: str) -> bool:
+    """Whether a unit of float64 executes it; conversions go as slowly.
+
+    >>> [is_float64(line) for line in ("DADD R2, R4, R6", "F2F.F32.F64 R2, R4", "MUFU.RCP64H R3, R5", "FADD R2, R3")]
+    [True, True, True, False]
+    """
+    return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)\b|\w+\..*(F64|64H)", opcode(line)))
+
+
+def float64_before_stores(placed: list[tuple[int, str]]) -> int:
+    """How many float64 instructions the shortest way from the start to a store passes, of the store with most of them.
+
+    >>> code = ["@P0 BRA 0x30", "DADD R2, R4, R6", "STG.E [R2], R3", "DADD R2, R4, R6", "STG.E [R4], R3", "EXIT"]
+    >>> float64_before_stores([(16 * i, line) for i, line in enumerate(code)])
+    1
+    >>> float64_before_stores([(0, "@P0 BRA 0x20"), (16, "DADD R2, R4, R6"), (32, "STG.E [R4], R3"), (48, "EXIT")])
+    0
+    """
+    index = {at: i for i, (at, _) in enumerate(placed)}
+    passed = {0: int(is_float64(placed[0][1]))}
+    waiting = deque([0])
+    while waiting:
+        i = waiting.popleft()
+        for j in following(placed, i, index):
+            count = passed[i] + is_float64(placed[j][1])
+            if count < passed.get(j, sys.maxsize):
+                passed[j] = count
+                waiting.append(j) if count > passed[i] else waiting.appendleft(j)
+    return max((count for i, count in passed.items() if opcode(placed[i][1]).startswith("STG")), default=0)
+
+
+def following(placed: list[tuple[int, str]], i: int, index: dict[int, int]) -> list[int]:
+    """The instructions that may be next. What is called comes back."""
+    line = placed[i][1]
+    name = opcode(line).split(".")[0]
+    target = re.search(r"0x([0-9a-f]+)$", line) if name == "BRA" else None
+    sure = name in ("EXIT", "RET", "BRX") or re.fullmatch(r"BRA(\.(?!U\b|DIV\b)\w+)* 0x\w+", line)
+    sure = sure and not line.startswith("@")
+    found = [index[int(target[1], 16)]] if target else []
+    return found if sure or i + 1 == len(placed) else [*found, i + 1]
+
+
 def facts_of_cubin(cubin: bytes) -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -78,14 +129,19 @@ def facts_of_cubin(cubin: bytes) -> dict[str, object]:
         command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", sass).groups()
-    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.MULTILINE)
-    opcodes = [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].split(".")[0] for line in lines]
+    placed = [
+        (int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    ]
+    lines = [line for _, line in placed]
+    opcodes = [opcode(line).split(".")[0] for line in lines]
     return {
         "registers": int(registers),
         "stack": int(stack),
         "spills": sum(op in ("STL", "LDL") for op in opcodes),
         "instructions": len(opcodes) - opcodes.count("NOP"),
         "opcodes": dict(Counter(opcodes)),
+        "float64": sum(map(is_float64, lines)),
+        "float64_before_stores": float64_before_stores(placed),
     }
 
 

@@ -46,7 +46,7 @@ class DoubleWork:
         self._pg.log.append(("wait", (self._world.called, lane), count, self._pg.current()))
         limit = time.monotonic() + 120
         while not self.is_completed():
-            if time.monotonic() > limit:
+            if self._world.gone or time.monotonic() > limit:
                 raise RuntimeError("NCCL communicator was aborted: a rank did not come")
             time.sleep(1e-3)
         self._finish([self._world.given[self._key][rank] for rank in range(self._world.size)])
@@ -63,6 +63,7 @@ class LibraryDouble:
         self.calls: list[tuple[str, int, int]] = []
         self.lanes_made = 0
         self.fails: str | None = None
+        self.gone = False  # whether a rank has ended with an error
         self.lock = threading.Lock()
         self.store = dist.HashStore()
         self.groups = [DoubleGroup(self, rank, 0) for rank in range(size)]

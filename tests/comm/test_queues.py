@@ -132,7 +132,8 @@ def left_out(rank: int, units: int, buffers: int) -> list[Call]:
 
 @each("units", [4, 8])
 def test_a_rank_that_leaves_a_parameter_out_reduces_later(units: int) -> None:
-    """It ends as long as nobody needs a buffer back. Where one does, no queue helps; CPUs refuse that by name."""
+    """It ends as long as nobody needs a buffer back. Where one does, no queue helps, and at stage 3 all ranks reduce a
+    unit at the same turn of another one: tests/zero/test_random_programs.py."""
     programs = [left_out(rank, units, buffers=units) for rank in range(2)]
     assert not stuck(programs, apart)
     assert stuck(programs, one_queue) and stuck(programs, apart, ordered=True)

@@ -144,23 +144,27 @@ def test_strided_stats_are_the_same_in_every_run() -> None:
     assert seen.pop() == pytest.approx(matrix.double().square().sum().item(), rel=1e-13)
 
 
-def test_addresses_are_uploaded_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerokern.kernels.triton import bucket as module
+def test_distances_are_uploaded_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that moves as a whole sends nothing, and so does one tensor."""
+    from zerokern.kernels.triton import upload as module
 
     uploads: list[str] = []
     for name in ("upload", "refresh"):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, real=real, name=name: (uploads.append(name), real(*args))[1])
-    x, y, bucket = values(9), values(9), torch.zeros(9, device=DEVICE)
-    table = BucketTable(DEVICE, SpanList([x], None).members, torch.float32)
-    made = len(uploads)
+    memory, bucket = values(100), torch.zeros(9, device=DEVICE)
+    table = BucketTable(DEVICE, SpanList([memory[:5], memory[:4]], None).members, torch.float32)
+    alone = BucketTable(DEVICE, SpanList([memory[:9]], None).members, torch.float32)
     counts = []
-    for tensor in (x, x, y, y, x):
+    for first, second in ((0, 50), (0, 50), (3, 53), (3, 20), (30, 7)):
         before = len(uploads)
-        table.run(True, [tensor.data_ptr()], bucket, 1.0)
+        table.run(True, [memory[first:].data_ptr(), memory[second:].data_ptr()], bucket, 1.0)
+        assert torch.equal(bucket, torch.cat([memory[first : first + 5], memory[second : second + 4]]))
+        alone.run(True, [memory[second:].data_ptr()], bucket, 1.0)
+        assert torch.equal(bucket, memory[second : second + 9])
         counts.append(len(uploads) - before)
-    assert counts == [1, 0, 1, 0, 1]
-    assert uploads[made:] == ["upload", "refresh", "refresh"]
+    assert counts == [2, 0, 0, 1, 1]
+    assert uploads == ["upload", "upload", "refresh", "refresh"]
 
 
 @each("into", [True, False])
@@ -174,7 +178,7 @@ def test_the_last_tile_of_2_to_the_33_elements(into: bool) -> None:
     move_rows[(1,)](
         bucket, None, None, None,
         torch.tensor([[0, number]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([tensor.data_ptr() - 4 * base], device=DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE), tensor.data_ptr() - 4 * base,
         torch.tensor([-base], device=DEVICE),
         torch.tensor([FAR], device=DEVICE),
         2.0, None, 0,
@@ -206,7 +210,7 @@ def test_the_last_tile_of_a_strided_tensor_over_2_to_the_33_elements() -> None:
     move_strided[(1,)](
         target, None, None, None,
         torch.tensor([[0, ntiles - 1]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([source.data_ptr() - 4 * first], device=DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE), source.data_ptr() - 4 * first,
         one_row,
         1.0, None, 0,
         TYPE=TYPES[torch.float32], IN=True, STATS=False, num_warps=NUM_WARPS, enable_fp_fusion=False,

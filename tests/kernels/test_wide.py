@@ -35,11 +35,18 @@ def add_squares(out, sums, values, numel, TYPE: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + at, tl.reshape(after, (BLOCK,)), mask=mask)
 
 
+@triton.jit
+def squared(out, values, numel, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numel
+    tl.store(out + at, wide.squared(tl.load(values.to(tl.pointer_type(TYPE)) + at, mask=mask, other=0.0)), mask=mask)
+
+
 @pytest.fixture(autouse=True)
 def integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, both ways run on numpy; compiled, the GPU decides."""
     if backend.interpreted():
-        monkeypatch.setattr(wide, "by_integers", lambda: True)
+        monkeypatch.setattr(wide, "float64_is_scarce", lambda: True)
 
 
 def same(sums: Tensor, values: Tensor) -> None:
@@ -76,6 +83,17 @@ def random_floats(numel: int, seed: int) -> Tensor:
     return words.to(torch.int32).view(torch.float32)
 
 
+@each("dtype", DTYPES)
+def test_squares_are_those_of_float64(dtype: torch.dtype) -> None:
+    values = torch.cat([random_floats(1 << 16, 3), torch.tensor([0.0, -0.0, 1e-45])])
+    values = values if dtype == torch.float32 else every(dtype)
+    out = torch.empty(values.shape, dtype=torch.float64, device=DEVICE)
+    given = values.to(DEVICE)
+    squared[(-(-values.numel() // BLOCK),)](out, given.data_ptr(), values.numel(), TYPE=TYPES[dtype], BLOCK=BLOCK)
+    found, wanted = (torch.where(one.isnan(), torch.nan, one) for one in (out.cpu(), values.double().square()))
+    assert torch.equal(found.view(torch.int64), wanted.view(torch.int64))
+
+
 def test_random_values_on_random_sums() -> None:
     for seed in range(REPEATS):
         values = random_floats(1 << 16, seed)
@@ -86,7 +104,7 @@ def test_random_values_on_random_sums() -> None:
 def test_sums_in_which_the_value_before_is_the_next_one() -> None:
     """As a lane adds them: of one magnitude, with squares that are rounded at every addition."""
     sums = torch.zeros(1 << 12, dtype=torch.float64)
-    for seed in range(80):
+    for seed in range(30):
         values = torch.randn(1 << 12, generator=torch.Generator().manual_seed(seed))
         same(sums, values)
         sums = sums + values.double().square()
@@ -131,10 +149,10 @@ def test_statistics_of_flatten_have_the_bits_of_their_reference(target: torch.dt
     tensors.append(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)).to(DEVICE).t())
     bucket = torch.zeros(sum(one.numel() for one in tensors), dtype=target, device=DEVICE)
     sums: list[Any] = []
-    for by_integers in (False, True):
+    for scarce in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if backend.interpreted():
-                patch.setattr(wide, "by_integers", lambda by_integers=by_integers: by_integers)
+                patch.setattr(wide, "float64_is_scarce", lambda scarce=scarce: scarce)
             stats = torch.zeros(2, dtype=torch.float64, device=DEVICE)
             flat.flatten(tensors, bucket, stats=stats, impl="triton")
             sums.append(stats.tolist())

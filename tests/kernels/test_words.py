@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import functools
 import gc
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,18 +19,22 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 
-from zerokern.kernels import flat
+from triton.runtime.interpreter import InterpretedFunction
+
 from zerokern.kernels.casts import accumulate
-from zerokern.kernels.ops import fingerprints, sumsq, sumsq_there
+from zerokern.kernels.flat import Flattener
+from zerokern.kernels.ops import fingerprints
 from zerokern.kernels.squares import ChunkSums
 from zerokern.kernels.triton import backend, words
 from zerokern.kernels.triton import upload as uploading
+from zerokern.kernels.triton.sumsq import sumsq
 from zerokern.kernels.triton.upload import SetAside, StillRead, refresh, upload
+from zerokern.memory.arena import Arena
+from zerokern.memory.staging import CudaMark
 
 HOST = torch.device("cpu")
 MANY = words.ARGUMENTS + 1
 RUINS = 0xEE
-PIN = uploading._pin
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; test_gpu.py has the GPU's turn")
 
@@ -91,30 +97,31 @@ class Pinned:
     """
 
     blocks: ClassVar[dict[int, Tensor]] = {}
-    given_back: ClassVar[set[int]] = set()
+    lent: ClassVar[set[int]] = set()
 
     @classmethod
     def make(cls, nbytes: int) -> Tensor:
         block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         lent = torch.frombuffer(memoryview(block.numpy()), dtype=torch.uint8)  # with a storage of its own
         cls.blocks[lent.data_ptr()] = block
-        weakref.finalize(lent.untyped_storage(), cls.ruin, lent.data_ptr())
+        cls.lent.add(lent.data_ptr())
+        weakref.finalize(lent.untyped_storage(), cls.give_back, lent.data_ptr())
         return lent
 
     @classmethod
-    def ruin(cls, address: int) -> None:
+    def give_back(cls, address: int) -> None:
+        cls.lent.discard(address)
         cls.blocks[address].fill_(RUINS)
-        cls.given_back.add(address)
 
 
 class LateDevice:
-    """Begins what it is given when it is told to, or at once if it is `prompt`."""
+    """Begins what it is given when it is told to."""
 
     def __init__(self) -> None:
-        self.given: list[Callable[[], None]] = []
-        self.graph: list[Callable[[], None]] | None = None
+        self.given: list[Callable[[], Any]] = []
+        self.graph: list[Callable[[], Any]] | None = None
         self.passed = self.pinned = 0
-        self.interrupted = self.prompt = False
+        self.interrupted = False
 
     def pin(self, nbytes: int) -> Tensor:
         self.pinned += 1
@@ -124,33 +131,16 @@ class LateDevice:
         """The kernel: of pinned memory it knows the address."""
         source, target, nbytes = words.data_ptr(), out.data_ptr(), words.nbytes
         device_memory = words if target in Pinned.blocks else out
-
-        captured = self.graph is not None
+        in_graph = self.graph is not None
 
         def read() -> None:
-            if captured:  # addresses that kernels would follow
-                assert not Pinned.given_back & {source, target}, "a replay uses memory that is somebody else's by now"
+            assert not in_graph or {source, target} & Pinned.blocks.keys() <= Pinned.lent, "memory of somebody else"
             there = Pinned.blocks.get(target, device_memory).view(-1).view(torch.uint8)
             there[:nbytes] = Pinned.blocks.get(source, device_memory).view(-1).view(torch.uint8)[:nbytes]
 
         (self.given if self.graph is None else self.graph).append(read)
-        if self.prompt:
-            self.run()
         if self.interrupted:
             raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[list[Callable[[], None]]]:
-        """Kernels that are launched in the block go into the list. What torch's ops write is written at once."""
-        from triton.runtime.interpreter import InterpretedFunction
-
-        run, self.graph = InterpretedFunction.run, []
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(InterpretedFunction, "run", lambda *a, **b: self.graph.append(lambda: run(*a, **b)))
-                yield self.graph
-        finally:
-            self.graph = None
 
     def run(self) -> None:
         while self.given:
@@ -177,12 +167,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
         "_mark": device.mark,
         "_STILL_READ": StillRead(),
         "_SET_ASIDE": SetAside(device.pin),
-        "_OF_GRAPHS": {},
         "capturing": lambda place: device.graph is not None,
     }
     for name, value in replaced.items():
         monkeypatch.setattr(uploading, name, value)
-    monkeypatch.setattr(backend, "capturing", replaced["capturing"])
     monkeypatch.setattr(words, "copy", device.copy)
     return device
 
@@ -235,156 +223,229 @@ def test_every_replay_reads_it_again(late: LateDevice) -> None:
         assert made.tolist() == list(range(MANY))
 
 
-def summed(late: LateDevice, tensors: list[Tensor]) -> Callable[[], object]:
-    total = torch.zeros(2)
-    accumulate(total, tensors, add=False, impl="triton")
-    return lambda: torch.equal(total, torch.stack(tensors).sum(0))
+@pytest.fixture
+def graphs(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """Whatever is launched in a capture is launched by its replays alone. Device memory that it was given stays, as in
+    the pool of a graph; tensors do not, and what they have besides memory."""
+    run = InterpretedFunction.run
+
+    def launched(kernel: InterpretedFunction, *arguments: Any, **settings: Any) -> Any:
+        if late.graph is None:
+            late.run()  # it comes behind what was copied
+            return run(kernel, *arguments, **settings)
+        memory = [one.detach() if isinstance(one, Tensor) else one for one in arguments]
+        return late.graph.append(lambda: run(kernel, *memory, **settings))
+
+    monkeypatch.setattr(InterpretedFunction, "run", launched)
+    monkeypatch.setattr(uploading, "_OF_GRAPHS", {})
+    monkeypatch.setattr(words, "ARGUMENTS", 0)  # by value: short lists will do
+    return late
 
 
-def measured(late: LateDevice, tensors: list[Tensor]) -> Callable[[], object]:
-    out = sumsq_there(tensors)
-    return lambda: out.item() == sumsq(tensors)
+def captured(device: LateDevice, work: Callable[[], Any]) -> list[Callable[[], Any]]:
+    graph: list[Callable[[], Any]] = []
+    device.graph = graph
+    try:
+        work()
+    finally:
+        device.graph = None
+    return graph
 
 
-def hashed(late: LateDevice, tensors: list[Tensor]) -> Callable[[], object]:
-    out, before = torch.empty(len(tensors), dtype=torch.int64), fingerprints(tensors, impl="reference")
-    fingerprints(tensors, out, impl="triton")
-    return lambda: torch.equal(out, before) and not out.zero_().any()
-
-
-def refreshed(late: LateDevice, tensors: list[Tensor]) -> Callable[[], object]:
-    made = torch.zeros(MANY, dtype=torch.int64)
-    refresh(made, array("q", range(MANY)))
-    return lambda: made.tolist() == list(range(MANY))
-
-
-def brought_back(late: LateDevice, tensors: list[Tensor]) -> Callable[[], object]:
-    address = uploading.read_back(torch.arange(30)).data_ptr()
-    return lambda: Pinned.blocks[address][:240].view(torch.int64).tolist() == list(range(30))
-
-
-@each("work", [summed, measured, hashed, refreshed, brought_back])
-def test_what_a_graph_sends_or_brings_is_kept_for_its_replays(work: Any, late: LateDevice) -> None:
-    """Whoever asked for it keeps nothing, and others have asked for as much memory since."""
-    tensors = [torch.full((2,), float(number)) for number in range(MANY)]
-    asked = len(uploading._STILL_READ)
-    with late.capture() as graph:
-        is_right = work(late, tensors)
-    assert len(uploading._STILL_READ) == asked, "an event that is captured can never be asked"
-    gc.collect()
-    upload(array("q", [0] * MANY), HOST)
-    late.run()
-    for _ in range(2):
-        for launch in graph:
-            launch()
-        assert is_right()
-
-
-def test_graphs_that_send_the_same_share_the_memory(late: LateDevice) -> None:
-    """Nobody says when a graph goes: who captures again and again keeps it once."""
-    upload(array("q", [0] * MANY), HOST)
-    for value in (1, 2, 1, 1):
-        with late.capture():
-            upload(array("q", [value] * MANY), HOST)
-    assert len(uploading._OF_GRAPHS) == 2
-
-
-def test_a_graph_measures_what_it_was_captured_with(late: LateDevice) -> None:
-    """Eager calls before and after it have other addresses. One that comes first, in the capture, leaves them none."""
-    late.prompt = True
-    lists = [[torch.full((2,), float(value)) for _ in range(2)] for value in (1, 2)]
-    both = [lists[0][0], torch.zeros(100)[::50], lists[0][1]]
-    for first in ("eager", "captured"):
-        sums, out = ChunkSums([2, 2], [torch.float32] * 2, impl="triton"), torch.zeros(2, dtype=torch.float64)
-        if first == "eager":
-            sums.measure(lists[0], out)
-        with late.capture() as graph:
-            sums.measure(lists[0], out)
-        out.zero_()
-        sums.measure([lists[1][1], both[1].contiguous()], out)
-        assert out.tolist() == [8.0, 0.0]
-        for launch in graph:
-            launch()
-        assert out.tolist() == [2.0, 2.0]
-
-
-@each("first", ["eager", "captured"])
-def test_a_graph_flattens_by_tables_of_its_own(first: str, late: LateDevice) -> None:
-    """The flattener may go, or be used elsewhere, before a replay; what the graph has not written yet is no table."""
-    late.prompt = True
-    tensors, bucket = [torch.ones(3), torch.ones(4, 2).t()], torch.zeros(11)
-    flattener = flat.Flattener(tensors, torch.float32, impl="triton")
-    if first == "eager":
-        flattener.flatten(tensors, bucket)
-    with late.capture() as graph:
-        flattener.flatten(tensors, bucket, scale=2.0)
-    bucket.zero_()
-    flattener.flatten(tensors, bucket, scale=3.0)
-    assert bucket.tolist() == [3.0] * 11
-    for table in flattener._tables.values():
-        for one in (table._offsets, table._numels, table._pointers, *(launch.tiles for launch in table._launches)):
-            one.fill_(0)  # freed, and given to others
+def replay(graph: list[Callable[[], Any]]) -> None:
     for launch in graph:
         launch()
-    assert bucket.tolist() == [2.0] * 11
 
 
-class Driver:
-    """CUDA's driver, with a capture of another thread that a call in the wrong mode breaks off."""
-
-    def __init__(self) -> None:
-        self.modes, self.broken = threading.local(), 0
-
-    def cuThreadExchangeStreamCaptureMode(self, given: Any) -> int:
-        now = getattr(self.modes, "mode", 0)
-        self.modes.mode, given._obj.value = given._obj.value, now
-        return 0
-
-    def unsafe(self) -> None:
-        self.broken += getattr(self.modes, "mode", 0) != 2
+def some_tensors(seed: int = 0) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [torch.randn(3 + at, generator=numbers) for at in range(3)]
 
 
-def test_no_upload_breaks_off_a_capture_of_another_thread(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cudaEventQuery and cudaHostAlloc would, in the mode that torch captures in."""
-    driver = Driver()
-    monkeypatch.setattr(backend, "_driver", lambda: driver)
-    real, pinned = Event.query, torch.empty
-    monkeypatch.setattr(Event, "query", lambda self: (driver.unsafe(), real(self))[1])
-    monkeypatch.setattr(uploading, "_pin", PIN)
-    monkeypatch.setattr(uploading, "_SET_ASIDE", SetAside(PIN))
-
-    def empty(*shape: Any, pin_memory: bool | None = None, **settings: Any) -> Tensor:
-        if pin_memory is not None:
-            driver.unsafe()
-        return pinned(*shape, **settings)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    for _ in range(3):
-        upload(array("q", range(MANY)), HOST)
-    uploading.host_words(torch.zeros(3))
-    assert (driver.broken, getattr(driver.modes, "mode", 0)) == (0, 0)
+def add(tensors: list[Tensor], out: Tensor) -> None:
+    accumulate(out[:3], [one[:3] for one in tensors], impl="triton")
 
 
-def test_no_mark_of_a_stream_breaks_it_off_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker asks them, tables of small copies and timelines."""
-    from zerokern.memory.staging import CudaMark
+def square(tensors: list[Tensor], out: Tensor) -> None:
+    sumsq(tensors, out)
 
-    class Asked:
-        def __init__(self, **settings: Any) -> None:
-            pass
 
-        def record(self, stream: Any) -> None:
-            pass
+def chunks(tensors: list[Tensor], out: Tensor) -> None:
+    ChunkSums([one.numel() for one in tensors], [one.dtype for one in tensors], impl="triton").measure(tensors, out)
 
-        def query(self) -> bool:
-            driver.unsafe()
-            return True
 
-        synchronize = query
+def stir(tensors: list[Tensor], out: Tensor) -> None:
+    fingerprints(tensors, out, impl="triton")
 
-    driver = Driver()
-    monkeypatch.setattr(backend, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "Event", Asked)
-    mark: Any = CudaMark(None)  # type: ignore[arg-type]
+
+def flatten(tensors: list[Tensor], out: Tensor) -> None:
+    Flattener(tensors, torch.float32, impl="triton").flatten(tensors, out)
+
+
+@each("work, dtype", [(add, "f"), (square, "d"), (chunks, "d"), (stir, "q"), (flatten, "f")])
+def test_a_graph_reads_no_memory_of_somebody_else(work: Any, dtype: str, graphs: LateDevice) -> None:
+    """What an op has sent for one launch is pinned memory, and gone from Python with the op."""
+    tensors = some_tensors()
+    out = torch.zeros(sum(map(Tensor.numel, tensors)), dtype=uploading._DTYPES[dtype])
+    out = out if work in (add, flatten) else out[: 1 if work is square else len(tensors)]
+    work(tensors, out)
+    expected = out.clone()
+    graph = captured(graphs, lambda: work(tensors, out))
+    gc.collect()
+    work(some_tensors(1), torch.zeros_like(out))  # other words come where these were
+    for _ in range(2):
+        out.zero_()
+        replay(graph)
+        assert torch.equal(out, expected)
+
+
+def test_a_graph_finds_the_words_that_it_was_given_last(graphs: LateDevice) -> None:
+    made = upload(array("q", [0] * MANY), HOST)
+    graph = captured(graphs, lambda: refresh(made, array("q", range(MANY))))
+    gc.collect()
+    refresh(made, array("q", [7] * MANY))
+    graphs.run()
+    replay(graph)
+    assert made.tolist() == list(range(MANY))
+
+
+def test_what_a_capture_has_sent_serves_nobody_else(graphs: LateDevice) -> None:
+    """It is not there before a replay, and a replay brings it again."""
+    memory = torch.arange(200.0)
+    far, near = [memory[:5], memory[100:107]], [memory[:5], memory[9:16]]
+    sums = ChunkSums([5, 7], [torch.float32] * 2, impl="triton")
+    flattener = Flattener(far, torch.float32, impl="triton")
+    out, bucket = torch.zeros(2, dtype=torch.float64), torch.zeros(12)
+
+    def measured(tensors: list[Tensor]) -> None:
+        sums.measure(tensors, out)
+        flattener.flatten(tensors, bucket)
+
+    def right(tensors: list[Tensor]) -> bool:
+        squares = [one.double().square().sum().item() for one in tensors]
+        return out.tolist() == squares and torch.equal(bucket, torch.cat(tensors))
+
+    first = captured(graphs, lambda: measured(far))  # no table was there before
+    measured(near)
+    assert right(near)
+    second = captured(graphs, lambda: measured(far))
+    for graph, tensors in ((second, far), (first, far), (second, far)):
+        measured(near)
+        assert right(near)
+        replay(graph)
+        assert right(tensors)
+
+
+def test_tables_that_a_graph_reads_outlive_their_owner(graphs: LateDevice) -> None:
+    tensors, bucket = [torch.ones(3), torch.ones(2)], torch.zeros(5)
+    owners = [Flattener(tensors, torch.float32, impl="triton") for _ in range(2)]
+    for owner in owners:
+        owner.flatten(tensors, bucket)
+    tables = [weakref.ref(table) for owner in owners for table in owner._tables.values()]
+    captured(graphs, functools.partial(owners[0].flatten, tensors, bucket))
+    del owners, owner
+    gc.collect()
+    assert [table() is None for table in tables] == [False, True]
+
+
+def test_the_same_steps_captured_again_keep_no_more(graphs: LateDevice) -> None:
+    tensors, bucket = some_tensors(), torch.zeros(200)
+    for repeat in range(3):
+        captured(graphs, lambda: flatten(tensors, bucket))
+        if not repeat:
+            kept = len(uploading._OF_GRAPHS)
+    assert kept == len(uploading._OF_GRAPHS) > 0
+
+
+def test_what_is_read_back_in_a_capture_is_filled_at_every_replay(
+    graphs: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No event of a capture may be asked."""
+    monkeypatch.setattr(uploading, "_mark", None)
+    values = torch.arange(MANY)
+    graph = captured(graphs, lambda: uploading.read_back(values))
+    (address,) = [at for at in Pinned.lent if Pinned.blocks[at].numel() == 8 * MANY]
+    gc.collect()
+    values += 1
+    replay(graph)
+    assert Pinned.blocks[address].view(torch.int64).tolist() == values.tolist()
+
+
+class Capturing:
+    """A driver in whose process a thread captures: modes of other threads, and whether they have broken that off."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.broken = code, False
+        self.local = threading.local()
+
+    @property
+    def mode(self) -> int:
+        return getattr(self.local, "mode", 0)
+
+    def exchange(self, given: Any) -> int:
+        if self.code == 0:
+            pointer = ctypes.cast(given, ctypes.POINTER(ctypes.c_int))
+            self.local.mode, pointer[0] = pointer[0], self.mode
+        return self.code
+
+    def query(self) -> bool:
+        self.broken = self.broken or self.mode != 2
+        return True
+
+    synchronize = query
+
+
+def keep_more(driver: Capturing) -> None:
+    kept = StillRead()
+    for _ in range(2):
+        kept.keep("stream", driver, torch.zeros(1))
+    assert len(kept) == 1
+
+
+def pin_more(driver: Capturing) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *args, **settings: (driver.query(), empty(*args, **settings))[1])
+        uploading._pin(64)
+        uploading.host_words(torch.zeros(2))
+
+
+def ask_mark(driver: Capturing) -> None:
+    mark = object.__new__(CudaMark)
+    mark.event = driver  # type: ignore[assignment]
+    assert mark.done()
     mark.wait()
-    assert mark.done() and driver.broken == 0
+
+
+def register(driver: Capturing) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        asked = [0, 0]
+
+        def ask(*arguments: Any) -> int:
+            asked[len(arguments) == 1] += driver.query()
+            return 0
+
+        patch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=ask, cudaHostUnregister=ask))
+        arena = Arena(1 << 12)
+        arena._register_with_cuda()
+        assert arena._mapping is not None
+        arena._mapping.unregister()
+        assert asked == [1, 1]
+
+
+@each("ask", [keep_more, pin_more, ask_mark, register])
+def test_events_are_asked_beside_the_capture_of_another_thread(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked in the mode that threads have, CUDA breaks that capture off."""
+    driver = Capturing()
+    monkeypatch.setattr(backend, "_exchange_mode", lambda: driver.exchange)
+    ask(driver)
+    assert not driver.broken and driver.mode == 0
+
+
+def test_a_mode_that_was_not_set_is_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may be started only in between."""
+    driver = Capturing(code=3)
+    monkeypatch.setattr(backend, "_exchange_mode", lambda: driver.exchange)
+    with backend.beside_captures():
+        driver.code = 0
+    assert driver.mode == 0

@@ -77,8 +77,8 @@ MUTANTS = (
     Mutant(
         "buffers_of_all_ranks_mixed",
         "zerokern/checkpoint/storage.py",
-        "return super().create_global_plan(_assign_unstepped(all_plans))",
-        "return super().create_global_plan(all_plans)",
+        "return super().create_global_plan(_leave_out_replicas(_assign_unstepped(all_plans)))",
+        "return super().create_global_plan(_leave_out_replicas(all_plans))",
         "Buffers that ranks count by themselves are saved as a mixture of several ranks'.",
         ("tests/checkpoint/test_loading.py",),
     ),

@@ -8,6 +8,33 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "full_buckets_go_whatever_others_lack",
+        "zerokern/zero/reduction.py",
+        "return self.turns.is_over_next(bucket.memory.bucket.unit)",
+        "return True",
+        "At stage 3 the root's bucket goes once it is full: ranks that lack a part of it, and others, wait for ever.",
+        (
+            "tests/zero/test_launch_order.py::test_a_parameter_of_no_unit_that_some_ranks_leave_out",
+            "tests/zero/test_random_programs.py",
+        ),
+    ),
+    Mutant(
+        "unit_that_comes_again_is_reduced_first",
+        "zerokern/zero/runner.py",
+        "coming = [] if left else self.backward.coming()",
+        "coming: list[int] = []",
+        "A unit that has turns to come in this pass is reduced after its first, and what comes then is late.",
+        ("tests/zero/test_random_programs.py", "tests/zero/test_traffic.py", "tests/zero/test_modules.py"),
+    ),
+    Mutant(
+        "frozen_on_one_rank_is_not_told",
+        "zerokern/zero/reduction.py",
+        "if frozen != self._frozen.get(id(part), []):",
+        "if frozen and not self._frozen.setdefault(id(part), list(frozen)):",
+        "Ranks on devices that freeze different parameters are not told.",
+        ("tests/zero/test_marks.py",),
+    ),
+    Mutant(
         "no_sync_reduces_anyway",
         "zerokern/zero/sharding.py",
         "before, self.reduction.synchronizes = self.reduction.synchronizes, False",
@@ -231,5 +258,13 @@ MUTANTS = (
         "return self.ready is not None and not self.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",
         ("tests/zero/test_squares.py",),
+    ),
+    Mutant(
+        "marks_of_gradients_in_a_graph",
+        "zerokern/zero/reduction.py",
+        "if not capturing(self.group.device):\n                    found",
+        "if True:\n                    found",
+        "A backward pass that is captured asks other ranks for their gradients, and joins nothing.",
+        ("tests/zero/test_capture.py",),
     ),
 )

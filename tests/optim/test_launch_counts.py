@@ -115,9 +115,7 @@ def test_stage_2_with_state_in_host_memory_and_overlap(
         assert device.total(UPLOAD, "beside") / RANKS == device.total(DOWNLOAD, "beside") / RANKS == buckets
         assert device.total(SYNC, "main") / RANKS <= 4  # gradients that have come, and what ranks said
         assert device.total(SYNC, "worker") / RANKS <= 2 * buckets  # a copy up, and a gather
-        moved = sum(n for (_, _, _, which), n in device.rows.items() if which == "write_words") / RANKS
-        assert device.total(LAUNCH) / RANKS - moved <= 2 * buckets + CONSTANT, "flattened, and its squares summed"
-        assert moved <= buckets + CONSTANT, "gradients that have moved"
+        assert device.total(LAUNCH) / RANKS <= 2 * buckets + CONSTANT, "flattened, and its squares summed"
 
 
 @pytest.mark.parametrize("settings, launches", [({}, 5), (OVERLAP, 2)], ids=["on the device", "overlap"])

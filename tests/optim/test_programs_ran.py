@@ -18,7 +18,7 @@ from worlds import World, alone, built, on_threads
 import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.optim import update
+from zerokern.optim import parts
 from zerokern.optim.hosted import HostCopies
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
@@ -53,7 +53,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recorder], list[Subm
         return submit(self, program, actions, ahead=ahead)
 
     monkeypatch.setattr(Executor, "submit", told)
-    monkeypatch.setattr(update, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1)
     return lambda recorder: [one for by, one in found if by is recorder]
 
 

@@ -78,7 +78,7 @@ def test_the_cheapest_is_named() -> None:
     found = lines("8B", device_memory="40GB")
     assert found[0].endswith("one rank, 32.0 of 40.0 GB before activations, 112 GB of host memory for each rank")
     assert found[1] == f"Code: {ON_HOST}"
-    assert "tier=zk.Nvme(path), schedule" in code("8B", device_memory="40GB", host_memory="64GB")
+    assert 'tier=["cpu:31GB", zk.Nvme(path)], schedule' in code("8B", device_memory="40GB", host_memory="64GB")
     assert code("8B", device_memory="16GB") == f'zk.shard(model, stage=3, tier="cpu"); {ON_HOST}'
     assert " of 80.0 GB (h100) " in lines("8B", world=8, device_memory="h100")[0]
     assert "device_memory" in zk.plan("1B").advice()

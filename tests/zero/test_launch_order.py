@@ -16,9 +16,10 @@ from library_double import DoubleGroup, LibraryDouble
 from module_cases import Mixture, routed
 from queue_machine import Call, apart, one_queue, stuck
 from tables import each
+from torch import Tensor, nn
 from waiting_device import Waiting
-from worlds import World, built, step_and_zero
-from zero_cases import Net, mse
+from worlds import World, built, on_threads, step_and_zero
+from zero_cases import OUT, WIDTH, Case, Net, follow, mse
 
 import zerokern as zk
 from zerokern.comm import collectives, common, joining
@@ -236,6 +237,47 @@ def test_experts_with_ranks_of_their_own(stage: int, wires: Any) -> None:
     names = {name for (name, _), _ in launches(programs[0], worker=False)}
     assert names == {*SPARSE}
     ends_in_one_order(programs, SPARSE)
+
+
+FINE = 200  # bytes of a bucket, so that what the root ends with is apart from what it begins with
+
+
+class Aided(Net):
+    """Parameters of no unit that only some passes of some ranks use, where the backward begins."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=6)
+        self.aid = nn.Linear(WIDTH, OUT)
+        self.aids = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.enter(x))
+        return self.leave(x) + self.aid(x) if self.aids else self.leave(x)
+
+
+def aided(model: Any, step: int, world: World) -> Tensor:
+    """All ranks in the first pass, from which the order of buckets was learned; then one of them, none, the other."""
+    model.aids = (True, world.rank == 0, False, world.rank == 1)[step]
+    return mse(model, step, world)
+
+
+@each("stage", [1, 2, 3])
+def test_a_parameter_of_no_unit_that_some_ranks_leave_out(stage: int) -> None:
+    """Its bucket kept all others of that rank back to the end of the pass, and at stage 3 ranks waited for each other's
+    reductions and gathers for ever: CPUs refused it, GPUs would have hung."""
+    case = Case("aided", Aided, aided, steps=4)
+    on_threads(2, lambda world: follow(world, case, stage=stage, bucket_bytes=FINE), timeout=30)
+
+
+def test_a_parameter_of_no_unit_that_some_ranks_leave_out_on_devices(wires: Any) -> None:
+    def trained(world: World, device: Any) -> None:
+        model = world.shard(built(Aided), stage=3, bucket_bytes=FINE)
+        opt = zk.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            aided(model, step, world).backward()
+            step_and_zero(opt)
+
+    ends_in_one_order(wires(PAIR).run(trained), PAIR)
 
 
 def test_the_log_is_of_what_ran(wires: Any) -> None:

@@ -161,9 +161,9 @@ class Restore:
                     elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
                         read(f"{state.prefix}{key}", value)
         yield from direct.values()
-        on_disk = {id(optimizer) for optimizer, _, _ in planned if optimizer.room_on_disk()}
+        on_disk = {(id(optimizer), number) for optimizer, _, _ in planned for number in optimizer.room_on_disk()}
         states = [state for _, plans, _ in planned for state in plans.values() if state.converts]
-        in_memory = [state for state in states if id(state.optimizer) not in on_disk]
+        in_memory = [state for state in states if (id(state.optimizer), state.number) not in on_disk]
         yield from _bounded(fill for tensor in plan.tensors if tensor.converts for fill in _convert_tensor(tensor))
         yield from _bounded(
             fill
@@ -330,15 +330,17 @@ def _convert_state(
 def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
     """Reserves space on disk for the state that an optimizer will keep there, before anything is replaced."""
     disk = optimizer.disk
-    if disk is None or optimizer.room_on_disk():
+    if disk is None:
         return
-    spans: list[tuple[int, tuple[Width, ...]]] = []
-    for plan in plans.values():
+    known, spans = optimizer.room_on_disk(), {}
+    for number, plan in plans.items():
         columns = [(key, dtype.itemsize) for key, (dtype, _) in plan.wanted.items() if key != "step"]
-        widths = (Width(nbytes, BLOCK if key.endswith("_scale") else 1) for key, nbytes in columns)
-        spans += [(here_of_state(plan.param).numel, tuple(widths))] if columns else []
-    if spans:
-        disk.hold(spans)
+        widths = tuple(Width(nbytes, BLOCK if key.endswith("_scale") else 1) for key, nbytes in columns)
+        if columns and number not in known:
+            spans[number] = here_of_state(plan.param).numel, widths
+    sizes = {n: sum(-(-numel // one.per) * one.nbytes for one in widths) for n, (numel, widths) in spans.items()}
+    if there := optimizer.to_disk(sizes):
+        disk.hold([spans[number] for number in there])
 
 
 def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:

@@ -120,6 +120,10 @@ class AnyOptimizer:
             if wanted:
                 opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
 
+    def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
+        """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
+        return []
+
     def room_on_disk(self) -> dict[int, OnDisk]:
         """Returns the space on disk that `lay_out` has allocated, by parameter."""
         return {}
@@ -151,7 +155,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
     def values(self) -> dict[str, Any]:
         opt = self.opt
-        tier = opt.tier if isinstance(opt.tier, str) else "nvme"
+        tier = opt.holdings.order.name.lower()
         counters = {name: to_plain(value, name) for name, value in self.counters().items()}
         return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
 

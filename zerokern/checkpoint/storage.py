@@ -37,6 +37,10 @@ STATE = "optim.state."
 AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
 
 
+_Boxes = set[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Where boxes begin, and their sizes."""
+
+
 class OnDiskPart:
     """A tensor of optimizer state that lies on disk. It is read box by box while it is saved, never as a whole.
 
@@ -88,7 +92,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(_assign_unstepped(all_plans))
+        return super().create_global_plan(_leave_out_replicas(_assign_unstepped(all_plans)))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Sorts the items of this rank into the order in which they are written."""
@@ -125,6 +129,41 @@ def _assign_unstepped(plans: Sequence[SavePlan]) -> list[SavePlan]:
         made.append(replace(plan, items=[item for item in plan.items if item.index not in own & taken]))
         taken |= own
     return made
+
+
+def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Leaves out what a rank has in other boxes than one before it: budgets of ranks may differ, and their records.
+
+    Of what several ranks have in the same boxes, torch's planner leaves one. Parts of ranks are the same or disjoint.
+    """
+    found: dict[str, dict[int, _Boxes]] = {}
+    numels: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if (data := item.tensor_data) is not None:
+                box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                found.setdefault(item.index.fqn, {}).setdefault(rank, set()).add(box)
+                numels[item.index.fqn] = data.size.numel()
+    left_out: set[tuple[int, str]] = set()
+    for key, of_ranks in found.items():
+        if sum(prod(sizes) for _, sizes in set().union(*of_ranks.values())) <= numels[key]:
+            continue
+        kept: list[_Boxes] = []
+        for rank, boxes in of_ranks.items():
+            first, _ = min(boxes)
+            before = [one for one in kept if any(_holds(box, first) for box in one)]
+            if before and before[0] != boxes:
+                left_out.add((rank, key))
+            elif not before:
+                kept.append(boxes)
+    return [
+        replace(plan, items=[item for item in plan.items if (rank, item.index.fqn) not in left_out])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _holds(box: tuple[tuple[int, ...], tuple[int, ...]], place: tuple[int, ...]) -> bool:
+    return all(at <= here < at + size for at, size, here in zip(*box, place, strict=True))
 
 
 class Written(NamedTuple):

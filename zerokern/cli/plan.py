@@ -52,6 +52,15 @@ def parse_mesh(text: str) -> dict[str, int]:
     return {name: int(size) for name, _, size in pairs}
 
 
+def parse_tiers(text: str) -> str | list[str]:
+    """
+    >>> parse_tiers("cpu"), parse_tiers("cpu:64GiB,nvme")
+    ('cpu', ['cpu:64GiB', 'nvme'])
+    """
+    words = [word.strip() for word in text.split(",")]
+    return words if len(words) > 1 else text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern plan`."""
     count: dict[str, Any] = {"type": arguments.count, "metavar": "N"}
@@ -75,7 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
     add("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")
     add("--master-format", metavar="FORMAT", help="split16, fp32, split8, none")
-    add("--tier", default="device", help="where optimizer state lies: device, cpu, nvme")
+    add(
+        "--tier",
+        default="device",
+        type=parse_tiers,
+        help="where optimizer state lies: device, cpu, nvme; cpu:64GiB,nvme",
+    )
     add("--param-tier", default="device", metavar="TIER", help="where parameters rest at stage 3 (device)")
     add("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
     add("--micro", **count, default=1, help="slices of each batch (1)")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerokern.kernels import checks, cpu, cuda, ops, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
-from zerokern.kernels.triton import backend
+from zerokern.kernels.triton.upload import table_for
 from zerokern.kernels.versions import say_written
 
 __all__ = ["Flattener", "flatten", "unflatten", "warm"]
@@ -169,13 +169,9 @@ class Flattener:
         scale: float | Tensor,
         stats: Tensor | None,
     ) -> None:
-        # A replay sends what its capture sent, and reads nothing else: a table is the capture's, or no capture's.
-        captured = backend.capturing(bucket.device)
-        table = None if captured else self._tables.get(kind)
-        if table is None:
-            table = kind(bucket.device, self._list.members, self._dtype)
-            if not captured:
-                self._tables[kind] = table
+        table = table_for(
+            self._tables, kind, bucket.device, lambda: kind(bucket.device, self._list.members, self._dtype)
+        )
         number, factor = (1.0, scale) if isinstance(scale, Tensor) else (float(scale), None)
         table.run(into, [t.data_ptr() for t in tensors], bucket, number, factor, stats)
 

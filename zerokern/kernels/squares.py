@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerokern.kernels import cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
-from zerokern.kernels.triton import backend
+from zerokern.kernels.triton.upload import Sent, table_for
 
 __all__ = ["ChunkSums", "Squares", "one_by_one"]
 
@@ -93,7 +93,7 @@ class ChunkSums:
         # tensors of one dtype that follow each other are measured together, so that chunks are in the order of tensors
         begins = [at for at in range(len(numels)) if at == 0 or dtypes[at] != dtypes[at - 1]]
         self._runs = [slice(*ends) for ends in zip(begins, [*begins[1:], len(numels)], strict=True)]
-        self._tables: list[_Table | None] = [None] * len(self._runs)
+        self._tables: dict[int, _Table] = {}
 
     def measure(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         """Writes the chunks' sums to `out`, float64 where the tensors are, in the order of tensors. Nothing waits.
@@ -110,10 +110,7 @@ class ChunkSums:
                 if not count:
                     continue
                 if family == TRITON:
-                    if backend.capturing(out.device):  # a replay sends its own, and what it reads never changes
-                        _Table(some).run(some, mine)
-                        continue
-                    table = self._tables[number] = self._tables[number] or _Table(some)
+                    table = table_for(self._tables, number, out.device, functools.partial(_Table, some))
                     table.run(some, mine)
                 elif family == REFERENCE:
                     chunks = [chunk for one in some for chunk in one.reshape(-1).split(reference.SUMSQ_CHUNK)]
@@ -143,21 +140,12 @@ class _Table:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         from zerokern.kernels.triton.sumsq import SumsqTable
-        from zerokern.kernels.triton.upload import refresh, upload
 
         device = tensors[0].device
         self._table = SumsqTable(device, [one.numel() for one in tensors], tensors[0].dtype)
-        self._refresh, self._known = refresh, self._distances(tensors)
-        self._words = upload(self._known, device)
-
-    @staticmethod
-    def _distances(tensors: Sequence[Tensor]) -> array[int]:
-        first = tensors[0].data_ptr()
-        return array("q", [one.data_ptr() - first for one in tensors])
+        self._distances = Sent(device)
 
     def run(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        distances = self._distances(tensors)
-        if distances != self._known:
-            self._refresh(self._words, distances)
-            self._known = distances
-        self._table.run(self._words, base=tensors[0].data_ptr(), chunks=out)
+        first = tensors[0].data_ptr()
+        distances = self._distances.of(array("q", [one.data_ptr() - first for one in tensors]))
+        self._table.run(distances, base=first, chunks=out)

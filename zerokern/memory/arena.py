@@ -38,7 +38,7 @@ __all__ = ["PAGE", "Arena", "Lease"]
 
 HUGE_PAGE = 2 << 20
 POISON = 0xFF  # NaN in every floating format, -1 in integers
-_STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
+_STEP = 64 << 20  # bytes touched by one system call: Ctrl-C is heard in between, and threads take turns
 _TOUCHING = 16  # threads that touch pages at most: more wait for each other
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -246,7 +246,7 @@ class Arena:
 
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs, once CUDA is in use: an arena alone creates no context."""
-        with beside_captures():
+        with beside_captures():  # it breaks off a capture of another thread, as cudaHostAlloc does
             refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
         self._offered_to_cuda = True  # set last, so that an interrupted attempt is repeated
         if int(refused):
@@ -277,7 +277,8 @@ class _Mapping(mmap.mmap):
     def unregister(self) -> None:
         base, self.registered_at = self.registered_at, 0
         if base and os.getpid() == self.pid:
-            torch.cuda.cudart().cudaHostUnregister(base)
+            with beside_captures():
+                torch.cuda.cudart().cudaHostUnregister(base)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

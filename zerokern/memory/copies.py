@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.kernels.triton.backend import capturing
 from zerokern.memory.staging import Ticket
 
 __all__ = ["Copies", "Copy", "Driver"]
+
+_IN_GRAPH = (
+    "a copy between a device and host memory cannot go into a CUDA graph: the host waits for copies, and replays do "
+    'not tell it of any; capture where parameters, gradients and activations stay on the device (tier="device")'
+)
 
 
 class Driver(Protocol):
@@ -199,6 +205,8 @@ class Copies:
         after: Ticket | None,
         checked: bool,
     ) -> Copy:
+        if capturing(self.driver.device):
+            raise StateError(_IN_GRAPH)
         pinned: dict[int, bool] = {}
         for i, (dst, src) in enumerate(pairs if not checked else ()):
             self._check(i, dst, src, leaves=stream is self._out)

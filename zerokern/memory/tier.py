@@ -314,6 +314,7 @@ class HostTier(_InMemory):
     ) -> None:
         super().__init__(owner, advice, budget=budget, copies=copies)
         self._kept: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        self._owners: set[int] = set()
         self._untouched: set[tuple[int, str]] = set()  # those that nobody has used yet, which are zeros
 
     @property
@@ -369,13 +370,29 @@ class HostTier(_InMemory):
         """Records that tensors were allocated for an owner."""
         for one, tensor in zip(wanted, tensors, strict=True):
             self._kept[id(owner), one.role] = owner, tensor
+            self._owners.add(id(owner))
             self._untouched.add((id(owner), one.role))
 
-    def forget(self, owners: Sequence[Tensor]) -> None:
+    def forget(self, owners: Iterable[Tensor]) -> None:
         """Forgets owners and their tensors."""
         gone = set(map(id, owners))
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in gone}
         self._untouched &= self._kept.keys()
+        self._owners -= gone
+
+    def forget_others(self, owners: Iterable[Tensor]) -> None:
+        """Forgets all but these owners."""
+        present = set(map(id, owners))
+        self.forget([owner for owner, _ in self._kept.values() if id(owner) not in present])
+
+    def keeps(self, owner: Tensor) -> bool:
+        """Whether there are tensors of this owner."""
+        return id(owner) in self._owners
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of all tensors that have an owner."""
+        return sum(tensor.nbytes for _, tensor in self._kept.values())
 
     def addresses(self) -> dict[int, tuple[int, str]]:
         """Returns the owner's id and the role of each address."""

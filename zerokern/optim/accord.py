@@ -195,17 +195,15 @@ class Accord:
         words: list[Tensor] = []
         for number, team in enumerate(self._deciding):  # the party last: it adds up what teams have
             last = team is self.party
-            own = added(sums) if last else sums[1 + number]
+            own = sums[0] if last else sums[1 + number]
             mark = 0 if last else self._marks[number]  # the party's settings may differ
             mine = [math.inf if broken else own, failed, torn, self.makes_state, mark, mark * mark]
             word = upload(array("d", mine), team.device)
             for before, other in zip(words, self._deciding, strict=False):
                 word[1:4] += before[1:4]
                 word[1] += (other.size * before[5] != before[4] * before[4]).to(word.dtype)
-            if last and words and not broken:
-                word[0] = sums[0]
-                for before in words:
-                    word[0] += before[0]
+            for before in words if last and not broken else ():
+                word[0] += before[0]
             norm_of_all(team, word, "sum", "opt.step")
             words.append(word)
         return words

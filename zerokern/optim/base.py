@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from zerokern.comm import during
 from zerokern.core.errors import StateError, got
 from zerokern.memory.interrupts import whole
-from zerokern.memory.tier import check_tier
+from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN
 from zerokern.optim.decide import Decision
@@ -73,7 +73,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
-        check_tier("tier", given["tier"])
+        TierOrder.of("tier", given["tier"])
         import_compiler()  # which torch's class asks for, below frames that know this optimizer
         self._furnish(given["tier"], given["schedule"], Decision(), given["group"])
         self.max_grad_norm = given["max_grad_norm"]
@@ -190,6 +190,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _step(self) -> None:
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
+        if self.tier != "device" or here.shards.is_hosted:
+            device.refuse_update_in_graph()
         self.runner.finish(groups)
         for publisher in here.shards.publishers:
             publisher.finish()
@@ -220,18 +222,18 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
         binding = here.bound.binding if formats == here.bound.formats else None
-        grads = None if shards.stand_alone else shards.grads
+        grads, sums = (None, []) if shards.stand_alone else (shards.grads, shards.sums)
         held = binding.survey.hold() if binding is not None and grads is None else []
-        pointers = binding.survey.pointers(groups, grads) if binding is not None else None
+        pointers = binding.survey.pointers(groups, grads, sums) if binding is not None else None
         if binding is None or pointers is None:
             if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
-            of_shards = () if grads is None else (grads, shards.shares, shards.starts)
-            survey, binding = Survey(groups, self._algorithm.layout, *of_shards), None
+            of_shards = () if grads is None else (grads, shards.shares, shards.starts, sums)
+            survey, binding = Survey(groups, self._algorithm.layout, *of_shards, hosted=shards.is_hosted), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
             held = survey.hold() if grads is None else []
-            pointers = survey.pointers(groups, grads) or survey.gradient_pointers
+            pointers = survey.pointers(groups, grads, sums) or survey.gradient_pointers
         else:
             survey = binding.survey
         intact = binding is not None and binding.intact(here.held)
@@ -413,7 +415,7 @@ def _give_way(there: weakref.ref[FusedOptimizer]) -> str:
     if opt is None or not opt._stepping.acquire(blocking=False):
         return ""
     try:
-        path = getattr(opt.tier, "path", opt.tier)
+        path = getattr(opt.holdings.order.config, "path", opt.tier)
         opt.runner.close(opt.param_groups)
         late = any(group.get(LATE, False) for group in opt.param_groups)
         opt.holdings.close(because := _REPLACED.format(path=path, pending=_PENDING if late else ""))

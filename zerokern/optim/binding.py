@@ -86,6 +86,15 @@ def _start_of(member: Member) -> int:
     return 0 if member[1] is None else int(member[1].start)
 
 
+def set_groups(table: Any, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
+    """Writes hyperparameters and step counts into a table whose steps the host counts."""
+    for number, group in enumerate(groups):
+        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+        if isinstance(values["lr"], Tensor):
+            values["lr"] = checks.number("lr", float(values["lr"]))
+        table.set_group(number, **values)
+
+
 class HostCompute:
     """Runs the native table in host memory, and counts the steps of its parameters."""
 
@@ -93,6 +102,8 @@ class HostCompute:
         self.table: Any = None
         self.groups: list[TableGroup] = []
         self.book: Any = None
+        # whether what stays on the device has been launched, as far as there is anything, and whether any of it was
+        self.launched, self.began = True, False
 
     def is_like(self, other: HostCompute) -> bool:
         """Whether rows and counters of the other one are of use here."""
@@ -121,13 +132,16 @@ class HostCompute:
         """Whether the table must be laid out anew."""
         return False
 
+    def stays(self, param: Tensor) -> bool:
+        """Whether a parameter and its state stay on the device, and are updated by `launch`."""
+        return False
+
+    def launch(self, scale: float) -> None:
+        """Launches the update of what stays on the device, once."""
+
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
-        for number, group in enumerate(self.groups):
-            values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-            if isinstance(values["lr"], Tensor):
-                values["lr"] = checks.number("lr", float(values["lr"]))
-            self.table.set_group(number, **values)
+        set_groups(self.table, self.groups, settings)
         self.table.columns["grad"][:] = pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
@@ -263,6 +277,9 @@ class Binding:
             cell = cells[number % len(cells)]
             rows += [tier.row(i, place, cell) for i, place in batch.members]
             batch.end = len(rows)
+        staying = [(i, None) for i, param in enumerate(survey.params) if self.compute.stays(param)]
+        members += staying
+        rows += [tier.row(i, None, cells[0]) for i, _ in staying]
         index = [i for i, _ in members]
         self._shifts = [_start_of(member) * survey.grad_dtypes[member[0]].itemsize for member in members]
         self._index = None if index == list(range(len(survey.params))) and not any(self._shifts) else index
@@ -276,6 +293,8 @@ class Binding:
         turn_of = {number: turn for turn, members in enumerate(self.turns) for number in members}
         found: dict[Any, RowBatch] = {}
         for i, number in enumerate(survey.numbers):
+            if self.compute.stays(survey.params[i]):
+                continue
             turn, rest = turn_of.get(number, 0), rest_of(survey.params[i]) if survey.rests else None
             for place in tier.places(i):
                 record = None if place is None else place.record
@@ -347,6 +366,13 @@ class Binding:
                 signals.deliver()
         if not self.tier.streams and end == len(self._batches):
             self.put_away()
+
+    def launch(self, scale: float) -> None:
+        """Launches the update of what stays on the device. The update has been prepared, and no turn taken."""
+        try:
+            self.compute.launch(scale)
+        finally:
+            self.begun = self.begun or self.compute.began
 
     def _update(self, i: int) -> None:
         batch, before, self.begun = self._batches[i], self.begun, True
@@ -431,7 +457,7 @@ class Binding:
     @property
     def carried_out(self) -> bool:
         """Whether the update was made, even if an interrupt hid that it was."""
-        return self._done if self.moves else self._updated == len(self._batches)
+        return self.compute.launched and (self._done if self.moves else self._updated == len(self._batches))
 
     @property
     def torn(self) -> bool:

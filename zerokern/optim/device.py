@@ -48,6 +48,16 @@ def refuse_capture(device: torch.device) -> None:
         )
 
 
+def refuse_update_in_graph() -> None:
+    """Raises while a CUDA graph is captured: a replay would not make an update of the host's."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise StateError(
+            "an update in host memory, or of state in another tier, cannot go into a CUDA graph, whose replays the "
+            "host has no part in; capture forward and backward alone and call step() after each replay, or keep "
+            'parameters and state on the device (tier="device")'
+        )
+
+
 def require(device: torch.device, tier: Any) -> None:
     """Raises if the device cannot reach the tier, or the kernels do not run on it."""
     if tier != "device":

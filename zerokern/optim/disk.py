@@ -30,7 +30,7 @@ from zerokern.optim.state import (
     make,
     pointer_words,
 )
-from zerokern.optim.survey import Groups, Survey, names_of
+from zerokern.optim.survey import Groups, names_of
 from zerokern.zero.kinds import present
 
 __all__ = ["Disk", "OnDisk", "RecordReader", "RecordSpan", "RecordWriter", "StateOnDisk"]
@@ -437,24 +437,29 @@ def _batches(entries: Sequence[Checked]) -> Iterator[list[Checked]]:
 
 
 class StateOnDisk(StateTier):
-    """Keeps state in records on disk. An update reads them into a ring, changes them there and writes them back."""
+    """Keeps state in records on disk. An update reads them into a ring, changes them there and writes them back.
+
+    What `placing` keeps in memory is what it is to a `StateTier`.
+    """
 
     streams = True
 
     def __init__(
-        self, algorithm: Algorithm, state: Any, initial: Sequence[float], exact: Exact | None, disk: Disk
+        self,
+        algorithm: Algorithm,
+        state: Any,
+        initial: Sequence[float],
+        exact: Exact | None,
+        placing: Any,
+        disk: Disk,
     ) -> None:
-        """As `StateTier`. Nothing is written to the state before there is room on disk for all of it."""
-        super().__init__(algorithm, state, initial, exact)
+        """As `StateTier`. Nothing is written to the state on disk before there is room there for all of it."""
+        super().__init__(algorithm, state, initial, exact, placing)
         self._disk = disk
 
     @property
     def ring(self) -> Ring | None:  # type: ignore[override]
         return self._disk.ring if self._disk.is_open else None
-
-    def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
-        self.survey = survey
-        return [i for i in range(len(survey.params)) if not self._knows(i)]
 
     def _knows(self, i: int) -> bool:
         param, layout = self.survey.params[i], self.survey.layouts[i]
@@ -462,6 +467,8 @@ class StateOnDisk(StateTier):
         owner = on_disk_of(entry)
         if self.state.mark.changed:
             return False
+        if id(param) in self.rows:
+            return super()._knows(i)
         if owner is None:
             return not layout.columns and (not layout.counter or (entry is not None and "step" in entry))
         return owner.fits(self._disk, param, layout)
@@ -473,10 +480,14 @@ class StateOnDisk(StateTier):
         for i, entry in zip(new, entries, strict=True):
             seen.append(described(disk, lambda i=i: names_of(groups)[survey.numbers[i]], entry))  # type: ignore[misc]
         check_entries(survey, groups, state, new, seen, self.algorithm.optional)
+        sizes = [(survey.params[i], survey.layouts[i].nbytes_of(survey.params[i])) for i in new]
+        far = [kind == "disk" for kind in self._placing.choose(state, sizes)]
         fresh: list[int] = []
         moving: list[tuple[int, Entry]] = []
-        for i, entry in zip(new, entries, strict=True):
+        for i, entry, gone in zip(new, entries, far, strict=True):
             layout, owner = survey.layouts[i], on_disk_of(entry)
+            if not gone:
+                continue
             if owner is not None and {*layout.columns} <= {*owner.slots}:
                 owner.param, owner.layout = survey.params[i], layout
             elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
@@ -488,6 +499,9 @@ class StateOnDisk(StateTier):
             self._put(moving, move_to_disk(disk, wanted))
         if fresh:
             self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._made(fresh))
+        # last: a disk may be too small, and rows that were made for nothing would not be known for new ones
+        if near := [i for i, gone in zip(new, far, strict=True) if not gone]:
+            self._keep(near)
 
     def _made(self, fresh: Sequence[int]) -> list[Entry]:
         """Makes entries for parameters without state, with room on disk for all of it."""
@@ -499,8 +513,7 @@ class StateOnDisk(StateTier):
             owner.initial = self._initial[survey.owners[i]]
             owner.first = any(slot.key in optional for slot in owner.slots)
             if self._exact is not None and owner.has_master:
-                owner.begin_with(self._exact(survey.params[i]))
-                self._exact(survey.params[i], kept=True)
+                owner.begin_with(self._exact(survey.params[i], kept=True))
         return entries
 
     def _put(self, old: Sequence[tuple[int, Entry]], new: Sequence[Entry]) -> None:
@@ -511,12 +524,10 @@ class StateOnDisk(StateTier):
             self.state[self.survey.params[i]] = {**entry, **others}
 
     def locate(self) -> None:
+        super().locate()
         self._owners = [on_disk_of(self.state.get(param)) for param in self.survey.params]
         if self.state.mark.changed:
             self._disk.sweep(all_on_disk(self.state))
-
-    def in_place(self) -> bool:
-        return True
 
     def check(self) -> None:
         self._disk.check()
@@ -528,6 +539,8 @@ class StateOnDisk(StateTier):
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
+        if (found := self.rows.get(id(survey.params[i]))) is not None:
+            return found
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
@@ -562,10 +575,11 @@ class StateOnDisk(StateTier):
         return ticket
 
     def started(self) -> None:
+        super().started()
         for owner in self._owners:
             if owner is not None:
                 owner.first = False
 
     def nbytes_of(self, param: Tensor) -> int:
         owner = on_disk_of(self.state.get(param))
-        return 0 if owner is None else owner.nbytes
+        return super().nbytes_of(param) if owner is None else owner.nbytes

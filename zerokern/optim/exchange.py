@@ -5,7 +5,7 @@ Everything is checked before anything is replaced, and nothing is cast.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -28,11 +28,12 @@ from zerokern.optim.disk import (
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
+from zerokern.optim.parts import needed_first
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of, params_of
-from zerokern.zero.shard import Shard, plain_shard
+from zerokern.zero.shard import Shard, plain_shard, shards_of
 
 __all__ = ["Column", "Exchange", "take_over"]
 
@@ -80,6 +81,7 @@ def take_over(
     own, loaded, state_dict = shards.localize(groups, merged, state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
+    here.placing.turns = shards.turns
     with torch.no_grad():
         mine = _held(here, entries, filled=filled)
     state = {**{param: entry for (param, _, _), entry in zip(entries, mine, strict=True)}, **others}
@@ -96,14 +98,28 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[E
 
     From the first write on the optimizer is torn until the load has ended.
     """
-    if here.disk is not None:
-        mine = make_room(here.disk, entries, here.held)
-        here.tear()
-        mark_loaded(mine, entries)
-        if filled:
-            write_entries(here.disk, mine, entries)
-        return mine
-    room = here.room if all(param.is_cpu for param, _, _ in entries) else None
+    kinds = here.placing.choose(here.held, [(param, layout.nbytes_of(param)) for param, _, layout in entries])
+    there = [kind == "disk" for kind in kinds]
+    far = [entry for entry, gone in zip(entries, there, strict=True) if gone]
+    near = [entry for entry, gone in zip(entries, there, strict=True) if not gone]
+    stored = [] if here.disk is None else _stored(here, here.disk, far, filled=filled)
+    made = {True: iter(stored), False: iter(_kept(here, near, filled=filled))}
+    return [next(made[gone]) for gone in there]
+
+
+def _stored(here: Holdings, disk: Disk, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
+    """Returns the optimizer's own copies, on disk, of checked entries."""
+    mine = make_room(disk, entries, here.held)
+    here.tear()
+    mark_loaded(mine, entries)
+    if filled:
+        write_entries(disk, mine, entries)
+    return mine
+
+
+def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
+    """Returns the optimizer's own copies, in memory, of checked entries."""
+    room = here.room if not entries or any(param.is_cpu for param, _, _ in entries) else None
     if room is not None or not filled:
         here.tear()
     if here.room is None and not filled:  # what was there goes first, so that there is never twice the state
@@ -264,6 +280,15 @@ class Exchange:
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
         take_over(self._here, self._runner, self.opt.param_groups, state_dict, filled=False)
         self._here.tear()
+
+    def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
+        """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
+        pieces, here = self.pieces(), self._here
+        homes = shards_of(self.params, names_of(self.opt.param_groups), here.shards.shards)
+        order = needed_first([home.piece for home in homes], homes)  # which the load will follow, before any step too
+        here.placing.turns = {id(pieces[number]): turn for turn, number in enumerate(order)}
+        kinds = here.placing.choose(here.held, [(pieces[number], size) for number, size in nbytes.items()])
+        return [number for number, kind in zip(nbytes, kinds, strict=True) if kind == "disk"]
 
     def pieces(self) -> list[Tensor]:
         """Returns what an update changes of each parameter: itself, its piece, or a copy in host memory."""

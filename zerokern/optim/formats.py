@@ -149,6 +149,10 @@ class Layout:
         """The step counter, if there is one."""
         return tuple(slot for slot in self.slots if not slot.column)
 
+    def nbytes_of(self, param: Tensor) -> int:
+        """Returns the bytes of what the update reads and writes of a parameter's state."""
+        return sum(slot.wanted(param).nbytes for slot in self.columns)
+
     @property
     def param_column(self) -> str:
         """The column that points at the parameter itself."""

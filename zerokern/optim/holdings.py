@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostTier
-from zerokern.memory.tier import AnyTier, config_of
+from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
+from zerokern.optim.beside import SplitCompute
 from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
-from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Slot
 from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
-from zerokern.optim.shards import LATE, Shards
+from zerokern.optim.placing import Placing
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
@@ -72,6 +75,17 @@ def _has_company() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _apart(entry: Any) -> Any:
+    """Returns a state entry with copies of its tensors: those read from a disk stay as they are, too.
+
+    `Shards.saved` copies pending values.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    tensors = {key for key, one in entry.items() if isinstance(one, Tensor) and key != PENDING}
+    return {key: one.detach().clone() if key in tensors else one for key, one in entry.items()}
+
+
 @dataclass
 class Bound:
     """Caches what earlier steps learned; all of it can be learned anew from parameters, groups and state."""
@@ -87,14 +101,14 @@ class Holdings:
     `state` is by parameter, as its users see it; `held` by what is updated here.
     """
 
-    def __init__(
-        self, algorithm: Algorithm, tier: AnyTier, schedule: str | Delayed, name: str, group: Any = None
-    ) -> None:
+    def __init__(self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
-        self.room = HostTier(name, TAKES_LESS) if tier != "device" or self.delays else None
-        config = config_of(tier)
+        self.order = TierOrder.of("tier", tier)
+        self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
+        config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
+        self.placing = Placing(self.order, self.room)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host: HostCopies | None = None
@@ -119,6 +133,11 @@ class Holdings:
     @property
     def delays(self) -> bool:
         return isinstance(self.schedule, Delayed)
+
+    @property
+    def rests_on_device(self) -> bool:
+        """Whether all state lies beside the parameters."""
+        return self.order.tiers == ("device",)
 
     @property
     def is_scheduled(self) -> bool:
@@ -148,6 +167,8 @@ class Holdings:
             return
         self.closed, self.state = because, Elsewhere(because)
         self.bound, self.shards, self.host = Bound(), Shards(()), None
+        if self.room is not None:
+            self.room.forget_others(())
         if self.disk is not None:
             self.disk.close(because)
 
@@ -189,17 +210,20 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
-        if self.schedule == "sync" and self.tier == "device":
+        if self.schedule == "sync" and self.rests_on_device:
             return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         if not everyone:
             return False
         there = is_apart(everyone[0])
-        if there and self.tier == "device" and self.schedule != "sync":
+        if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        return self.delays or (there and self.tier != "device")
+        if there and self.delays and "device" in self.order.tiers:
+            do = "An update on the device has nothing to hide behind"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", do))
+        return self.delays or (there and not self.rests_on_device)
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
         """Returns what makes host copies of these parameters, if they are to have some."""
@@ -211,9 +235,19 @@ class Holdings:
         trained = next(param for group in groups for param in group["params"] if param.requires_grad)
         self.host.reach(trained, measured=self.recorder is not None)
         owners = [group for group in groups for _ in group["params"]]
-        if self.disk is not None:
-            return self.host, lambda place, dtype: ()
-        return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype).columns
+
+        self.placing.there, host = is_apart(trained), self.host
+
+        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot] | int]:
+            layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
+            sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
+            kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in host.copies.values()))
+            found: list[Sequence[Slot] | int] = []
+            for kind, layout, nbytes in zip(kinds, layouts, sizes, strict=True):
+                found.append(nbytes if kind == "device" and self.placing.there else layout.columns * (kind != "disk"))
+            return found
+
+        return self.host, columns_of
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
         """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.
@@ -243,7 +277,7 @@ class Holdings:
         """Returns the state as it is saved."""
         binding, made = self.bound.binding, self.held
         if self.disk is not None:
-            made = WatchedState(in_memory(self.disk, made))
+            made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
         elif binding is not None and (shown := binding.shown(made)) is not made:
             made = WatchedState(shown)
         return self.shards.saved(made, self.state)
@@ -265,6 +299,7 @@ class Holdings:
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
         last, witness = self.bound.binding, self.bound.witness
+        self.placing.turns = self.shards.turns
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
         if binding is not None and intact:
@@ -273,15 +308,18 @@ class Holdings:
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
         self.bound.binding = None
+        if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have
+            self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
         initial = [self.algorithm.first_moment(group) for group in groups]
-        exact = partial(self.shards.exact, kept=self.disk is not None)
+        of_state = self.algorithm, self.held, initial, self.shards.exact
         if self.disk is not None:
-            tier: StateTier = StateOnDisk(self.algorithm, self.held, initial, exact, self.disk)
+            tier: StateTier = StateOnDisk(*of_state, self.placing, self.disk)
         else:
-            room = self.room if survey.device is None else None
-            tier = StateTier(self.algorithm, self.held, initial, exact, room)
+            tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        if previous is not None and (tier.streams or not compute.is_like(previous.compute)):
+        if self.placing.there and "device" in self.order.tiers and self.host is not None:
+            compute = SplitCompute(self.host.driver)
+        if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
         self.shards.bound(survey.params, self.state)

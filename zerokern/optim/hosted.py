@@ -31,14 +31,15 @@ from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of
-from zerokern.zero.reducing import GradReady
+from zerokern.zero.reducing import GradReady, Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy"]
 
-ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
-"""Returns which tensors of its state lie beside a parameter's values, by its place and dtype."""
+ColumnsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Sequence[Slot] | int]]
+"""Returns which tensors of its state lie beside the values of each of these (place, parameter); bytes of state: it
+stays on the device, and so does the parameter."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
     "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
@@ -50,11 +51,12 @@ class HostCopy:
     """Holds the host copy of one parameter, of which this rank has `local` beside the compute.
 
     `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
-    are the parameter's own and take no room.
+    are the parameter's own and take no room. `stays`: bytes of state on the device, where this is no copy: the values
+    are the parameter itself, and the gradient is the device's own.
     """
 
     local: Tensor
-    values: nn.Parameter
+    values: Tensor
     grad: Tensor
     shadow: Tensor | None = None
     rest: NextRest | None = None
@@ -65,7 +67,9 @@ class HostCopy:
     free: bool = True  # no update has yet to read the gradient that is here
     last: weakref.ref[Tensor] | None = None  # the gradient that the last step was made of
     loaded: int | None = None  # the fingerprint of `local` when pending values were loaded, until they are published
+    sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
+    stays: int | None = None
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
@@ -133,7 +137,11 @@ class HostCopies:
             self.link = Copies(self.driver)
 
     def take_in(
-        self, local: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
+        self,
+        local: Sequence[Tensor],
+        grad_dtypes: Sequence[torch.dtype],
+        columns_of: ColumnsOf,
+        needed_first: Sequence[int],
     ) -> list[Tensor]:
         """Makes copies; returns what is updated for each parameter: its copy's values, or itself if it is frozen."""
         trained = [i for i, one in enumerate(local) if one.requires_grad]
@@ -142,12 +150,21 @@ class HostCopies:
         if len(places) > 1:
             allowed = "one optimizer for the parameters of each device"
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
-        if new:
-            self._make([(local[i], grad_dtypes[i], columns_of(i, local[i].dtype)) for i in new])
         present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
         gone = [copy for key, copy in self.copies.items() if key not in present]
+        self.room.forget([copy.values for copy in gone])  # before others are placed
+        if new:
+            missing = set(new)
+            asked = [i for i in needed_first if i in missing]
+            columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
+            makes: list[tuple[Tensor, torch.dtype, Sequence[Slot]]] = []
+            for i in new:
+                if isinstance(some := columns[i], int):
+                    self.copies[id(local[i])] = HostCopy(local[i], local[i], local[i], stays=some)
+                else:
+                    makes.append((local[i], grad_dtypes[i], some))
+            self._make(makes)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
-        self.room.forget([copy.values for copy in gone])
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> None:
@@ -189,7 +206,8 @@ class HostCopies:
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
-        changed = [copy for copy in self.copies.values() if self._follows(copy) and copy.is_outdated()]
+        copies = [copy for copy in self.copies.values() if copy.stays is None]
+        changed = [copy for copy in copies if self._follows(copy) and copy.is_outdated()]
         if changed:
             self.follow(changed)
 
@@ -208,6 +226,7 @@ class HostCopies:
 
     def refetch(self, copies: Sequence[HostCopy]) -> None:
         """Copies parameters to their host copies."""
+        copies = [copy for copy in copies if copy.stays is None]
         if not copies:
             return
         for copy in copies:
@@ -251,7 +270,9 @@ class HostCopies:
         if not left_as:
             pairs = [(copy, grad) for copy, grad in pairs if not copy.holds(grad)]
         for place, (copy, grad) in enumerate(pairs):
-            if copy.grad.dtype != grad.dtype:
+            if copy.stays is not None:
+                copy.grad = grad.detach()
+            elif copy.grad.dtype != grad.dtype:
                 self._exchange(copy, grad.dtype)
             copy.fetched = (grad, left_as[place]) if left_as else None
         if self.link is None:
@@ -265,17 +286,20 @@ class HostCopies:
             return None
         if ready is None:
             found = self.measure(pairs)
-        sources, targets = [grad.detach() for _, grad in pairs], [copy.grad for copy, _ in pairs]
+        leave = [(copy, grad) for copy, grad in pairs if copy.stays is None]
+        sources, targets = [grad.detach() for _, grad in leave], [copy.grad for copy, _ in leave]
         # a gradient is checked when it is found; its copy, once
         checked = all(copy.checked for copy, _ in pairs)
         if found is not None:
             sources.append(found.there)
             targets.append(found.here)
+        if not sources:
+            return None
         ticket = self.link.to_host(sources, targets, ready=ready, checked=checked)
         sums = [None] * len(pairs) if found is None else one_by_one(found.later(ticket), len(pairs))
         for (copy, _), one in zip(pairs, sums, strict=True):
             copy.checked = True
-            copy.grad.zk_sumsq = one  # type: ignore[attr-defined]
+            copy.sumsq = one
         return ticket
 
     def measure(self, pairs: Sequence[tuple[HostCopy, Tensor]]) -> MeasuredThere | None:
@@ -299,6 +323,9 @@ class HostCopies:
     def store(self, copies: Sequence[HostCopy], ready: Any) -> Copy | None:
         """Copies updated values to the device, once `ready`; without a device, `publish` does."""
         if self.link is None:
+            return None
+        copies = [copy for copy in copies if copy.stays is None]
+        if not copies:
             return None
         targets = [copy.local.detach() if copy.shadow is None else copy.shadow for copy in copies]
         sources = [copy.values.detach() for copy in copies]
@@ -331,9 +358,11 @@ class HostCopies:
         """Lets gradients of these be overwritten. `updated`: their values are pending now, if updates are delayed."""
         for copy in copies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
-            if self._poisons:
+            if copy.stays is not None:
+                copy.grad = copy.local  # the gradient is the program's
+            elif self._poisons:
                 copy.grad.fill_(torch.nan)
-            copy.grad.zk_sumsq = None  # type: ignore[attr-defined]
+            copy.sumsq = None
             copy.free = True  # last: from now on the next one may be fetched
         self.freed()
 
@@ -347,6 +376,7 @@ class HostCopies:
         if self.delays:
             self.put(self.pending)
             copies, self._put = self._put, []
+        copies = [copy for copy in copies if copy.stays is None]
         torch.autograd.graph.increment_version([copy.local for copy in copies])
         for copy in copies:
             copy.pending, copy.loaded = False, None

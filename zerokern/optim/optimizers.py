@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,8 +23,8 @@ __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
 class Adam(FusedOptimizer):
     """Adam as torch defines it. Parameters and gradients may each be fp32, bf16 or fp16, in host memory or on one GPU.
 
-    On a GPU a step launches kernels and waits for nothing. After one ordinary step it can be captured in a CUDA graph;
-    give `lr` as a tensor on the GPU if it is to change.
+    On a GPU a step launches kernels and waits for nothing. After one ordinary step it can be captured in a CUDA graph,
+    alone or with forward and backward, under `zk.shard` too; give `lr` as a tensor on the GPU if it is to change.
 
     These keywords come on top of torch's:
 
@@ -40,7 +41,9 @@ class Adam(FusedOptimizer):
     tier: where the state is kept. "device": next to the parameters. "cpu": in pinned host memory, where the update runs
         too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
         `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
-        each step, and the bits are the same.
+        each step, and the bits are the same. A list of tiers is filled one after the other, each up to its budget:
+        `["device:8GiB", "cpu:64GiB", zk.Nvme(path)]`. The state of a parameter goes to the first one that has room for
+        all of it, and parameters that a forward needs first choose first. What stays on the device is updated there.
     schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
         parameters come back one by one while the next forward waits only for those it needs. The bits are the same.
         Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
@@ -77,7 +80,7 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        tier: Tier | TierConfig = "device",
+        tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
@@ -117,7 +120,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: Tier | TierConfig = "device",
+        tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
@@ -165,7 +168,7 @@ class Lion(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: Tier | TierConfig = "device",
+        tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
@@ -213,7 +216,7 @@ class Adagrad(FusedOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: Tier | TierConfig = "device",
+        tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: Literal["fp32", "bf16"] = "fp32",
         master_format: MasterFormat | None = None,
@@ -271,7 +274,7 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: Tier | TierConfig = "device",
+        tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
         state_format: Literal["fp32", "bf16"] = "fp32",
         master_format: MasterFormat | None = None,

@@ -23,9 +23,11 @@ from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
+from zerokern.optim.parts import needed_first
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.kinds import is_divided, is_placed, present, shardings_of
 from zerokern.zero.publishing import without_waiting
+from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import Shard, plain_shard, shard_changes, shard_of, shards_of
 from zerokern.zero.tiers import fetched, in_turns
 
@@ -66,7 +68,7 @@ class Shards:
     host memory (`is_hosted`). `state`: by what is updated; `in_place`: it is the optimizer's own, tensor by tensor.
     `stand_alone`: a step is about the parameters themselves, and nobody else's. `shares`: for each the number of the
     sum that its gradient goes into; 0 is what counts here alone. `starts`: the elements of the whole parameters that
-    shards begin with.
+    shards begin with. `turns`: by the id of what is updated, when forwards need it.
     """
 
     def __init__(
@@ -81,7 +83,10 @@ class Shards:
         self.local: list[Tensor] = [shard.piece for shard in self.shards]
         self.is_hosted = host is not None
         self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
-        self.updated = self.local if host is None else self.host.take_in(self.local, self._grad_dtypes(), host[1])
+        order, self.updated = needed_first(self.local, self.shards), self.local
+        if host is not None:
+            self.updated = self.host.take_in(self.local, self._grad_dtypes(), host[1], order)
+        self.turns = {id(self.updated[place]): turn for turn, place in enumerate(order)}
         self.shardings = shardings_of(self.shards)
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
@@ -113,6 +118,7 @@ class Shards:
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
         self._views = AddressRecord([])
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
+        self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
@@ -202,9 +208,10 @@ class Shards:
     def take_copies(self, places: Iterable[int]) -> None:
         """Sets `grads` to the host copies of these gradients, which may still be on their way."""
         self._fetched = list(places)
-        self.grads = [None] * len(self.updated)
+        self.grads, self.sums = [None] * len(self.updated), [None] * len(self.updated)
         for place in self._fetched:
-            self.grads[place] = self.copy(place).grad
+            copy = self.copy(place)
+            self.grads[place], self.sums[place] = copy.grad, copy.sumsq
 
     def copy(self, place: int) -> HostCopy:
         """Returns the host copy of a parameter; raises if it is frozen."""
@@ -232,7 +239,7 @@ class Shards:
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
-        self.grads = []
+        self.grads, self.sums = [], []
         for sharding, factor in self._folds:
             sharding.fold(factor) if undone else sharding.folded(factor)
         self._folds.clear()

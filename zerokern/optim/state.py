@@ -18,6 +18,7 @@ from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
 from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.interrupts import whole
+from zerokern.optim.device import is_apart
 from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided, present, rest_of
@@ -137,17 +138,22 @@ def bring_back(entry: Entry, layout: Layout, param: Tensor, room: HostTier | Non
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
+def room_of(param: Tensor, room: HostTier | None) -> HostTier | None:
+    """Returns where state of this parameter lies in host memory; None: beside the parameter, on its device."""
+    return None if is_apart(param) else room
+
+
 def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None, *, zeroed: bool = True) -> None:
     """Puts a tensor for each slot into its entry: in host memory slots of one key side by side, and counters.
 
     They hold zeros. What is not counters is what `room` has for them; not `zeroed`: with what that held.
     """
     if room is not None:
-        columns = [one for one in wanted if one[2].column]
+        columns = [one for one in wanted if one[2].column and room_of(one[0], room) is not None]
         tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in columns], zeroed=zeroed)
         for (_, entry, slot), tensor in zip(columns, tensors, strict=True):
             entry[slot.key] = tensor
-        wanted = [one for one in wanted if not one[2].column]
+        wanted = [one for one in wanted if not one[2].column or room_of(one[0], room) is None]
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(wanted, key=lambda one: keys.index(one[2].key))
     devices = [_HOST if param.is_cpu or slot.extent == "scalar" else param.device for param, _, slot in order]
@@ -335,13 +341,14 @@ class StateTier:
         state: Any,
         initial: Sequence[float],
         exact: Exact | None = None,
-        room: HostTier | None = None,
+        placing: Any = None,
     ) -> None:
         """`state`: a `WatchedState`, by what is updated. `initial`: what moments begin with, by group. `exact`: values
-        that parameters began with and that were rounded away. `room`: where state lies, if not in memory of its own.
+        that parameters began with and that were rounded away. `placing`: a `Placing`; None for memory of its own.
         """
         self.algorithm, self.state, self._initial = algorithm, state, initial
-        self._exact, self._room = exact, room
+        self._exact, self._placing = exact, placing
+        self._room: HostTier | None = None if placing is None else placing.room
 
     def find(self, survey: Survey, previous: StateTier | None) -> list[int]:
         """Takes over rows of `previous`. Returns the survey's parameters whose state has to be checked."""
@@ -360,6 +367,11 @@ class StateTier:
         """Checks all state of these parameters, then makes what is missing."""
         survey, state, optional = self.survey, self.state, self.algorithm.optional
         check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
+        self._keep(new)
+
+    def _keep(self, new: Sequence[int]) -> None:
+        """Keeps state that has been checked in memory, and makes what is missing."""
+        survey, state, optional = self.survey, self.state, self.algorithm.optional
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
         for i in new:
@@ -369,12 +381,13 @@ class StateTier:
         with torch.no_grad():
             if self._room is not None:  # state that was exchanged between parameters is copied before it is written
                 places = self._room.addresses()
-                for i, entry in zip(new, entries, strict=True):
-                    entry.update(with_own_memory(entry, survey.params[i], places))
+                for param, entry in state.items():  # of all: who has it may be none of those that are updated now
+                    if isinstance(param, Tensor) and isinstance(entry, dict):
+                        entry.update(with_own_memory(entry, param, places))
             make([(param, entry, slot) for _, param, entry, slot in made], self._room)
             self._begin(made)
             for i, entry in zip(new, entries, strict=True):
-                bring_back(entry, survey.layouts[i], survey.params[i], self._room)
+                bring_back(entry, survey.layouts[i], survey.params[i], room_of(survey.params[i], self._room))
         firsts = {i for i, _, _, slot in made if slot.key in optional}
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]
@@ -407,7 +420,7 @@ class StateTier:
 
     def locate(self) -> None:
         """Records where the state is that the update reads and writes."""
-        self._found = [self.rows[id(param)] for param in self.survey.params]
+        self._found = [row for param in self.survey.params if (row := self.rows.get(id(param))) is not None]
         self._whereabouts = AddressRecord([tensor for row in self._found for tensor in row.tensors])
 
     def in_place(self) -> bool:
@@ -423,7 +436,7 @@ class StateTier:
 
     def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
         """Returns the row of a place, whose record is in this cell of the ring while it is updated."""
-        return self._found[i]
+        return self.rows[id(self.survey.params[i])]
 
     def fetch(self, record: Any, cell: Cell, after: Any) -> Any:
         """Starts to fetch a record into the cell; returns a ticket, or None where there is nothing to wait for."""

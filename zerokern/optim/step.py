@@ -23,9 +23,10 @@ from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
 from zerokern.optim.hosted import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
+from zerokern.optim.parts import Part, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.update import ALL, Part, Update, buckets_of, gathers, parts_of
+from zerokern.optim.update import ALL, Update, buckets_of, gathers
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
@@ -205,6 +206,8 @@ class StepRunner:
         prepare(binding)
         for publisher in shards.publishers if lazily else ():
             publisher.prepare()
+        if lazily:
+            self._launch_beside(shards, update)
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
             self._begin(shards, update, taken, lazily=lazily, inline=False)
             if lazily:
@@ -232,6 +235,7 @@ class StepRunner:
                 with self._reported(lambda: any(one.changed for one in ran)):
                     prepare(binding)
                     ran.append(update)
+                    update.launch(shards.host)
                     self._begin(shards, update, taken, lazily=False, inline=True)
                     with here.writing():
                         self._wait_until_made(update)
@@ -245,6 +249,15 @@ class StepRunner:
                 raise
             self.pending = None
             self._publish(shards, update)
+
+    def _launch_beside(self, shards: Shards, update: Update) -> None:
+        """Launches what stays on the device; where that fails, all is over."""
+        try:
+            update.launch(shards.host)
+        except BaseException as error:
+            self.pending = update
+            self._give_up(update, error)
+            raise
 
     def _wait_until_made(self, update: Update) -> None:
         """Does all but gathers and what follows them."""

@@ -28,6 +28,7 @@ from zerokern.zero.shard import shard_of
 
 Groups = Sequence[dict[str, Any]]
 Grads = Sequence[Tensor | None]
+Sums = Sequence[Sumsq]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
 
 _grad_of = operator.attrgetter("grad")
@@ -91,10 +92,14 @@ class Survey:
         grads: Grads | None = None,
         shares: Sequence[int] = (),
         starts: Sequence[int] = (),
+        sums: Sums = (),
+        *,
+        hosted: bool = False,
     ) -> None:
         """`grads`: by parameter of the groups, else those that parameters have. `shares`: for each parameter, the
         number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
-        begins.
+        begins. `sums`: for each, that of its gradient's squares, where a device has measured it. `hosted`: the update
+        is decided in host memory, and some of the parameters may be on a device.
         """
         self.all_params = params_of(groups)
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -108,8 +113,8 @@ class Survey:
         self._idle_numbers = [number for number, has in enumerate(active) if not has]
         self.firsts = list(compress(starts, active)) if starts else [0] * len(self.params)
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
-        _refuse(groups, self.numbers, self.params, dense_grads)
-        home = self.params[0].device if self.params else None
+        _refuse(groups, self.numbers, self.params, dense_grads, hosted=hosted)
+        home = self.params[0].device if self.params and not hosted else None
         self.device = home if home is not None and device.serves(home) else None  # None: host memory
         self.param_pointers = list(map(_pointer_of, self.params))
         checks.overlap(lambda i: names_of(groups)[self.numbers[i]], self.params, self.param_pointers)
@@ -138,13 +143,12 @@ class Survey:
         # whether gradients may have been measured where they were reduced; a device measures its own
         of_pieces = bool(starts) and self.device is None
         self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
-        self._are_copies = of_pieces and any(hasattr(grad, "zk_sumsq") for grad in dense_grads)  # of a device's
-        self._note_gradients(dense_grads)
+        self._note_gradients(dense_grads, sums)
 
-    def pointers(self, groups: Groups, given: Grads | None = None) -> array[int] | None:
+    def pointers(self, groups: Groups, given: Grads | None = None, sums: Sums = ()) -> array[int] | None:
         """Returns the gradients' addresses; None if anything but addresses and values has changed since the survey.
 
-        `given`: gradients by parameter, else those that parameters have.
+        `given`: gradients by parameter, else those that parameters have. `sums`: of their squares, as for the survey.
         """
         if not same_objects(list(chain.from_iterable([group["params"] for group in groups])), self.all_params):
             return None
@@ -163,20 +167,19 @@ class Survey:
             return None
         if self.rests or self._squares is not None or self.device is not None:
             grads = list(map(_grad_of, self.params)) if grads is None else grads
-            self._note_gradients(grads)
+            self._note_gradients(grads, sums)
             return found if self.device is None or self._are_there(grads, found) else None
         return found
 
-    def _note_gradients(self, grads: Sequence[Tensor]) -> None:
+    def _note_gradients(self, grads: Sequence[Tensor], sums: Sums) -> None:
         """Records what is known of the present gradients, for later questions on any thread.
 
         `gradient_rests`: where they are while nobody uses them.
         """
         unknown: list[Any] = [None] * len(self.params)
         self._known: Sequence[Sumsq] = unknown if self._squares is None else self._squares.of(grads)
-        if self._are_copies:
-            known = zip(self._known, grads, strict=True)
-            self._known = [getattr(grad, "zk_sumsq", None) if one is None else one for one, grad in known]
+        if sums:
+            self._known = [sums[at] if one is None else one for at, one in zip(self.numbers, self._known, strict=True)]
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
 
     def _are_there(self, grads: Sequence[Tensor], pointers: array[int]) -> bool:
@@ -263,19 +266,21 @@ def _layouts(groups: Groups, layout_of: LayoutOf, owners: Sequence[int], params:
     return [known[pair] for pair in pairs]
 
 
-def _refuse(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _refuse(
+    groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor], *, hosted: bool
+) -> None:
     shapes_agree = all(map(operator.eq, map(_shape_of, params), map(_shape_of, grads)))
     if (
         shapes_agree
         and _plain(params)
         and _plain(grads)
-        and _together(params, grads)
+        and (_together(params, grads) or (hosted and list(map(_device_of, params)) == list(map(_device_of, grads))))
         and not any(map(_is_inference, params))
     ):
         return
     names = names_of(groups)
     for number, param, grad in zip(numbers, params, grads, strict=True):
-        checks.parameter(names[number], param, names[numbers[0]], params[0].device)
+        checks.parameter(names[number], param, names[numbers[0]], param.device if hosted else params[0].device)
         checks.gradient(names[number], param, grad)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
+from zerokern.optim.parts import Part
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.zero.partition import shards_parameters, shards_state
-from zerokern.zero.shard import Shard
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zerokern.optim.hosted import HostCopies, HostCopy
     from zerokern.optim.shards import Shards
 
-__all__ = ["ALL", "Part", "Update", "buckets_of", "gathers", "parts_of"]
+__all__ = ["ALL", "Update", "buckets_of", "gathers"]
 
 ALL = "all"  # the name of the one part of an update that is made at once
 
@@ -30,56 +30,6 @@ _EDITED = (
 )
 Actions = Iterator[tuple[tuple[str, str], Callable[[], Any]]]
 Tickets = Mapping[str, Any]
-
-
-LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
-
-
-class Part(NamedTuple):
-    """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
-
-    `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is.
-    """
-
-    name: str
-    members: Sequence[int]
-    sharding: Any = None
-    bucket: int = -1
-
-
-def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
-    """Returns the parts in the order in which forwards need them: plain parameters in theirs, then buckets in theirs.
-
-    >>> import torch
-    >>> from zerokern.zero.shard import shards_of
-    >>> some = [torch.empty(3 << 20), torch.ones(1), torch.ones(2)]
-    >>> [part.members for part in parts_of(some, shards_of(some, "abc"))]
-    [(0,), (1, 2)]
-    """
-    parts: list[Part] = []
-    members: list[int] = []
-    nbytes = 0
-    buckets: dict[tuple[int, int], list[int]] = {}
-    shardings: dict[int, Any] = {}
-    for place, (piece, home) in enumerate(zip(pieces, homes, strict=True)):
-        if home.sharding is not None and home.sharding.publisher is not None:
-            if home.gradients is not None:
-                shardings[id(home.sharding)] = home.sharding
-                buckets.setdefault((id(home.sharding), home.gradients.number), []).append(place)
-            continue
-        members.append(place)
-        nbytes += piece.nbytes
-        if nbytes >= LEAST_NBYTES:
-            parts.append(Part(f"parameters {members[0]} to {members[-1]}", tuple(members)))
-            members, nbytes = [], 0
-    if members:
-        parts.append(Part(f"parameters {members[0]} to {members[-1]}", tuple(members)))
-    for number, sharding in enumerate(shardings.values()):
-        prefix = f"model {number} " if len(shardings) > 1 else ""
-        for bucket in sorted(key[1] for key in buckets if key[0] == id(sharding)):
-            name = f"{prefix}bucket {bucket}"
-            parts.append(Part(name, tuple(buckets[id(sharding), bucket]), sharding, bucket))
-    return parts
 
 
 def gathers(part: Part) -> bool:
@@ -102,6 +52,7 @@ class Update:
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
+        self._launched: Any = None  # a ticket for what stays on the device
 
     def count(self) -> None:
         """Counts it as made, once."""
@@ -125,6 +76,13 @@ class Update:
     def outcome(self) -> Outcome:
         """What it has left behind if it goes no further: torn is what was broken off with something written."""
         return TORN if self.counted is None or (self.changed and not self.made) else WHOLE
+
+    def launch(self, host: HostCopies) -> None:
+        """Launches the update of what stays on the device; what the program does next comes after it."""
+        scale = self.decision.scale
+        if scale is not None:
+            self.binding.launch(scale)
+        self._launched = host.here()
 
     def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
         """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
@@ -156,6 +114,8 @@ class Update:
             part.sharding.publisher.gather(part.bucket).wait()
             return None
         with driver.aside("publish"):  # not behind all that the program has launched
+            if self._launched is not None:
+                self._launched.gate()
             return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
 
     def publish(self) -> None:
@@ -254,13 +214,13 @@ class _DeviceCollective:
 def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: Any) -> Span:
     survey = binding.survey
     taken = [row for member in part.members if (row := rows.get(member)) is not None]
-    numels = [survey.numels[row] for row in taken]
+    moved = [row for row in taken if not binding.compute.stays(survey.params[row])]
     return Span.of(
         part.name,
-        sum(numels),
-        grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
-        param_nbytes=sum(survey.params[row].nbytes for row in taken),
-        state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in taken),
+        sum(survey.numels[row] for row in moved),
+        grad_nbytes=sum(survey.numels[row] * survey.grad_dtypes[row].itemsize for row in moved),
+        param_nbytes=sum(survey.params[row].nbytes for row in moved),
+        state_nbytes=sum(binding.tier.nbytes_of(survey.params[row]) for row in moved),
         own_master=survey.layouts[taken[0]].master_format != "fp32",
         **others,
         **_sent(part),

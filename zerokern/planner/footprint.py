@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from zerokern.core.errors import got
 from zerokern.core.units import BUFFERS, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Arrangement, Recipe, short
+from zerokern.planner.recipe import Arrangement, Recipe, StateRole, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "lanes_to", "with_recipe",
+    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling_memory", "lanes_to",
+    "staying_numel", "with_recipe",
 ]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
@@ -33,6 +34,7 @@ LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "wri
 """in the order of a table"""
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
+_GB = 10**9
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
 
@@ -54,6 +56,15 @@ class Move:
     role: str
     lane: str
     nbytes: int
+
+
+class StatePiece(NamedTuple):
+    """A piece of a parameter, with the tensors of its state and their bytes."""
+
+    tier: str
+    numel: int
+    dtype: str
+    tensors: tuple[tuple[StateRole, int], ...]
 
 
 class HeldMemory:
@@ -163,14 +174,18 @@ class Footprint(HeldMemory):
         """
         recipe = self.recipe
         has_copies = recipe.has_host_copies(self.settings.device)
-        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu"):
+        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
             return 0
         from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        in_memory = pieces if recipe.tier != "nvme" or not has_copies else []
+        if self.placed:
+            pieces = [(one.numel, one.dtype) for one in self.placed if one.tier != "device"]
+            in_memory = [(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
         state = [  # parameter by parameter: moments, then what makes the parameter exact
             tensor
-            for numel, dtype in pieces
+            for numel, dtype in in_memory
             for role in sorted(recipe.state_of(dtype), key=lambda role: role.role in ("master", "remainder"))
             for tensor in role.tensors(numel)
         ]
@@ -178,8 +193,26 @@ class Footprint(HeldMemory):
         if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
             nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
             nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
-            state = [] if recipe.tier == "nvme" else sorted(state, key=lambda tensor: tensor[0])
+            state = sorted(state, key=lambda tensor: tensor[0])
         return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
+
+    @cached_property
+    def placed(self) -> list[StatePiece]:
+        """The tier of each piece of the state, in the order in which forwards need them, where `tier=` has budgets."""
+        recipe = self.recipe
+        if not recipe.budgets:
+            return []
+        from zerokern.memory.order import place  # its package needs torch, other plans do not
+
+        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        tensors = [
+            [(role, nbytes) for role in recipe.state_of(dtype) for _, nbytes in role.tensors(numel)]
+            for numel, dtype in pieces
+        ]
+        tiers, budgets = zip(*recipe.budgets, (recipe.tier, None), strict=True)
+        places = place([sum(nbytes for _, nbytes in some) for some in tensors], budgets)
+        rows = zip(places, pieces, tensors, strict=True)
+        return [StatePiece(tiers[number], numel, dtype, tuple(some)) for number, (numel, dtype), some in rows]
 
     @cached_property
     def program(self) -> StepProgram:
@@ -240,6 +273,11 @@ class Footprint(HeldMemory):
         return max((move.nbytes for move in self.moves if move.role == "checkpoints"), default=0)
 
     @property
+    def _of_host(self) -> int:
+        """Bytes of host memory; of a CPU's, the device's are."""
+        return self.tiers.get("cpu", 0) + (self.total if self.settings.device == "cpu" else 0)
+
+    @property
     def missing(self) -> dict[str, int]:
         """Bytes that a rank lacks, by memory; empty if everything fits.
 
@@ -248,9 +286,7 @@ class Footprint(HeldMemory):
         """
         found = {name: self.total - most for name, most in self.device_memory.items()}
         names = {"cpu": "host memory", "nvme": "disk"}
-        held = dict(self.tiers)
-        if self.settings.device == "cpu":  # whose memory is the host's
-            held["cpu"] = held.get("cpu", 0) + self.total
+        held = {**self.tiers, "cpu": self._of_host}
         found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
 
@@ -321,6 +357,29 @@ class Footprint(HeldMemory):
         return found
 
 
+def staying_numel(run: Footprint, dtype: str | None = None) -> int:
+    """Returns the elements of parameters that are updated on the device, beside an update in host memory.
+
+    >>> staying_numel(zk.plan("1B", tier=["device:1GB", "cpu"]))
+    100000000
+    """
+    kept = [one for one in run.placed if one.tier == "device" and run.settings.device != "cpu"]
+    return sum(one.numel for one in kept if dtype in (None, one.dtype))
+
+
+def filling_memory(run: _F) -> _F:
+    """Returns the same run with as much state in host memory as there is room for, in whole GB, before the disk.
+
+    >>> run = filling_memory(zk.plan("8B", tier="nvme", host_memory="80GB"))
+    >>> run.recipe.budgets, run.tiers["nvme"] // 10**9, zk.plan("8B", tier="nvme").tiers["nvme"] // 10**9
+    ((('cpu', 47000000000),), 33, 80)
+    """
+    most = run.budget.get("cpu")
+    if run.recipe.tier != "nvme" or most is None or (left := (most - run._of_host) // _GB * _GB) <= 0:
+        return run
+    return replace(run, recipe=replace(run.recipe, budgets=(("cpu", left),)))
+
+
 def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
     """Returns the same run with another recipe, whose gradients wait on disk only if they must."""
     return replace(run, recipe=recipe, stage=stage, settings=replace(run.settings, spills=False)).spilling()
@@ -341,6 +400,7 @@ def _states(run: Footprint) -> Iterator[Holding]:
     has_copies = recipe.has_host_copies(settings.device)
     for kind in trained if has_copies else ():
         wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
+        numel -= staying_numel(run, kind.dtype)
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
         yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
     # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
@@ -355,6 +415,10 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
         for state in run.recipe.state_of(kind.dtype):
             nbytes = state.nbytes(*kind.updated(shards_state(run.stage)))
             yield Holding(state.role, state.format, run.recipe.tier, nbytes)
+    for one in run.placed:
+        for role, nbytes in one.tensors if one.tier != run.recipe.tier else ():
+            yield Holding(role.role, role.format, run.recipe.tier, -nbytes)
+            yield Holding(role.role, role.format, one.tier, nbytes)
 
 
 def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
@@ -456,11 +520,11 @@ def _moves(run: Footprint) -> Iterator[Move]:
         yield from _moves_at_rest(run)
     elif recipe.has_host_copies(settings.device) and settings.device != "cpu":
         for kind in trained:
-            numel, _ = kind.updated(shards_state(run.stage))
+            numel = kind.updated(shards_state(run.stage))[0] - staying_numel(run, kind.dtype)
             yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
             yield Move("parameters", "up", numel * kind.itemsize)
     if recipe.tier == "nvme":
-        for state in _optimizer_state(run):
+        for state in (state for state in _optimizer_state(run) if state.tier == "nvme"):
             yield from (Move(state.role, lane, state.nbytes) for lane in ("read", "write"))
     shape = run.subject.activated
     if shape is not None:

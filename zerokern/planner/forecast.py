@@ -11,7 +11,7 @@ from typing import Any
 from zerokern.core.errors import got
 from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.footprint import Footprint, lanes_to
+from zerokern.planner.footprint import Footprint, lanes_to, staying_numel
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state
@@ -370,6 +370,9 @@ class StepShape:
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = plan.kept // self.passes
+        self.there = list(self._there(staying_numel(plan)))
+        of_memory = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
+        self.in_memory = list(self._in_memory(of_memory))
 
     def _stays(self, last: int) -> Iterator[int]:
         """Yields, for each part from the last on, the bytes that stay from forward to backward: those of the last unit
@@ -378,6 +381,21 @@ class StepShape:
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
             last -= min(last, nbytes)
+
+    def _in_memory(self, left: float) -> Iterator[float]:
+        """Yields, for each part, the bytes of its state that never leave host memory: the first parts have them."""
+        for part, there in zip(self.parts, self.there, strict=True):
+            state = (part.own_numel - there) * self.plan.recipe.state_nbytes(part.dtype)
+            nbytes = min(left, state) if part.trainable else 0.0
+            left -= nbytes
+            yield nbytes
+
+    def _there(self, left: int) -> Iterator[int]:
+        """Yields, for each part, the elements that stay on the device: those of the first parts."""
+        for part in self.parts:
+            numel = min(left, part.own_numel) if part.trainable else 0
+            left -= numel
+            yield numel
 
     def spans(self, tokens: int) -> list[Span]:
         """Returns the spans. Gradients leave in the last micro-batch, whose backward begins with the compute of earlier
@@ -412,13 +430,18 @@ class StepShape:
         left = part.numel / settings.world if shards_state(stage) else part.numel
         reduced += 2 * left * wire * (settings.replicate - 1) / settings.replicate * reductions
         gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
+        there = self.there[number]
+        moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype)
+        own_master = recipe.master_of(part.dtype) != "fp32"
+        each = wire + (2 if own_master else 1) * itemsize(part.dtype) + 2 * state
         return Span.of(
             f"{number}",
-            part.own_numel,
-            grad_nbytes=part.own_numel * wire,
-            param_nbytes=part.own_numel * itemsize(part.dtype),
-            state_nbytes=part.own_numel * recipe.state_nbytes(part.dtype),
-            own_master=recipe.master_of(part.dtype) != "fp32",
+            moved,
+            grad_nbytes=moved * wire,
+            param_nbytes=moved * itemsize(part.dtype),
+            state_nbytes=moved * state,
+            own_master=own_master,
+            there_nbytes=round(there * each),
             forward_flops=compute,
             fetched=crosses,
             stored=crosses and not part.rests,
@@ -436,7 +459,9 @@ class StepShape:
         recipe, settings = self.plan.recipe, self.plan.settings
         found: dict[str, Any] = {}
         if part.trainable and recipe.tier == "nvme":
-            found["record_nbytes"] = round(part.own_numel * recipe.state_nbytes(part.dtype))
+            found["record_nbytes"] = round(
+                (part.own_numel - self.there[number]) * recipe.state_nbytes(part.dtype) - self.in_memory[number]
+            )
         if part.rests:
             found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
             found["fetch_lanes"] = lanes_to(recipe.param_tier, settings.device)

@@ -144,7 +144,7 @@ class _Tally:
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     here = opt.holdings if isinstance(opt, FusedOptimizer) else None
     host = None if here is None else here.shards.host
-    for copy in [] if host is None else host.copies.values():
+    for copy in [] if host is None else [copy for copy in host.copies.values() if copy.stays is None]:
         tally.add("host parameters", copy.values.detach())
         tally.add("host gradients", copy.grad)
         if copy.shadow is not None:

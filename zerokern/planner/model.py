@@ -220,8 +220,10 @@ class ModelSpec:
             self._divided[key] = Buckets(sizes, key[0] and bool(self.units))
         return self._divided[key]
 
-    def pieces(self, stage: int, world: int, bucket_bytes: int) -> list[tuple[int, str]]:
+    def pieces(self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False) -> list[tuple[int, str]]:
         """Returns the elements that rank 0 updates of each trained parameter, with its dtype, in the optimizer's order.
+
+        `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.
 
         >>> from zerokern.planner.recipe import Recipe
         >>> model_spec(1000, Recipe(), None).pieces(2, 4, 1 << 20)
@@ -229,7 +231,8 @@ class ModelSpec:
         """
         if not self.members:
             (bucket,) = self.buckets(stage, world, bucket_bytes).sizes
-            return [(bucket.updated(shards_state(stage))[0], bucket.dtype)]
+            numel, parts = bucket.updated(shards_state(stage))[0], bucket.count if needed_first else 1
+            return [(numel * (n + 1) // parts - numel * n // parts, bucket.dtype) for n in range(parts)]
         order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
         if not shards_state(stage):
             return [(self.members[place].numel, self.members[place].dtype) for place in order]
@@ -238,7 +241,11 @@ class ModelSpec:
             for bucket in self._partition(shards_parameters(stage), world, bucket_bytes)
             for piece in bucket.pieces(0)
         }
-        return [(own[place], self.members[place].dtype) for place in order if place in own]
+        trained = set(order)
+        order = (
+            [place for place in own if place in trained] if needed_first else [place for place in order if place in own]
+        )
+        return [(own[place], self.members[place].dtype) for place in order]
 
     def _partition(self, in_units: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         from zerokern.zero.partition import Member, partition

@@ -13,7 +13,7 @@ from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import RING_NBYTES
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
-from zerokern.planner.footprint import Footprint, with_recipe
+from zerokern.planner.footprint import Footprint, filling_memory, with_recipe
 from zerokern.planner.forecast import USUAL, Forecast, forecast
 from zerokern.planner.model import model_spec
 from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
@@ -314,7 +314,7 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
             schedule="sync" if tier == "device" else "overlap",
         )
         for stage in (3,) if param_tier != "device" else (0, 1, 2, 3) if plan.ranks > 1 else (0,):
-            yield with_recipe(plan, here.on(plan.settings.device, stage), stage)
+            yield filling_memory(with_recipe(plan, here.on(plan.settings.device, stage), stage))
 
 
 def _fewer_activations(plan: Plan) -> Plan | None:
@@ -459,7 +459,8 @@ def _code(plan: Plan) -> str:
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
-    options = places[recipe.tier] + (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
+    options = f", tier={table.tier_said(recipe, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""

@@ -78,6 +78,8 @@ class Recipe:
     param_ring_nbytes: int = 0
     keep: str | None = None
     keep_ring_nbytes: int = 0
+    budgets: tuple[tuple[str, int], ...] = ()
+    """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left"""
 
     @classmethod
     def of(
@@ -112,9 +114,11 @@ class Recipe:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
-        state, params = _tier("tier", tier), _tier("param_tier", param_tier)
+        state, budgets = _tiers("tier", tier)
+        params = _tier("param_tier", param_tier)
         kept = (None, 0) if keep is None else _tier("keep", keep)
-        return cls(name, param, reduce, state_format, master_format, *state, check_schedule(schedule), *params, *kept)
+        places = *state, check_schedule(schedule), *params, *kept
+        return replace(cls(name, param, reduce, state_format, master_format, *places), budgets=budgets)
 
     @property
     def rests(self) -> bool:
@@ -139,7 +143,7 @@ class Recipe:
         rings = [RING_NBYTES * (place == "nvme") for place in (tier, param_tier, keep)]
         names = ("ring_nbytes", "param_ring_nbytes", "keep_ring_nbytes")
         rings_by_name: dict[str, Any] = dict(zip(names, rings, strict=True))
-        return replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
+        return replace(self, tier=tier, param_tier=param_tier, keep=keep, budgets=(), **rings_by_name)
 
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
@@ -147,6 +151,10 @@ class Recipe:
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
             here = replace(here, keep="device") if self.keep == "cpu" else here
+            if self.budgets:
+                budget = sum(budget for _, budget in self.budgets)
+                on_disk = self.tier == "nvme"
+                here = replace(here, budgets=(("cpu", budget),)) if on_disk else replace(here, tier="cpu", budgets=())
         if not here.rests:
             return here
         if not shards_parameters(stage):
@@ -165,6 +173,9 @@ class Recipe:
             advice = "The update of state on the device has nothing to hide behind"
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
+        if device != "cpu" and self.delays and any(tier == "device" for tier, _ in self.budgets):
+            advice = "An update on the device has nothing to hide behind"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", advice))
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
     def state_nbytes(self, dtype: str) -> float:
@@ -338,6 +349,16 @@ def short(dtype: str) -> str:
 
 def _state_formats(optimizer: str) -> tuple[str, ...]:
     return tuple(name for name in STATE_FORMATS if name != "int8" or optimizer not in _WITHOUT_INT8)
+
+
+def _tiers(argument: str, tier: Any) -> tuple[tuple[str, int], tuple[tuple[str, int], ...]]:
+    """Returns the last of several tiers, as `_tier` does, and the others with their budgets."""
+    if not isinstance(tier, list | tuple):
+        return _tier(argument, tier), ()
+    from zerokern.memory.order import read_order  # its package needs torch, other plans do not
+
+    named = read_order(argument, tier, _tier)
+    return named[-1][0], tuple((name, budget) for (name, _), budget in named[:-1] if budget is not None)
 
 
 def _tier(argument: str, tier: Any) -> tuple[str, int]:

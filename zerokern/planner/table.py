@@ -7,13 +7,13 @@ from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import LANES, STATES, WORKING, Footprint, HeldMemory, Holding, lanes_to
-from zerokern.planner.recipe import OPTIMIZERS, short
+from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters
 
 __all__ = [
-    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "settings", "stage_page", "title",
-    "worlds_page",
+    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "settings", "stage_page",
+    "tier_said", "title", "worlds_page",
 ]  # fmt: skip
 
 NAMES = {
@@ -136,7 +136,8 @@ def settings(plan: Footprint) -> str:
         words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
         master = recipe.master_of(dtype)
         words += [] if master == "own" else [f'master_format="{master}"']
-        words += [] if recipe.tier == "device" else [f"state {TIERS[recipe.tier]}"]
+        before = [f"{TIERS[tier]} up to {gigabytes(budget)} GB, then" for tier, budget in recipe.budgets]
+        words += [] if recipe.tier == "device" else [" ".join(["state", *before, TIERS[recipe.tier]])]
     words += [f"parameters at rest {TIERS[recipe.param_tier]}"] if recipe.rests else []
     if recipe.optimizer != "none":
         words += [] if recipe.schedule == "sync" else [f"schedule={recipe.schedule!r}"]
@@ -358,11 +359,25 @@ def _placement(plan: Footprint) -> str:
     'param_tier="cpu", tier="nvme"'
     """
     recipe = plan.recipe
-    words = [f'param_tier="{recipe.param_tier}"', f'tier="{recipe.tier}"']
+    words = [f'param_tier="{recipe.param_tier}"', f"tier={tier_said(recipe)}"]
     words += [f'keep="{recipe.keep}"'] if recipe.keep else []
     words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
     words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
     return ", ".join(words)
+
+
+def tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
+    """Returns what `tier=` is given.
+
+    >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]).recipe)
+    '["cpu:1GB", "nvme"]'
+    """
+    words = [
+        f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"'
+        for tier, budget in recipe.budgets
+    ]
+    words.append(disk if recipe.tier == "nvme" else f'"{recipe.tier}"')
+    return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
 
 
 def lacks(plan: Footprint) -> str:
@@ -468,6 +483,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "state_format": recipe.state_format,
         "master_format": None if recipe.optimizer == "none" else recipe.master_of(dtype),
         "tier": recipe.tier,
+        "budgets": dict(recipe.budgets),
         "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
         "device_memory": dict(plan.device_memory),
         "param_tier": recipe.param_tier,

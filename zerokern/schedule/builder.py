@@ -99,6 +99,8 @@ class ProgramBuilder:
         back."""
         if not span.is_updated:
             return list(after)
+        if span.there_nbytes:
+            self.add("Step", f"{span.name} on the device", "device", [NORM], span.there_nbytes)
         after = [*after, *AWAY] if self.on_disk else list(after)
         written = span.written_nbytes
         after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)

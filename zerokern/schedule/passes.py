@@ -7,7 +7,7 @@ unit computes, for the code that runs a pass; `step_of` yields a whole step, for
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,8 +85,10 @@ def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Prefetch | None 
                 if coming:
                     whole.remove(unit)
                     yield "Release", unit
-        yield ("Forward" if verb == "Forward" else "Reduce"), ROOT
+        if verb == "Forward":
+            yield verb, ROOT
     yield from (("Release", unit) for unit in sorted(whole))
+    yield "Reduce", ROOT
 
 
 class _Unit(Protocol):
@@ -108,23 +110,28 @@ class UnitOrder:
         self._order: list[int] = []
         self._at = 0
         self._known = -1
+        self._left = False  # whether the ranks have left the recorded order in this pass
 
     def begin(self) -> None:
-        self._at = 0
+        self._at, self._left = 0, False
 
-    def use(self, unit: _Unit) -> bool:
-        """Records that this unit is next. Returns whether that is new; raises if another rank does something else."""
+    def use(self, unit: _Unit, also: Callable[[], str] = str, *, leaves: bool = False) -> None:
+        """Records that this unit is next; raises if another rank does something else.
+
+        `also` is asked where it is new: what the ranks must agree on besides. `leaves`: from here on the order is
+        another one, though this unit is next in both.
+        """
         number, key = unit.number, self.of(unit)
         if self._at and self._order[self._at - 1] == number:
-            return False  # it is still this unit's turn
-        follows = self._order[self._at : self._at + 1] == [number]
+            return  # it is still this unit's turn
+        follows = not leaves and self._order[self._at : self._at + 1] == [number]
         if follows:
             self._ranks.follow(key)
         else:
-            self._ranks.agree(key)
+            self._left = True
+            self._ranks.agree(key + also())
             self._order[self._at :] = [number]
         self._at += 1
-        return not follows
 
     def of(self, unit: _Unit) -> str:
         """Returns the key by which ranks agree on a unit's turn in this pass."""
@@ -133,6 +140,29 @@ class UnitOrder:
     def coming(self, count: int | None = None) -> list[int]:
         """Returns the next `count` units, or all that follow, if the order stays as it was."""
         return self._order[self._at : None if count is None else self._at + count]
+
+    def used(self) -> list[int]:
+        """Returns the units that have had a turn in this pass, the last one first."""
+        return list(dict.fromkeys(reversed(self._order[: self._at])))
+
+    @property
+    def left(self) -> bool:
+        """Whether the ranks have left the recorded order in this pass: what comes is not known."""
+        return self._left
+
+    def at_last_turn_of(self, number: int) -> bool:
+        """Returns whether it is this unit's turn, and the recorded order has no other one to come.
+
+        That of the root is beside those of other units: it may come behind one whose output is the root's too.
+        """
+        at = self._at - (self._order[self._at - 1 : self._at] == [ROOT])
+        return not self._left and self._order[at - 1 : at] == [number] and number not in self._order[at:]
+
+    def forget_rest(self) -> None:
+        """Ends a pass that went no further: what else was recorded does not come again. A pass without turns says
+        nothing."""
+        if self._at:
+            del self._order[self._at :]
 
     def end(self) -> None:
         """Ends a pass: from now on the order is known."""

@@ -126,7 +126,8 @@ def resident(
     builder.compute(
         spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _is_gathered_once(spans[place]) else updated]
     )
-    nbytes, numel = sum(span.step_nbytes for span in spans), sum(span.numel for span in spans)
+    nbytes = sum(span.step_nbytes + span.there_nbytes for span in spans)
+    numel = sum(span.numel for span in spans)
     ready = [reduced(span) for span in spans]
     there = builder.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
     last = builder.add("Step", "all", lane, there or ready, nbytes, numel)

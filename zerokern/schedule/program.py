@@ -98,6 +98,8 @@ class Span:
     """how they come back"""
     measured: bool = False
     """squares of gradients are summed where they were reduced, so the norm does not read them on the host"""
+    there_nbytes: int = 0
+    """what the update of parameters that stay on the device moves through its memory"""
 
     @property
     def measured_nbytes(self) -> int:

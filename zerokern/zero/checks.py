@@ -221,15 +221,6 @@ def thawed(name: str) -> NoReturn:
     )
 
 
-def frozen_here(names: Sequence[str]) -> NoReturn:
-    """Another rank has gradients of parameters that are frozen on this one."""
-    raise StateError(
-        f"{', '.join(map(repr, names[:3]))}: frozen on this rank, and another one had a gradient of it in an earlier "
-        "backward pass, so steps since then have updated a part of it; freeze and thaw parameters on all ranks alike, "
-        "and load a checkpoint to go on"
-    )
-
-
 def unreduced(names: Sequence[str]) -> NoReturn:
     """Gradients that no other rank knows of, in a step."""
     listed = ", ".join(map(repr, names[:3]))

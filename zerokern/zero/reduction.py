@@ -1,19 +1,21 @@
 """Reduces gradient buckets during a backward pass, in one order on all ranks.
 
 A bucket is launched when all its gradients have arrived, and those before it in the order have been launched. The order
-is that in which rank 0's buckets became complete in its first pass. Buffers are a constant number: a launch waits for
-the reduction that holds the one it needs.
+is that in which rank 0's buckets became complete in its first pass; at stage 3, where ranks that wait for a reduction
+keep the others from gathering, that of the units' turns, and what has not arrived by then is left out. Buffers are a
+constant number: a launch waits for the reduction that holds the one it needs.
 """
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +23,10 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
-from zerokern.kernels.triton.upload import read_back, upload
+from zerokern.kernels.triton.backend import capturing
+from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import TensorBodies
-from zerokern.memory.staging import Ticket, stream_ticket
-from zerokern.zero import checks, hooks
+from zerokern.zero import hooks
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.units import RankGroups
@@ -35,16 +37,30 @@ BACKWARD = "a backward pass"
 _times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
-UNREAD = 8  # passes whose answers may wait to be read
+_FIRST_IN_GRAPH = (
+    "the first backward pass of a sharded model cannot go into a CUDA graph: ranks agree in it on the order of "
+    "buckets, which the host waits for; train at least one whole step before the capture begins"
+)
+_OTHERS_IN_GRAPH = (
+    "a backward pass that is captured brought other gradients than those before it, and which of them other ranks have "
+    "the host would wait for: a CUDA graph has no room for that; before the capture begins, train one step in which "
+    "gradients come to the same parameters, on all ranks"
+)
+_SUMS_IN_GRAPH = (
+    "passes under no_sync() were made outside of a CUDA graph, and this one goes into it, or the other way round: the "
+    "buffers that they add up in come and go; capture all micro-batches of a step, or none"
+)
 
 
-class _Answer(NamedTuple):
-    """What ranks said of the gradients of one pass; the host has not looked at it."""
+class Turns(Protocol):
+    """The turns of units in backward passes, which all ranks agree on."""
 
-    there: Ticket
-    marks: Tensor
-    frozen: Mapping[int, int]  # places in the model of parameters that are frozen here, by their places in the marks
-    group: Any
+    @property
+    def takes_turns(self) -> bool: ...
+
+    def is_over_next(self, number: int) -> bool: ...
+
+    def collect_rest(self) -> None: ...
 
 
 class Reduction:
@@ -63,20 +79,29 @@ class Reduction:
         self.active = False
         self.passes = 0  # that have reduced
         self._task = -1
+        self._in_graph = False  # whether the pass goes into a CUDA graph
         self._order = list(reversed(range(len(buckets))))
+        # at stage 3 units decide; of each the buckets, in the order in which they are launched
+        self.turns: Turns | None = None
+        self._by_unit = False
+        self._of_unit: dict[int, list[int]] = {}
+        for number in self._order:
+            self._of_unit.setdefault(buckets[number].memory.bucket.unit, []).append(number)
+        self._queue: deque[int] = deque()  # of buckets that are launched next, each once it is complete
+        self._queued: set[int] = set()  # in this pass
         self._ends = list(accumulate(len(one.entries) for one in buckets))
         self._params = TensorBodies([param for one in buckets for param in one.params])
         self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
         self._lands_in_params = all(one.lands_in_params for one in buckets)
         self._trained: Sequence[int] = []  # whether parameters were, when the pass began
-        self._answers: deque[_Answer] = deque()  # of passes on a device that did not need them
+        self._said: dict[tuple[int, bytes], bytearray] = {}  # by ranks and what arrived here: what all ranks said last
+        self._frozen: dict[int, list[str]] = {}  # names of those that were frozen in the last pass, by part
         self._shows_none = False  # whether parameters had no `.grad` when the pass began
         self._shown: tuple[list[int], array[int]] = [], array("Q")  # how often each bucket made what it shows; these
         # those whose order is one: where several groups reduce, all ranks that any of them has
         self._everyone = parts[0].hearing if len(parts) == 1 else parts[0].everyone
         self._learns_order = self._everyone.size > 1
         self._completed: dict[int, None] = {}  # in the order in which they became complete
-        self._next = 0
         self._outstanding: deque[tuple[GradientBucket, Handle]] = deque()
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
@@ -86,6 +111,7 @@ class Reduction:
             bucket.receive = partial(hooks.weakly(self.received), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
+        self._read_in_graphs: list[float | Tensor] = []  # factors that replays read
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -106,11 +132,12 @@ class Reduction:
         """Called for a gradient in `.grad` that the inbox does not note by itself: the first, the last, a large one."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
-        at_once = not bucket.waits[place] or hooks.is_within_pass()
+        soon = self._may_be_launched(bucket)  # else a buffer would be taken for the rest of the pass
+        at_once = (soon and not bucket.waits[place]) or hooks.is_within_pass()
         if at_once and not bucket.opened:
             self._open(bucket)
         bucket.take_arrived(place, at_once=at_once)
-        if bucket.is_full:
+        if bucket.is_full and soon:
             self._complete(bucket)
 
     def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -133,7 +160,7 @@ class Reduction:
         self.joins_backward()
         bucket.absent.add(place)
         bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
-        if bucket.is_full:
+        if bucket.is_full and self._may_be_launched(bucket):
             self._complete(bucket)
 
     def _broken(self, task: int) -> None:
@@ -165,18 +192,33 @@ class Reduction:
             )
         for part in self._parts:
             part.group.wait_for_publications()
-        self._check_frozen()
+        in_graph = capturing(self.group.device)
+        if in_graph is not self._in_graph and any(bucket.local for bucket in self.buckets):
+            raise StateError(_SUMS_IN_GRAPH)
+        self._in_graph = in_graph
+        takes_turns = self.turns is not None and self.turns.takes_turns
+        if in_graph and self._learns_order and not (takes_turns and self.passes):
+            raise StateError(_FIRST_IN_GRAPH)
+        with without_waiting():
+            self._shows_none = self._params.have_gradients()
+        if self._shows_none and not any(bucket.exposed for bucket in self.buckets):
+            self.factor = self.applied = 1.0  # of gradients that were dropped
+        elif self._in_graph:
+            self._read_in_graphs += [self.factor, self.applied]  # which steps before it may have left
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied
             first.refuse_mixed(place, scaled=isinstance(factor, Tensor) or factor != 1.0)
         self.settle()
         self.active, self._task = True, hooks.current_pass()
-        self._next = 0
+        self._by_unit = self.turns is not None and self.turns.takes_turns
+        self._queue.clear()
+        self._queued.clear()
         self._completed.clear()
+        if not self._by_unit:
+            self._line_up(self._order)
         with without_waiting():  # what is asked here of parameters are no values
             self._trained = trained = self._params.trained()
-            self._shows_none = self._params.have_gradients()
             trains = trained if self._lands_in_params else self._leaves.trained()
             for bucket, end in zip(self.buckets, self._ends, strict=True):
                 some = slice(end - len(bucket.entries), end)
@@ -220,14 +262,28 @@ class Reduction:
             for bucket in buckets:
                 self._complete(bucket)
 
+    def _may_be_launched(self, bucket: GradientBucket) -> bool:
+        """Whether a bucket goes when it is full: at stage 3 where ranks that lack a gradient of it send it too, before
+        they wait for others. Else these would wait for its buffer, and it for their part of the next unit."""
+        if not self._by_unit:
+            return True
+        assert self.turns is not None
+        return self.turns.is_over_next(bucket.memory.bucket.unit)
+
     def _complete(self, bucket: GradientBucket) -> None:
         number = bucket.number
         if number in self._completed:
             return
         self._completed[number] = None
-        while self._next < len(self._order) and self._order[self._next] in self._completed:
-            self._launch(self.buckets[self._order[self._next]])
-            self._next += 1
+        if number not in self._queued:
+            self._line_up(self._of_unit[bucket.memory.bucket.unit])
+        while self._queue and self._queue[0] in self._completed:
+            self._launch(self.buckets[self._queue.popleft()])
+
+    def _line_up(self, numbers: Sequence[int]) -> None:
+        new = [number for number in numbers if number not in self._queued]
+        self._queue.extend(new)
+        self._queued.update(new)
 
     def _open(self, bucket: GradientBucket) -> None:
         """Gives a bucket a buffer."""
@@ -312,7 +368,11 @@ class Reduction:
 
     def _finish(self) -> None:
         """Ends the pass: reduces what is left, and shows gradients where any rank had one."""
-        for number in self._order:
+        if self._by_unit:
+            assert self.turns is not None
+            self.turns.collect_rest()
+        self._line_up(self._order)
+        for number in list(self._queue):
             self._complete(self.buckets[number])
         with without_waiting():
             if not (self._shows_none and self._params.have_gradients() and self._leaves.have_gradients()):
@@ -339,7 +399,7 @@ class Reduction:
                 if self.synchronizes:
                     bucket.held.update(places)
         self.passes += self.synchronizes
-        if self._learns_order and self.synchronizes:
+        if self._learns_order and self.synchronizes and not self._by_unit:
             self._learn_order()
         self._reset()
         for bucket, places in zip(self.buckets, given, strict=True) if self.synchronizes else ():
@@ -347,37 +407,47 @@ class Reduction:
 
     def _heard(self, marks: bytearray) -> bytearray:
         """Returns the marks of all ranks that have the bucket."""
-        numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.entries]
+        places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.entries))]
         for number, part in enumerate(self._parts):
-            mine = [place for place, one in enumerate(numbers) if one == number]
+            mine = [at for at, (bucket, _) in enumerate(places) if bucket.bucket.ranks == number]
             if part.hearing.size > 1 and mine:
-                frozen = {at: place for at, place in enumerate(mine) if not (marks[place] or self._trained[place])}
-                found = self._agreed(part, bytearray(marks[place] for place in mine), frozen)
+                lacks = [at for at in mine if not marks[at]]
+                frozen = [places[at][0].entries[places[at][1]].name for at in lacks if not self._trained[at]]
+                asks = any(self._trained[at] and not _shows_anyway(*places[at]) for at in lacks)
+                given = bytearray(marks[at] for at in mine)
+                if not capturing(self.group.device):
+                    found = self._said[number, bytes(given)] = self._agreed(part, given, frozen, asks=asks)
+                elif (said := self._said.get((number, bytes(given)))) is not None:
+                    found = said  # a replay asks nobody
+                else:
+                    self.abandon()  # what was launched is joined, as a capture demands
+                    raise StateError(_OTHERS_IN_GRAPH)
                 for place, mark in zip(mine, found, strict=True):
                     marks[place] = mark
         return marks
 
-    def _agreed(self, part: RankGroups, marks: bytearray, frozen: Mapping[int, int]) -> bytearray:
-        """Returns what arrived of each parameter on any rank; on a device only ranks that lack something wait.
+    def _agreed(self, part: RankGroups, marks: bytearray, frozen: Sequence[str], *, asks: bool) -> bytearray:
+        """Returns what arrived of each parameter on any rank; on a device only ranks that ask wait for it.
 
-        `.grad` of a trained parameter says whether any rank had one, so the host needs the answer. Parameters that are
-        `frozen` here show none: ranks freeze alike, and whether they do is read later, when it costs nothing.
+        `.grad` of a trained parameter that shows nothing says whether any rank had one. Those that are `frozen` here
+        show none; that all ranks freeze the same is agreed on, without the device, when another set of them is.
         """
-        hearing, after_launch = part.hearing, AFTER_LAUNCH in marks
-        known = not self._on_host and marks.count(ARRIVED) + len(frozen) == len(marks)
+        hearing, late = part.hearing, AFTER_LAUNCH in marks
         if not self._on_host:  # where some do not wait for what the others say, all must say the same of this
-            hearing.agree("late gradients") if after_launch else hearing.follow("no late gradients")
+            said = ["late gradients"] if late else []
+            if frozen != self._frozen.get(id(part), []):
+                told = f"{', '.join(frozen[:3]) or 'none'}; crc {zlib.crc32(' '.join(frozen).encode()):08x}"
+                alike = "parameters frozen on this rank, as they must be on all ranks alike"
+                said.append(f"{len(frozen)} {alike} ({told})")
+            hearing.agree("; ".join(said)) if said else hearing.follow("no late gradients, and none frozen or thawed")
+            self._frozen[id(part)] = list(frozen)
         there = self._marks_there(marks)
         with during(BACKWARD, of="which gradients there are"):
             hearing.follow(BACKWARD)
             handle = hearing.all_reduce(there, "max")
-            if not known:
+            if self._on_host or late or asks:
                 handle.wait()
                 return bytearray(there.tolist()[: len(marks)])
-            if frozen:
-                handle.wait()  # on a device the stream waits, and the host goes on
-                copied = read_back(there)
-                self._answers.append(_Answer(stream_ticket(there.device), copied, frozen, part.group))
         return marks
 
     def _marks_there(self, marks: bytearray) -> Tensor:
@@ -388,21 +458,6 @@ class Reduction:
         if marks.count(ARRIVED) == len(marks):
             return torch.ones(len(words), dtype=torch.uint8, device=self.group.device)
         return upload(torch.frombuffer(words, dtype=torch.uint8), self.group.device)
-
-    def _check_frozen(self) -> None:
-        """Refuses gradients that other ranks had, in an earlier pass, of parameters that are frozen here."""
-        while self._answers and (len(self._answers) > UNREAD or self._answers[0].there.done()):
-            answer = self._answers.popleft()
-            answer.there.wait()
-            marks = answer.marks.tolist()
-            there = [place for at, place in answer.frozen.items() if marks[at]]
-            if there:
-                names = [entry.name for bucket in self.buckets for entry in bucket.entries]
-                try:
-                    checks.frozen_here([names[place] for place in there])
-                except StateError as error:
-                    answer.group.fail(str(error))
-                    raise
 
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
@@ -417,6 +472,8 @@ class Reduction:
     def abandon(self) -> None:
         """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
         if self.active:
+            if self._in_graph and not capturing(self.group.device):
+                self._outstanding.clear()  # they went with the graph
             while self._outstanding:
                 self._wait_for_oldest()
             for bucket in self.buckets:
@@ -436,6 +493,11 @@ def _of_a_step(factor: float | Tensor) -> float | Tensor:
     if isinstance(factor, Tensor):
         return torch.nan_to_num(factor, nan=1.0)
     return factor if factor == factor else 1.0
+
+
+def _shows_anyway(bucket: GradientBucket, place: int) -> bool:
+    """Whether `.grad` shows what is reduced, as an earlier pass left it, also if no rank had one in this pass."""
+    return place in bucket.held and not bucket.shards[place].has_hooks
 
 
 def _marks(bucket: GradientBucket) -> bytearray:

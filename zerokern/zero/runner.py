@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, during
 from zerokern.core.errors import StateError
+from zerokern.kernels.triton.backend import capturing
 from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
@@ -28,6 +29,12 @@ from zerokern.zero.sharded_ops import GET_DATA, leaves
 from zerokern.zero.unit import GATHERING, WHOLE, Unit
 
 __all__ = ["UnitRunner"]
+
+_PART_IN_GRAPH = (
+    "{called} is captured in a CUDA graph without the forward of the whole model, or a backward pass without the "
+    "forward that it belongs to: at stage 3 the memory of a unit's full parameters comes and goes, and a graph would "
+    "read what is no more there; capture whole steps, or shard at stage 2, where parameters have fixed addresses"
+)
 
 
 class UnitRunner:
@@ -40,6 +47,13 @@ class UnitRunner:
         self.keeps = False  # whether what is whole stays so from pass to pass
         self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
         self._task = -1
+        self._in_graph = False  # whether the pass goes into a CUDA graph
+        modules = {unit.module for unit in units}
+        # units whose gradients may come until the pass ends: those that enclose others, and those of which something
+        # is used outside of their modules, in the last pass and, once ranks have agreed on it, in this one
+        self._enclosing = {unit.number for unit in units if unit is self.root or len(unit.modules & modules) > 1}
+        self._outside: set[int] = set()
+        self._collected: set[int] = set()  # in this pass
         self._nbytes = [unit.nbytes for unit in units]
         sharded = [(unit, memory) for unit in units for memory in unit.sharded]
         self._moves = bool(sharded)  # on one rank parameters stay where they are
@@ -79,7 +93,21 @@ class UnitRunner:
         self.keep_writes()
         if not in_backward() and not self._all_materialized():
             self._end_pass()
+            self._in_graph = self._is_captured()
             self.forward.begin()
+
+    def _is_captured(self) -> bool:
+        return self._moves and capturing(self.group.device)
+
+    def _refuse_part_in_graph(self, unit: Unit, *, outside: bool = False) -> None:
+        """Refuses what a graph would read or leave behind; what is whole otherwise is gathered once more."""
+        captured = self._is_captured()
+        if captured is self._in_graph:
+            return
+        if in_backward() or (captured and not outside):
+            raise StateError(_PART_IN_GRAPH.format(called=unit.called))
+        self._end_pass()
+        self._in_graph = captured
 
     def reshard_all(self) -> None:
         """Reshard all units, and wait until their shards may be written."""
@@ -96,7 +124,7 @@ class UnitRunner:
         self.keeps = keeps
 
     def _end_pass(self) -> None:
-        if not self.keeps:
+        if not self.keeps or self._is_captured() is not self._in_graph:  # a graph has memory of its own
             self.reshard_all()
             return
         for unit in self._active_units():
@@ -111,12 +139,14 @@ class UnitRunner:
         if unit.all_materialized and (unit is not self.root or self._all_materialized()):
             unit.bypassed += 1
             return
+        self._refuse_part_in_graph(unit)
         unit.computing += 1
         if not in_backward():
             self._take_turn(unit, self.forward)
         else:  # a forward that is repeated for its activations: its order is the backward's
             self.join_backward()
-            if not unit.is_whole:
+            # one that was kept whole for this turn takes it, or the order would be another one in every other pass
+            if not unit.is_whole or self.backward.coming(1) == [unit.number]:
                 self._take_turn(unit, self.backward)
             elif unit.state is not WHOLE:
                 unit.unshard()  # it computes once more
@@ -152,11 +182,19 @@ class UnitRunner:
         goes_back = order is self.backward and unit is not self.root
         if self.keeps and order is self.backward and unit.is_whole:  # nothing is to be gathered
             return
-        if goes_back:
-            self._collect_done(unit)  # before the others are waited for: they may wait for these
+        over = self._over(unit) if goes_back and not order.left else []
+        more_comes = any(one.pending for one in over)  # of one that has had all of the turns on record
+        self._collect([one for one in over if not one.pending])  # first: others may wait for these
         with during(order.of(unit)):
-            if order.use(unit) and goes_back:
-                self._collect_done(unit)  # those that were to come again
+            over = []
+
+            def what_else() -> str:
+                if goes_back and not unit.computing:  # or it repeats a forward, within which others go back again
+                    over.extend(self._over(unit))
+                return f", when nothing more comes of {', '.join(one.called for one in over)}" if over else ""
+
+            order.use(unit, what_else, leaves=more_comes)
+            self._collect(over)
             done = [one.number for one in self._done(unit)] if goes_back else []
             coming = order.coming(self.ahead.depth)
             for verb, number in moves_before(unit.number, coming, self._active, done, self._nbytes, self.ahead):
@@ -185,16 +223,16 @@ class UnitRunner:
             return
         unit.register_sharded()
         outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
-        recorded = bool(outputs)
+        recorded, forward = bool(outputs), _Forward()
         if recorded:
-            unit.pending += 1
+            unit.pending.add(forward)
         if unit is self.root:
             if not recorded:
                 self._end_pass()
             self.forward.end()
         elif not self.keeps and not unit.outside and not (recorded and self.forward.last(unit.number)):
             unit.reshard()
-        begins = partial(hooks.weakly(self.before_backward, hooks.refuse_gradients), unit, [-1])
+        begins = partial(hooks.weakly(self.before_backward, hooks.refuse_gradients), unit, forward)
         for output in outputs:
             hooks.when_gradient_is_there(output, begins)
 
@@ -204,15 +242,17 @@ class UnitRunner:
         if task != self._task:
             self._task = task
             self.backward.begin()
+            self._collected.clear()
+            self._agree_on_uses_outside()
             hooks.at_end_of_backward(self.end_backward)
 
-    def before_backward(self, unit: Unit, begun: list[int]) -> None:
-        """Unshard a unit: the gradient of an output is there. `begun`: the pass in which that of another came first."""
+    def before_backward(self, unit: Unit, forward: _Forward) -> None:
+        """Unshard a unit: the gradient of an output of this forward is there."""
         task = hooks.current_pass()
-        if task == begun[0]:
+        if task == forward.begun:
             return
-        begun[0] = task
-        unit.pending -= 1
+        forward.begun = task
+        unit.pending.discard(forward)
         self._begin_backward(unit)
         unit.register_full()  # for forwards within it that are repeated for their activations
 
@@ -227,6 +267,7 @@ class UnitRunner:
             self._begin_backward(unit)
 
     def _begin_backward(self, unit: Unit) -> None:
+        self._refuse_part_in_graph(unit)
         self.join_backward()
         unit.began = self._task
         self._kept.discard(unit.number)
@@ -238,16 +279,61 @@ class UnitRunner:
         others = (one for one in active if one is not unit and one is not self.root)
         return [one for one in others if not (one.encloses(unit) or one.outside or one.computing)]
 
-    def _collect_done(self, unit: Unit) -> None:
-        """Not while this one repeats a forward for its activations: gradients of theirs may be still to come."""
-        for other in self._done(unit) if not unit.computing else ():
-            over = other.state in (GATHERING, WHOLE) and other.began == self._task and other.pending <= 0
-            if over and other.number not in self.backward.coming():
-                other.wait_for_unshard()  # one gathered ahead is whole already on a rank where its memory was kept
-                other.collect()
+    def _agree_on_uses_outside(self) -> None:
+        """Agrees with all ranks on the units that were used outside of their modules: these are reduced last."""
+        outside = {unit.number for unit in self._active_units() if unit.outside}
+        if not self._moves or outside == self._outside:
+            self.group.follow("a backward pass")
+            return
+        named = ", ".join(self.units[number].called for number in sorted(outside)) or "none"
+        self.group.agree(f"a backward pass, after uses outside of their modules of {named}")
+        self._outside = outside
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether backward passes go through the units in an order that all ranks agree on."""
+        return self._moves and not self.keeps
+
+    def is_over_next(self, number: int) -> bool:
+        """Whether all ranks reduce this unit's gradients when the next unit's turn comes, whatever has arrived."""
+        ends_late = number in self._enclosing or number in self._outside
+        return not ends_late and not self.units[number].pending and self.backward.at_last_turn_of(number)
+
+    def collect_rest(self) -> None:
+        """Reduces what is left of the gradients of units that have had a turn in this pass, which is over."""
+        rest = [number for number in self.backward.used() if number not in self._collected]
+        self._collect([self.units[number] for number in rest if number != self.root.number])
+
+    def _over(self, unit: Unit) -> list[Unit]:
+        """Units of which no more gradients come once it is this one's turn, the last one first.
+
+        By what all ranks know alike, the recorded order. Where they leave it each goes by its own forwards, and they
+        agree on what comes of that: what they reduce, and in which order, must be the same.
+        """
+        left, found = self.backward.left, []
+        coming = [] if left else self.backward.coming()
+        for number in self.backward.used():
+            other = self.units[number]
+            if other is unit or number in coming or number in self._outside or number in self._collected:
+                continue
+            if other is self.root or other.encloses(unit):
+                continue
+            if not left or (other.began == self._task and not other.pending):
+                found.append(other)
+        return found
+
+    def _collect(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._collected.add(unit.number)
+            if unit.state in (GATHERING, WHOLE):
+                unit.wait_for_unshard()  # one gathered ahead is whole already on a rank where its memory was kept
+                unit.collect()
+            else:
+                unit.reduce()  # it was released meanwhile, while another one repeated its forward
 
     def use_outside(self, unit: Unit) -> None:
         """Make a unit whole until the pass ends: a parameter of it is used outside of its modules."""
+        self._refuse_part_in_graph(unit, outside=True)
         unit.outside = True
         if in_backward():
             self.join_backward()
@@ -294,8 +380,15 @@ class UnitRunner:
     def end_backward(self) -> None:
         """Reshard what is still whole."""
         for unit in self.units:
-            unit.pending = 0
+            unit.pending.clear()
+        self.backward.forget_rest()
         self._end_pass()
+
+
+class _Forward:
+    """A forward of a unit whose outputs autograd may go back from: it lives as long as they do."""
+
+    begun = -1  # the pass in which the gradient of an output came first
 
 
 def _reading(runner: weakref.ref[UnitRunner], unit: Unit) -> Callable[[], None]:

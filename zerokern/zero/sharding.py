@@ -209,6 +209,8 @@ class Sharding:
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 made.append(Unit(number, unit, memories, self._owners, hooks.weakly(self._reduce)))
             self.runner = UnitRunner(made, self.group)
+            if not self.group.everyone.alone:
+                self.reduction.turns = self.runner
             self.publisher.keep_writes = hooks.weakly(self.runner.keep_writes)
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
                 kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in made)
@@ -231,6 +233,8 @@ class Sharding:
         return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
 
     def _reduce(self, unit: Unit) -> None:
+        if not self.reduction.active and self.in_pass():  # nothing has come yet on this rank
+            self.reduction.joins_backward()
         self.reduction.flush(self._buckets_of[unit.number])
 
     def _before_root(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

@@ -75,7 +75,7 @@ class Unit:
         self.state = SHARDED
         self.active: set[int] = set()  # numbers of units, of all of the model, that `reshard` does something for
         self.nbytes = sum(memory.nbytes for memory in memories)
-        self._module, self._modules = id(spec.module), {id(module) for module in spec.module.modules()}
+        self.module, self.modules = id(spec.module), {id(module) for module in spec.module.modules()}
         self.entries = [entry for memory in memories for entry in memory.entries]
         self._params = [entry.param for entry in self.entries]
         self._fulls = [entry.full for entry in self.entries if entry.full is not None]
@@ -83,9 +83,10 @@ class Unit:
         self._places = [(*place, param, full) for full, param in pairs for place in registrations[id(param)]]
         self._place_params = [param for _, _, param, _ in self._places]
         self.sharded = [memory for memory in memories if memory.sharded]
-        # what the runner notes: forwards that are running, those whose backward has not begun, the pass in which a
-        # backward last did, and whether others use the parameters, outside of the unit's modules, in this pass
-        self.computing, self.pending, self.began, self.outside = 0, 0, -1, False
+        # what the runner notes: forwards that are running, those whose backward has not begun, as long as it may, the
+        # pass in which one last did, and whether others use the parameters, outside of the unit's modules, in this pass
+        self.computing, self.began, self.outside = 0, -1, False
+        self.pending: weakref.WeakSet[Any] = weakref.WeakSet()
         self.materialized = 0  # parameters that zk.gathered holds in full: they need no gathering
         self.bypassed = 0  # forwards that are running with nothing but these
         self.wait_for_update: Callable[[], None] = _nothing  # returns once the shards are those of the last step
@@ -103,7 +104,7 @@ class Unit:
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies within this one's."""
-        return other._module in self._modules
+        return other.module in self.modules
 
     @property
     def is_sharded(self) -> bool:
@@ -166,6 +167,10 @@ class Unit:
         """Reduce the gradients, for the unit's backward is over: WHOLE -> REDUCING."""
         self._check("collect")
         self.state = REDUCING
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Reduce what has arrived of the gradients, wherever the parameters are."""
         self._reduce(self)
 
     def reshard(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from zerokern.kernels.checks import BucketSpan
 from zerokern.kernels.cuda.loader import kernel, placed
 from zerokern.kernels.cuda.rows import NAMES, LaunchRows, parameters, parts_of, scratch
+from zerokern.kernels.triton.upload import table_for
 
 __all__ = ["FLATTEN_THREADS", "BucketLaunches"]
 
@@ -121,11 +122,11 @@ class BucketLaunches:
     ) -> None:
         from zerokern.kernels.triton.bucket import BucketTable
 
-        if group.dtype not in self._tables:
-            chosen = [members[i] for i in group.which]
-            self._tables[group.dtype] = BucketTable(self._device, chosen, self._dtype)
+        chosen = [members[i] for i in group.which]
+        make = functools.partial(BucketTable, self._device, chosen, self._dtype)
+        table = table_for(self._tables, group.dtype, self._device, make)
         part = None if stats is None else torch.empty_like(stats)
-        self._tables[group.dtype].run(into, [addresses[i] for i in group.which], bucket, scale, factor, part)
+        table.run(into, [addresses[i] for i in group.which], bucket, scale, factor, part)
         if stats is not None and part is not None:
             stats[0] += part[0]
             stats[1] = stats[0].isfinite().logical_not()

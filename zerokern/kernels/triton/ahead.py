@@ -31,8 +31,8 @@ from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 __all__ = [
-    "ARCHITECTURES", "FAST_FLOAT64", "MODULES", "Promises", "by_integers", "compile_job", "is_for", "jobs", "make_job",
-    "plain", "promised",
+    "ARCHITECTURES", "FAST_FLOAT64", "MODULES", "Promises", "compile_job", "float64_is_scarce", "is_for", "jobs",
+    "make_job", "plain", "promised",
 ]  # fmt: skip
 
 ARCHITECTURES = (80, 90, 100, 103, 120)
@@ -46,8 +46,9 @@ _DTYPE = "tl."
 
 
 @constexpr_function
-def by_integers():
-    """Whether the GPU that a kernel is compiled for has few float64 units, so that `wide` adds in integers.
+def float64_is_scarce():
+    """Whether the GPU that a kernel is compiled for has few float64 units, so that `wide` adds in integers and `pairs`
+    leaves little of a rule to them.
 
     Interpreted kernels have numpy's.
     """
@@ -64,7 +65,8 @@ class Promises:
     count is of no interest. ``exact``: no approximate division, root or reciprocal. ``wide``: there are 128-bit loads
     and stores from and to global memory. ``shared``: at most so many bytes of shared memory; 0 where no value changes
     threads. ``float64``: at most so many float64 instructions where these are scarce, none of them for each element;
-    None where that is not so.
+    None where that is not so. ``seldom``: that is counted on the way to each store that passes fewest, as there is one
+    that few elements take.
     """
 
     registers: int
@@ -74,6 +76,7 @@ class Promises:
     shared: int = 0
     spilled: int = 0
     float64: int | None = 0
+    seldom: bool = False
 
 
 def make_job(

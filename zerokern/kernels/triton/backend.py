@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
-RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 INSTALL = "pip install 'zerokern[cuda]'"
 INSTEAD = "impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
 
@@ -60,7 +60,7 @@ def capturing(device: torch.device) -> bool:
     >>> capturing(torch.device("cpu"))
     False
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
@@ -68,31 +68,30 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Lets this thread query events, wait for them and pin memory while another thread captures a CUDA graph.
+    """Lets this thread ask CUDA what captures forbid: whether an event has passed, or for pinned memory.
 
-    In the mode "global", torch's default, each of these calls breaks off the capture, whichever thread makes it, unless
-    that thread is in the mode "relaxed". torch has no call for it; its own allocators exchange the mode likewise.
+    A capture in torch's default mode, "global", is broken off where any thread asks that. torch has a guard for it in
+    C++ alone. Of an event that was itself recorded in a capture nobody can ask.
 
     >>> with beside_captures(): pass
     """
-    driver = _driver()
-    before = ctypes.c_int(RELAXED)
-    exchanged = driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(before)) == 0
+    exchange, mode = _exchange_mode(), ctypes.c_int(_RELAXED)
+    exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
     try:
         yield
     finally:
-        if exchanged:
-            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(before))
+        if exchange is not None and exchanged:
+            exchange(ctypes.byref(mode))  # it holds the mode from before
 
 
 @functools.cache
-def _driver() -> Any:
-    """Returns CUDA's driver, of which the runtime's calls might create a context; None where there is none."""
+def _exchange_mode() -> Callable[[Any], int] | None:
+    """The driver's function that sets this thread's mode and returns the one before in its place."""
     if torch.version.cuda is None:
         return None
     try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver, or one from before CUDA 10.1
         return None
 
 

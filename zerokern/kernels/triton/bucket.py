@@ -1,4 +1,8 @@
-"""The launches that move a list of tensors into a bucket or out of it: tables made once, pointers refreshed."""
+"""The launches that move a list of tensors into a bucket or out of it: tables made once, addresses sent anew.
+
+Addresses go up as distances from the first one, which is an argument: a list that moves as a whole, as any does that
+has one tensor, sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.flatten import move_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
 from zerokern.kernels.triton.strided import move_strided, strided_rows
-from zerokern.kernels.triton.upload import refresh, tile_map, upload
+from zerokern.kernels.triton.upload import Sent, tile_map, upload
 
 __all__ = ["BucketTable"]
 
@@ -27,11 +31,10 @@ class _Launch(NamedTuple):
 
 
 class BucketTable:
-    """Tables on the device for a list of tensors; a run uploads the addresses if they are not those of the last run.
+    """Tables on the device for a list of tensors; a run uploads their distances if they are not those of the last run.
 
     One launch for each dtype of contiguous tensors, then one for each dtype of the others. Launches of one table share
-    scratch memory: runs must be ordered, as those on one stream are. What is made in a capture of a CUDA graph is that
-    capture's, and is not run outside of it.
+    scratch memory: runs must be ordered, as those on one stream are.
 
     >>> device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     >>> x, bucket = torch.tensor([1.0, 2.0], device=device), torch.zeros(3, device=device)
@@ -52,8 +55,7 @@ class BucketTable:
             torch.empty(most, dtype=torch.float64, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
-        self._addresses: list[int] | None = None
-        self._pointers: Tensor | None = None
+        self._distances = Sent(device)
 
     def run(
         self,
@@ -65,7 +67,8 @@ class BucketTable:
         stats: Tensor | None = None,
     ) -> None:
         """Moves all of them, `into` the bucket or out of it, times `scale` and times what `factor` holds."""
-        pointers = self._sent(addresses)
+        first = addresses[0] if addresses else 0
+        distances = self._distances.of(array("q", [address - first for address in addresses]))
         if stats is not None and not self._launches:
             stats.zero_()
         partials, counter = (None, None) if stats is None else self._scratch
@@ -76,24 +79,15 @@ class BucketTable:
                 "num_warps": NUM_WARPS,
                 "enable_fp_fusion": False,
             }
-            first = (bucket, stats, partials, counter, launch.tiles, pointers)
+            begin = (bucket, stats, partials, counter, launch.tiles, distances, first)
             last = (scale, factor, int(number > 0))
             grid = (len(launch.tiles),)
             if launch.rows is not None:
-                move_strided[grid](*first, launch.rows, *last, IN=into, **common)
+                move_strided[grid](*begin, launch.rows, *last, IN=into, **common)
             else:
                 wider = max(launch.dtype.itemsize, self._dtype.itemsize)
                 shape = {"VEC": 16 // wider, "WIDTH": row_width(wider)}
-                move_rows[grid](*first, self._offsets, self._numels, *last, IN=into, **shape, **common)
-
-    def _sent(self, addresses: list[int]) -> Tensor:
-        """Returns the addresses on the device."""
-        if self._pointers is None:
-            self._pointers = upload(array("Q", addresses), self._device)
-        elif addresses != self._addresses:
-            refresh(self._pointers, array("Q", addresses))
-        self._addresses = addresses
-        return self._pointers
+                move_rows[grid](*begin, self._offsets, self._numels, *last, IN=into, **shape, **common)
 
 
 def _contiguous(members: Sequence[BucketSpan], dtype: torch.dtype, device: torch.device) -> list[_Launch]:

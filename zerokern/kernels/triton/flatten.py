@@ -32,19 +32,19 @@ REGISTERS = 104
 
 
 @triton.jit(
-    do_not_specialize=["scale", "follows"],
+    do_not_specialize=["first", "scale", "follows"],
     do_not_specialize_on_alignment=["bucket", "stats", "offsets", "numels", "factor"],
 )
 def move_rows(
-    bucket, stats, partials, counter, tiles, pointers, offsets, numels, scale, factor, follows,
+    bucket, stats, partials, counter, tiles, distances, first: tl.int64, offsets, numels, scale, factor, follows,
     TYPE: tl.constexpr, IN: tl.constexpr, VEC: tl.constexpr, WIDTH: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """Program i moves tile `tiles[i]` = (row, tile within the row) ; IN: of the tensors at `pointers` to their
-    offsets in the bucket, else from there to them."""
+    """Program i moves tile `tiles[i]` = (row, tile within the row) ; IN: of the tensors at `first` + their `distances`
+    to their offsets in the bucket, else from there to them."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(tiles + 2 * program).to(tl.int64)
     base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (TILE_ROWS * WIDTH)
-    tensor = tl.load(pointers + row).to(tl.pointer_type(TYPE))
+    tensor = (first + tl.load(distances + row)).to(tl.pointer_type(TYPE))
     span = bucket + tl.load(offsets + row)
     left = tl.minimum(tl.load(numels + row) - base, TILE_ROWS * WIDTH).to(tl.int32)
     if factor is not None:
@@ -76,8 +76,8 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
 def _job(into: bool, tensor: torch.dtype, bucket: torch.dtype, stats: bool, factor: bool) -> dict[str, Any]:
     wider = max(tensor.itemsize, bucket.itemsize)
     source, target = (tensor, bucket) if into else (bucket, tensor)
-    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "pointers": "*i64", "offsets": "*i64", "numels": "*i64"}
-    signature |= {"scale": "fp32", "follows": "i32"}
+    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "distances": "*i64", "offsets": "*i64", "numels": "*i64"}
+    signature |= {"first": "i64", "scale": "fp32", "follows": "i32"}
     optional = {"stats": "*fp64", "partials": "*fp64", "counter": "*i32"} if stats else {}
     optional |= {"factor": "*fp32"} if factor else {}
     absent = {name: None for name in ("stats", "partials", "counter", "factor") if name not in optional}
@@ -94,5 +94,5 @@ def _job(into: bool, tensor: torch.dtype, bucket: torch.dtype, stats: bool, fact
             float64=100 if stats else 0,  # a tree for each tile
         ),
         num_warps=NUM_WARPS,
-        aligned=[name for name in ("partials", "counter", "tiles", "pointers") if name not in absent],
+        aligned=[name for name in ("partials", "counter", "tiles", "distances") if name not in absent],
     )

@@ -114,6 +114,14 @@ def _count(order, skip):
 
 
 @triton.jit
+def _low(x):
+    """What `pairs` adds to x in fp32 to have 48 bits of it; NaN, which leaves all to float64, where that is not so."""
+    rest = x - x.to(tl.float32).to(tl.float64)
+    low = rest.to(tl.float32)
+    return tl.where(tl.abs(rest - low.to(tl.float64)) <= tl.abs(x) * 3.552713678800501e-15, low, float("nan"))  # 2^-48
+
+
+@triton.jit
 def _scalars(constants, wides, marks, order, group, ngroups, scale):
     """Writes the constants of some groups."""
     numbers = order.to(tl.pointer_type(tl.float64))
@@ -173,6 +181,11 @@ def _scalars(constants, wides, marks, order, group, ngroups, scale):
     tl.store(c + 16, tl.where((decoupled == 0) & (wd != 0.0), 1.0, 0.0), mask=mask)
     tl.store(c + 17, tl.where(first, 1.0, 0.0), mask=mask)
     tl.store(c + 18, tl.where((flags & 4) != 0, 1.0, 0.0), mask=mask)
+    tl.store(c + 19, _low(w2), mask=mask)
+    tl.store(c + 20, _low(wd), mask=mask)
+    tl.store(c + 21, _low(lr), mask=mask)
+    tl.store(c + 22, _low(momentum), mask=mask)
+    tl.store(c + 23, _low(undamped), mask=mask)
     d = wides + group * WIDE
     tl.store(d + 0, w1, mask=mask)
     tl.store(d + 1, w2, mask=mask)

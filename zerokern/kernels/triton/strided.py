@@ -16,15 +16,16 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened, widened64
+from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened
 from zerokern.kernels.triton.rows import NUM_WARPS, finish_stats, sum_halves
+from zerokern.kernels.triton.wide import squared
 
 __all__ = ["ROW_WORDS", "StridedRow", "aot_jobs", "merged", "move_strided", "strided_rows"]
 
 SIDE = tl.constexpr(32)
 OUTER = tl.constexpr(3)  # dimensions of a row besides the two of its tiles
 ROW_WORDS = tl.constexpr(20)
-REGISTERS = 96
+REGISTERS = 104
 SHARED = 4224  # a tile that turns, and the sum of a tile
 
 Dims = list[tuple[int, int]]  # (size, stride in elements), outermost first
@@ -132,16 +133,15 @@ def _move(tensor, stride_a, stride_b, bucket, dense, a, b, sizes, scale, IN: tl.
 
 @triton.jit
 def _sum(y):
-    square = widened64(y) * widened64(y)
-    return tl.sum(sum_halves(tl.reshape(square, (1, SIDE * SIDE)), 1, SIDE * SIDE), axis=0)
+    return tl.sum(sum_halves(tl.reshape(squared(y), (1, SIDE * SIDE)), 1, SIDE * SIDE), axis=0)
 
 
 @triton.jit(
-    do_not_specialize=["scale", "follows"],
+    do_not_specialize=["first", "scale", "follows"],
     do_not_specialize_on_alignment=["bucket", "stats", "factor"],
 )
 def move_strided(
-    bucket, stats, partials, counter, tiles, pointers, rows, scale, factor, follows,
+    bucket, stats, partials, counter, tiles, distances, first: tl.int64, rows, scale, factor, follows,
     TYPE: tl.constexpr, IN: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """Program i moves tile `tiles[i]` = (row, tile within the row), IN to the bucket or out of it.
@@ -159,7 +159,7 @@ def move_strided(
     number = number // tiles_b
     a = (number % tiles_a) * SIDE + tl.arange(0, SIDE)
     begin, target = _outer(words, number // tiles_a)
-    tensor = tl.load(pointers + tl.load(words)).to(tl.pointer_type(TYPE)) + begin
+    tensor = (first + tl.load(distances + tl.load(words))).to(tl.pointer_type(TYPE)) + begin
     sizes = (size_a, size_b, tl.load(words + 8))
     stride_a, dense, stride_b = tl.load(words + 4), tl.load(words + 5), tl.load(words + 7)
     if factor is not None:
@@ -188,15 +188,15 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
 
 def _job(tensor: torch.dtype, bucket: torch.dtype, into: bool, stats: bool) -> dict[str, Any]:
     source, target = (tensor, bucket) if into else (bucket, tensor)
-    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "pointers": "*i64", "rows": "*i64"}
-    signature |= {"scale": "fp32", "follows": "i32"}
+    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "distances": "*i64", "rows": "*i64"}
+    signature |= {"first": "i64", "scale": "fp32", "follows": "i32"}
     optional = {"stats": "*fp64", "partials": "*fp64", "counter": "*i32", "factor": "*fp32"}
     return make_job(
         move_strided,
         f"{source}-{target}-{'in' if into else 'out'}{'-stats-factor' * stats}".replace("torch.", ""),
         signature | optional if stats else signature,
         {"TYPE": TYPES[tensor], "IN": into, "STATS": stats} | ({} if stats else dict.fromkeys(optional)),
-        Promises(REGISTERS, wide=(), shared=SHARED, float64=None if stats else 0),
+        Promises(REGISTERS, wide=(), shared=SHARED, float64=100 if stats else 0),
         num_warps=NUM_WARPS,
-        aligned=(*(("partials", "counter") if stats else ()), "tiles", "pointers", "rows"),
+        aligned=(*(("partials", "counter") if stats else ()), "tiles", "distances", "rows"),
     )

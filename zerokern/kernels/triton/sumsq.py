@@ -61,7 +61,7 @@ SHORT_WIDE = {2: Shape(4, 2, 1), 4: Shape(2, 4, 1)}
 def shape_of(nchunks: int, width: int, multiprocessors: int = MULTIPROCESSORS, *, short: bool = False) -> Shape:
     """The shape in which so many chunks of elements of `width` bytes keep all multiprocessors busy.
 
-    `short`: of a GPU that adds in integers (`ahead.by_integers`).
+    `short`: of a GPU that adds in integers (`ahead.float64_is_scarce`).
 
     >>> shape_of(5000, 2), shape_of(400, 2)
     (Shape(chunks=4, rows=16, num_warps=1), Shape(chunks=1, rows=64, num_warps=2))

@@ -77,7 +77,7 @@ def _constants(at):
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
         tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
         tl.load(at + 12), tl.load(at + 13), tl.load(at + 14), tl.load(at + 15), tl.load(at + 16), tl.load(at + 17),
-        tl.load(at + 18),
+        tl.load(at + 18), tl.load(at + 19), tl.load(at + 20), tl.load(at + 21), tl.load(at + 22), tl.load(at + 23),
     )  # fmt: skip
 
 
@@ -162,8 +162,8 @@ def _coded(
         tl.store(root_at, encode_root(root, root_scale), mask=mask)
     else:
         p, m = lion(
-            p, g * factor, value_of_code(codes) * scale, c[6], c[7], 0.0, 0.0, c[1],
-            c[2], False,
+            p, g * factor, value_of_code(codes) * scale, c[6], c[7], 0.0, 0.0, 0.0, c[1],
+            c[2], False, 1, 1,
         )  # fmt: skip
     scale = block_scale(m)
     tl.store(scale_at, scale, mask=some)
@@ -174,12 +174,13 @@ def _coded(
 @triton.jit
 def _plain(
     words, base, at, mask, g, p, c, d,
-    ALGORITHM: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
+    ALGORITHM: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The rules on states that are numbers. The update uses them as they are before they are rounded to bf16."""
     g = g * c[0]
     coupled = c[16] != 0.0
     EXACT: tl.constexpr = STATE != tl.bfloat16
+    APART: tl.constexpr = 8 // GROUP  # rows of a tile that a thread has a part of
     if STATE is not None:
         m_at = _at(words, 3, base, STATE, WIDTH, VEC) + at
         m = widened(tl.load(m_at, mask=mask, other=0.0))
@@ -194,14 +195,14 @@ def _plain(
         )  # fmt: skip
         tl.store(v_at, rounded(v, STATE), mask=mask)
     elif ALGORITHM == "lion":
-        p, m = lion(p, g, m, c[6], c[7], d[0], d[1], c[1], c[2], EXACT)
+        p, m = lion(p, g, m, c[6], c[7], c[19], d[0], d[1], c[1], c[2], EXACT, APART, GROUP)
     elif ALGORITHM == "adagrad":
-        p, m = adagrad(p, g, m, c[5], c[3], c[4], d[2], coupled, EXACT)
+        p, m = adagrad(p, g, m, c[5], c[3], c[4], c[20], d[2], coupled, EXACT, APART, GROUP)
     else:
         p, m = sgd(
-            p, g, m, c[1], d[3], c[4], d[2], c[14], d[4],
-            c[15], d[5], coupled, c[17] != 0.0, c[18] != 0.0,
-            EXACT, STATE is not None,
+            p, g, m, c[1], c[21], d[3], c[4], c[20], d[2], c[14], c[22], d[4],
+            c[15], c[23], d[5], coupled, c[17] != 0.0, c[18] != 0.0,
+            EXACT, STATE is not None, APART, GROUP,
         )  # fmt: skip
     if STATE is not None:
         tl.store(m_at, rounded(m, STATE), mask=mask)
@@ -213,7 +214,7 @@ def _tile(
     words, grad, base, numel, c, d, marks,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
-    VEC: tl.constexpr,
+    VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     left = tl.minimum(numel - base, ROWS * BLOCK).to(tl.int32)  # not above 0 behind the end
     block = tl.arange(0, ROWS)[:, None]
@@ -228,7 +229,7 @@ def _tile(
     if STATE == tl.int8:
         p = _coded(words, base, at, block, mask, some, g, p, c, ALGORITHM, VEC)
     else:
-        p = _plain(words, base, at, mask, g, p, c, d, ALGORITHM, STATE, STATE_WIDTH, VEC)
+        p = _plain(words, base, at, mask, g, p, c, d, ALGORITHM, STATE, STATE_WIDTH, VEC, GROUP)
     _publish(words, base, at, mask, p, marks, PARAM, MASTER, OUT, RANDOM, VEC)
 
 
@@ -260,11 +261,11 @@ def update(
         for i in range(TILES):
             _tile(
                 words, grad, base + i * (ROWS * BLOCK), numel, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
-                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, VEC,
+                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, VEC, VEC,
             )  # fmt: skip
     else:
         for i in range(TILES):
             _tile(
                 words, grad, base + i * (ROWS * BLOCK), numel, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
-                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, 1,
+                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, 1, VEC,
             )  # fmt: skip

@@ -3,8 +3,9 @@
 Kernels write them there (`words`): no copy engine is asked. More words than a launch takes by value lie in pinned
 memory, which the kernel reads when the stream comes to it. torch's caching host allocator does not know of that, and
 would give the memory out again at once: it is kept here until an event behind the launch has passed, for which nobody
-waits. A CUDA graph reads it at every replay, and nobody is told when a graph is destroyed: what captures stage is kept
-for good, equal words once, whoever asked for them and whether or not he keeps what he got.
+waits. A CUDA graph reads it at every replay, and nobody is told when a graph is gone. So what a capture reads is kept
+for good, equal words once: a program that captures the same steps again and again keeps no more. Device memory that is
+made in a capture is the graph's own, and is not kept.
 
 In a capture the driver may refuse to pin memory, and older torch then breaks it off. So each upload outside of
 one sets memory aside for its like in a capture, as torch's own cache does for each process.
@@ -12,13 +13,14 @@ one sets memory aside for its like in a capture, as torch's own cache does for e
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import threading
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +29,11 @@ from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import beside_captures, capturing, launching
 
 __all__ = [
-    "MOST_TILES", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "tile_map", "upload",
+    "MOST_TILES", "Sent", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "table_for",
+    "tile_map", "upload",
 ]  # fmt: skip
 
+Table = TypeVar("Table")
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
 
@@ -76,12 +80,12 @@ def _size(nbytes: int) -> int:
 
 
 def _pin(nbytes: int) -> Tensor:
-    with beside_captures():
+    with beside_captures():  # torch's allocator asks the driver, and its own events
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 _SET_ASIDE = SetAside(_pin)
-_OF_GRAPHS: dict[bytes, Tensor] = {}  # what replays only read, by its contents; what they write, by its address
+_OF_GRAPHS: dict[Any, Any] = {}  # words by what they say, tables by their identity
 
 
 class StillRead:
@@ -171,10 +175,54 @@ def refresh(words: Tensor, values: array[int]) -> None:
         _write(words, staged(values))
 
 
+class Sent:
+    """Words on a device that follow those of the host: sent again where these are others than in the last call.
+
+    In a capture they are sent for its graph alone. They arrive at a replay, so no other launch may count on them; and
+    a replay must not find those of a later call.
+
+    >>> words = Sent(torch.device("cpu"))
+    >>> first = words.of(array("q", [1, 2])); second = words.of(array("q", [3, 4])); second, second is first
+    (tensor([3, 4]), True)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[array[int], Tensor] | None = None
+
+    def of(self, values: array[int]) -> Tensor:
+        """Returns the words on the device; an array of as many as in every other call, which stays as it is."""
+        if capturing(self._device):
+            return upload(values, self._device)
+        if self._last is None:
+            self._last = values, upload(values, self._device)
+        elif values != self._last[0]:
+            refresh(self._last[1], values)
+            self._last = values, self._last[1]
+        return self._last[1]
+
+
+def table_for(tables: dict[Any, Table], key: Any, device: torch.device, make: Callable[[], Table]) -> Table:
+    """Returns the table of launches that `tables` has for a key; made now, if it has none.
+
+    What a capture makes is for its graph alone, as `Sent` says. What was there stays for a graph, whoever drops it.
+
+    >>> tables = {}
+    >>> table_for(tables, "a", torch.device("cpu"), object) is table_for(tables, "a", torch.device("cpu"), object)
+    True
+    """
+    found = tables.get(key)
+    if capturing(device):
+        return make() if found is None else _OF_GRAPHS.setdefault(id(found), found)
+    if found is None:
+        found = tables[key] = make()
+    return found
+
+
 def read_back(words: Tensor) -> Tensor:
     """Pinned host memory that a kernel fills with these words, a multiple of 4 bytes, when the stream comes to it.
 
-    Nobody waits: who reads it waits for an event behind this call, and where that is captured, behind the replay.
+    Nobody waits: who reads it waits for an event behind this call. In a capture, every replay fills it again.
 
     >>> read_back(torch.tensor([1, 2]))
     tensor([1, 2])
@@ -184,12 +232,11 @@ def read_back(words: Tensor) -> Tensor:
     from zerokern.kernels.triton import words as kernels
 
     with launching(words.device):
+        pinned = _pin(words.nbytes)
         if capturing(words.device):
-            pinned = _SET_ASIDE.take(words.nbytes)[: words.nbytes]
-            _OF_GRAPHS[b"at %d" % pinned.data_ptr()] = pinned
+            _OF_GRAPHS[id(pinned)] = pinned
             kernels.copy(pinned, words)
         else:
-            pinned = _pin(words.nbytes)
             try:
                 kernels.copy(pinned, words)
             finally:
@@ -211,7 +258,7 @@ def _write(out: Tensor, words: Tensor) -> None:
             kernels.write(out, words)
         return
     if capturing(out.device):
-        kernels.copy(out, _of_graphs(words))
+        kernels.copy(out, _for_graphs(words))
         return
     _SET_ASIDE.refill()
     _SET_ASIDE.keep(words.nbytes)
@@ -222,12 +269,15 @@ def _write(out: Tensor, words: Tensor) -> None:
         _STILL_READ.keep(*_mark(out.device), pinned)
 
 
-def _of_graphs(words: Tensor) -> Tensor:
-    """Returns pinned memory with these words that any graph may read at any time."""
-    key = hashlib.blake2b(words.reshape(-1).view(torch.uint8).numpy().data).digest()
-    if key not in _OF_GRAPHS:
-        _OF_GRAPHS[key] = _as(words, _SET_ASIDE.take(words.nbytes))
-    return _OF_GRAPHS[key]
+def _for_graphs(words: Tensor) -> Tensor:
+    """These words in pinned memory that is kept, and never written again."""
+    flat = words.contiguous()
+    key = hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).digest()
+    kept: Tensor | None = _OF_GRAPHS.get(key)
+    if kept is None:
+        made = _as(flat.view(-1).view(torch.uint8), _SET_ASIDE.take(flat.nbytes))
+        kept = _OF_GRAPHS.setdefault(key, made)  # another thread may have
+    return kept
 
 
 def _as(words: Tensor, pinned: Tensor) -> Tensor:

@@ -118,9 +118,12 @@ SIGNATURE = {
     "grads": "*i64",
     "tiles": "*i32",
 }
-# Fused multiply-adds by name, per element.
+# Fused multiply-adds by name, per element, and those of exact rules in pairs. sm_100 fuses two at a time: of SGD's with
+# a buffer one may be idle.
 FMAS = {"adam": 7}
+PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
 REGISTERS = {False: 120, True: 136}
+PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 MOST_REGISTERS = 255
 # A word that the assembler spills to get by with a step of registers less: on sm_80 for a coded state with fp32
 # gradients.
@@ -165,25 +168,38 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
         or (made.master == "fp32" and made.out == made.param)
         or (made.grad == bf16 and not made.random)
     )
-    return [_job(made, DEFAULT) for made in (many if every else usual)]
+    return [job for made in (many if every else usual) for job in _jobs(made, DEFAULT)]
 
 
-def _job(made: Formats, config: Config) -> dict[str, Any]:
+def _jobs(made: Formats, config: Config) -> list[dict[str, Any]]:
+    """One for all GPUs, or, where the rule is one of float64, one for those that have it and one for others."""
+    if made.algorithm == "adam" or made.state in ("bf16", "int8"):
+        return [_job(made, config, None)]
+    return [_job(made, config, True), _job(made, config, False)]
+
+
+def _job(made: Formats, config: Config, scarce: bool | None) -> dict[str, Any]:
     coded = made.state == "int8"
     per_thread = config.rows * BLOCK // (32 * config.num_warps)
     bodies = 2  # for rows that are aligned, and for others
     fmas = FMAS.get(made.algorithm, 0) * per_thread * bodies
+    counted = not coded
+    if scarce:
+        rule = made.algorithm + " without a buffer" * (made.state == "none")
+        counted = rule in PAIR_FMAS
+        fmas = PAIR_FMAS.get(rule, 0) * per_thread * bodies
     promises = Promises(
-        REGISTERS[coded],
-        fma=None if coded else {"f32": fmas} if fmas else {},  # coded: sm_100 fuses two at a time, one of them idle
+        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[coded],
+        fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
         wide=("load", "store") if made.written_nbytes * made.vector == 16 else ("load",),
         shared=SHARED,
         spilled=SPILLED if coded else 0,
-        float64=0 if coded or made.state == "bf16" or made.algorithm == "adam" else None,  # the exact rules of others
+        float64=None if scarce is False else 0,
+        seldom=bool(scarce),
     )
     most = made.options(config).get("maxnreg")
     return make_job(
-        update, str(made), SIGNATURE, made.constants(config), promises, num_warps=config.num_warps,
-        aligned=[*SIGNATURE], maxnreg=most,
+        update, str(made) + "-pairs" * bool(scarce), SIGNATURE, made.constants(config), promises,
+        num_warps=config.num_warps, aligned=[*SIGNATURE], maxnreg=most, scarce=scarce,
     )  # fmt: skip

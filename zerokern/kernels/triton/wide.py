@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zerokern.kernels.triton.ahead import by_integers
+from zerokern.kernels.triton.ahead import float64_is_scarce
 from zerokern.kernels.triton.codecs import widened, widened64
 
-__all__ = ["add_squares"]
+__all__ = ["add_squares", "squared"]
 
 _INF = tl.constexpr(0x7FF0000000000000)
 _NAN = tl.constexpr(0x7FF8000000000000)
@@ -22,7 +22,7 @@ _NAN = tl.constexpr(0x7FF8000000000000)
 @triton.jit
 def add_squares(sums, x, ROWS: tl.constexpr):
     """sums [A, B] + the squares of x [ROWS, A, B], row by row in order: each addition is rounded to float64."""
-    if by_integers():
+    if float64_is_scarce():
         before = sums.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF  # what is no number may have a sign
         # a mantissa that has bits to round by, a biased exponent, the largest magnitude
         exponent = (before >> 52).to(tl.int32)
@@ -37,6 +37,20 @@ def add_squares(sums, x, ROWS: tl.constexpr):
     else:
         sums = _add_in_float64(sums, x, ROWS)
     return sums
+
+
+@triton.jit
+def squared(x):
+    """x * x in float64, which is exact."""
+    if float64_is_scarce():
+        square, exponent, size = _square(widened(x))
+        bits = ((exponent - 1).to(tl.int64) << 52) + (square >> 10).to(tl.int64)
+        special = tl.where(size > 0x7F800000, _NAN, tl.where(size == 0x7F800000, _INF, 0))
+        bits = tl.where(square == 0, 0, tl.where(special > 0, special, bits))
+        return bits.to(tl.float64, bitcast=True)
+    else:
+        wide = widened64(x)
+        return wide * wide
 
 
 @triton.jit
@@ -67,8 +81,8 @@ def _halves(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _add_row(state, x):
-    mantissa, exponent, largest = state
+def _square(x):
+    """(mantissa from 2^62 on, or 0; biased exponent; magnitude of x, by its bits)."""
     size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tiny = size < 0x00800000  # has no leading bit, unless it is made larger
     bits = size.to(tl.float32, bitcast=True)
@@ -76,9 +90,13 @@ def _add_row(state, x):
     m = ((bits & 0x7FFFFF) | tl.minimum(bits, 0x800000)).to(tl.uint64)  # of zero: 0
     square = m * m  # from 2^46 on, below 2^48
     over = (square >> 47).to(tl.int32)
-    square = square << (16 - over).to(tl.uint64)
-    its_exponent = 2 * (bits >> 23) + over + tl.where(tiny, 721, 769)
+    return square << (16 - over).to(tl.uint64), 2 * (bits >> 23) + over + tl.where(tiny, 721, 769), size
 
+
+@triton.jit
+def _add_row(state, x):
+    mantissa, exponent, largest = state
+    square, its_exponent, size = _square(x)
     apart = exponent - its_exponent
     large = tl.where(apart < 0, square, mantissa)
     small = tl.where(apart < 0, mantissa, square)

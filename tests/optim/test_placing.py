@@ -1,0 +1,514 @@
+"""State that fills memory up to a budget, then the disk: the bits of state in one tier, the bytes of the plan."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nvme_cases import Tier, row_of, small
+from offload_cases import SCHEDULES, Row, agree, on_device, optimizer_of, train
+from optim_cases import same_bits
+from tables import each
+from test_offload_norm import counted
+from test_offload_played import SLOW, compare, played, the_same
+from torch import nn
+from torch.distributed.checkpoint.planner import SavePlan
+from worlds import World, alone, anywhere, on_threads
+
+import zerokern as zk
+from zerokern.checkpoint.storage import SavePlanner
+from zerokern.examples.played_device import PlayedDevice
+from zerokern.memory.here import boxes, write_items
+from zerokern.optim import beside
+from zerokern.optim.beside import SplitCompute
+
+
+def split(tier: Tier, size: int, budget: str) -> list[Any]:
+    return [[budget, where] for where in small(tier, size)]
+
+
+def has_both_within(optimizer: Any, budget: int) -> None:
+    """Some of the state is in memory, never more than was allowed; some is on disk."""
+    entries = optimizer.holdings.held.values()
+    kept = [value for entry in entries for key, value in entry.items() if key not in ("step", "pending", "on_disk")]
+    assert 0 < sum(value.nbytes for value in kept) <= budget
+    assert optimizer.statistics()["state_bytes/disk"] > 0
+
+
+def as_on_the_device(world: World, row: Row, tiers: list[Any], schedule: str, budget: int) -> None:
+    model, twin = row.model(world), row.model(world)
+    ours = optimizer_of(row, model, tier=tiers[world.rank], schedule=SCHEDULES[schedule])
+    expected = train(world, row, twin, optimizer_of(row, twin, schedule=SCHEDULES[schedule]))
+    agree(train(world, row, model, ours), expected)
+    has_both_within(ours, budget)
+
+
+INT8 = (("state_format", "int8"), ("master_format", "split8"))
+
+
+@each("size, schedule, row, budget", [
+    (1, "sync", row_of("plain", "bf16", "often", accumulate=2, broken=(2,)), 24),
+    (1, "delayed", row_of("plain", "fp32", scaled=True), 24),
+    (2, "overlap", row_of("stage 2", "mixed", broken=(3,)), 24),
+    (2, "delayed", row_of("stage 3", "bf16", formats=INT8), 4),
+])  # fmt: skip
+def test_a_split_has_the_bits_of_one_tier(size: int, schedule: str, row: Row, budget: int, tier: Tier) -> None:
+    tiers = split(tier, size, f"cpu:{budget}KiB")
+    anywhere(size, as_on_the_device, row, tiers, schedule, budget << 10)
+
+
+@pytest.mark.slow
+@each("schedule", ["sync", "overlap", "delayed after 2"])
+@each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
+@each("dtype, formats, budget", [("fp32", (), 24), ("bf16", (), 16), ("bf16", INT8, 4), ("mixed", (), 24)])
+def test_every_split(dtype: str, formats: Any, budget: int, size: int, wrap: str, schedule: str, tier: Tier) -> None:
+    row = row_of(wrap, dtype, formats=formats, steps=5, broken=(2,))
+    anywhere(size, as_on_the_device, row, split(tier, size, f"cpu:{budget}KiB"), schedule, budget << 10)
+
+
+@each("schedule, budgets", [
+    ("sync", ["cpu:70KiB", "disk"]), ("overlap", ["cpu:70KiB", "disk"]), ("delayed", ["cpu:70KiB", "disk"]),
+    ("sync", ["device:70KiB", "cpu"]), ("overlap", ["device:70KiB", "cpu"]), ("overlap", ["device:10MiB", "cpu"]),
+    ("overlap", ["device:70KiB", "cpu:50KiB", "disk"]), ("sync", ["device:70KiB", "disk"]),
+])  # fmt: skip
+def test_parameters_on_a_device(schedule: str, budgets: list[str], devices: Callable, tier: Tier) -> None:
+    """What stays there is updated there; copies of others have state beside them, or state that streams."""
+    where = [tier(ring_nbytes="32K") if one == "disk" else one for one in budgets]
+    slow = devices(**SLOW["copies down"])
+    the_same(*played(slow, SCHEDULES[schedule], tier=where, accumulate=2, dtype=torch.bfloat16, broken=(3,)))
+
+
+@each("size, schedule, row", [
+    (1, "overlap", row_of("stage 2", "bf16", "often", broken=(2,))),
+    (2, "overlap", row_of("stage 1", "mixed", accumulate=2)),
+    (2, "overlap", row_of("stage 3", "bf16", broken=(2,))),
+    (2, "sync", row_of("stage 0", "fp32", "often")),
+])  # fmt: skip
+def test_ranks_whose_devices_have_room_for_some(size: int, schedule: str, row: Row, tier: Tier) -> None:
+    places = [["device:24KiB", "cpu:8KiB", where] for where in small(tier, size)]
+    on_threads(size, compare, replace(row, steps=5), SCHEDULES[schedule], places)
+
+
+@pytest.mark.slow
+@each("schedule", ["sync", "overlap"])
+@each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
+@each("dtype, formats", [("fp32", ()), ("bf16", INT8), ("bf16", ())])
+@each("budgets", [["device:24KiB", "cpu"], ["device:8KiB", "cpu:8KiB", "disk"], ["device:10MiB", "cpu"]])
+def test_every_split_with_a_device(
+    budgets: list[str], dtype: str, formats: Any, size: int, wrap: str, schedule: str, tier: Tier
+) -> None:
+    places = [[where if one == "disk" else one for one in budgets] for where in small(tier, size)]
+    row = row_of(wrap, dtype, "often", formats=formats, steps=4, broken=(2,))
+    on_threads(size, compare, row, SCHEDULES[schedule], places)
+
+
+@each("schedule", ["sync", "overlap"])
+def test_what_stays_crosses_no_link_and_the_host_reads_nothing_of_it(schedule: str, devices: Callable) -> None:
+    steps, settings = 4, {"steps": 4, "dtype": torch.bfloat16}
+    with counted() as reads:
+        device = devices(Counting)
+        ours, expected = played(device, SCHEDULES[schedule], tier=["device:10MiB", "cpu"], **settings)
+    the_same(ours, expected)
+    numel = sum(value.numel() for value in ours[3])
+    assert reads.by_device == steps * numel == reads.by_host, "the host reads those of the training without a device"
+    assert sum(device.moved.values()) == 0, "but for sums"
+
+
+@each("schedule", ["sync", "overlap"])
+def test_a_launch_that_fails_leaves_all_as_it_was(
+    schedule: str, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [nn.Parameter(torch.full((64, 64), 2.0)) for _ in range(3)]
+    for weight in weights:
+        device.own(weight)
+    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], schedule=schedule, max_grad_norm=1.0)
+
+    def step() -> None:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        opt.step()
+        opt.flush()
+        device.synchronize()
+
+    step()
+    before = [weight.detach().clone() for weight in weights]
+    with monkeypatch.context() as patch:
+        patch.setattr(SplitCompute, "_run", lambda self, scale: (_ for _ in ()).throw(torch.OutOfMemoryError("there")))
+        with pytest.raises(torch.OutOfMemoryError, match="there"):
+            step()
+    assert same_bits(weights, before)
+    step()
+    assert [int(opt.state[weight]["step"]) for weight in weights] == [2, 2, 2]
+    assert same_bits(weights[0], weights[2]), "the one that stays, and one that does not"
+
+
+def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that a GPU gets, in Triton's interpreter."""
+
+    def trained(tier: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [device.own(nn.Parameter(torch.randn(40, 3).bfloat16())) for _ in range(4)]
+        opt = zk.AdamW(weights, lr=0.1, tier=tier, max_grad_norm=1.0)
+        for step in range(3):
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 1.0 + step)
+            opt.step()
+            device.synchronize()
+        return [weight.detach().clone() for weight in weights]
+
+    expected = trained("cpu")
+    there = SimpleNamespace(serves=lambda place: True, kernels=beside.device.kernels, is_apart=beside.device.is_apart)
+    monkeypatch.setattr(beside, "device", there)
+    assert same_bits(trained(["device:3KB", "cpu"]), expected)
+
+
+def test_an_update_on_the_device_is_not_delayed(device: PlayedDevice) -> None:
+    weight = device.own(nn.Parameter(torch.ones(2)))
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="has nothing to hide behind"):
+        zk.AdamW([weight], tier=["device:1G", "cpu"], schedule=zk.Delayed()).step()
+
+
+def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:
+    """Whatever the order of the groups; and what does not fit makes room for what does."""
+
+    def placed(world: World) -> None:
+        made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 4))
+        params = list(zk.shard(made, stage=2, bucket_bytes=17000).parameters())
+        opt = zk.AdamW([{"params": params[4:]}, {"params": params[:4]}], tier=["cpu:50KiB", tier()])
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        kept = [isinstance(opt.state[param].get("exp_avg"), torch.Tensor) for param in params]
+        assert kept == [True, True, False, True, False, True, True, True]
+
+    alone(placed)
+
+
+def test_state_goes_from_any_tier_to_any_other(tier: Tier, tmp_path: Path) -> None:
+    """By files and by state_dicts, into optimizers that have stepped and into fresh ones."""
+
+    def places() -> dict[str, Any]:
+        mixed = ["device:20KiB", "cpu:40KiB", tier(ring_nbytes="32K")]
+        return {"device": "device", "disk": tier(ring_nbytes="32K"), "split": ["cpu:100KiB", tier()], "three": mixed}
+
+    def run(where: Any, steps: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        return go_on(model, zk.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, tier=where), steps)
+
+    def go_on(model: nn.Module, opt: Any, steps: int) -> tuple[nn.Module, Any]:
+        for _ in range(steps):
+            model(torch.ones(4, 64)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return model, opt
+
+    expected = list(run("device", 4)[0].parameters())
+    for source, target in (
+        ("device", "split"),
+        ("split", "three"),
+        ("three", "disk"),
+        ("disk", "split"),
+        ("split", "device"),
+    ):
+        model, opt = run(places()[source], 2)
+        folder = tmp_path / f"{source} to {target}"
+        zk.save(folder, model, opt)
+        for stepped in (0, 1):
+            for how in ("file", "dict"):
+                other, mine = run(places()[target], stepped)
+                if how == "file":
+                    zk.load(folder, other, mine)
+                else:
+                    other.load_state_dict(model.state_dict())
+                    mine.load_state_dict(opt.state_dict())
+                go_on(other, mine, 2)
+                assert same_bits(list(other.parameters()), expected), (source, target, stepped, how)
+                on_disk = mine.statistics()["state_bytes/disk"]
+                assert (on_disk > 0) == (target != "device"), "what was placed stays within its budget"
+
+
+def test_a_parameter_that_is_trained_later_finds_what_is_left(tier: Tier) -> None:
+    first, second, third = (nn.Parameter(torch.ones(1000)) for _ in range(3))
+    opt = zk.AdamW([first, second, third], tier=["cpu:16KiB", tier()])
+    for params in ([second], [first, second, third]):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+    held = {name: "exp_avg" in opt.state[param] for name, param in zip("abc", (first, second, third), strict=True)}
+    assert held == {"a": True, "b": True, "c": False}
+
+
+@each("wrong, says", [
+    ([], "It is empty"),
+    (["device", "cpu"], "'device' without a budget takes everything"),
+    (["cpu:1G", "cpu"], "in the order 'device', 'cpu', a disk, each of them once"),
+    (["cpu:1G", "device"], "in the order 'device', 'cpu', a disk, each of them once"),
+    (["device:1G", "cpu:1G"], "The last tier takes what is left"),
+    ("cpu:1G", "The last tier takes what is left"),
+    (["cpu:some", "device"], "the budget in tier='some'"),
+    (["swap", "cpu"], "tier='swap'"),
+])  # fmt: skip
+def test_an_order_that_cannot_be_is_refused(wrong: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        zk.AdamW([nn.Parameter(torch.ones(2))], tier=wrong)
+
+
+def test_a_disk_comes_last(tier: Tier) -> None:
+    with pytest.raises(ValueError, match="in the order 'device', 'cpu', a disk"):
+        zk.AdamW([nn.Parameter(torch.ones(2))], tier=[tier(), "cpu"])
+
+
+def test_zk_shard_takes_one_tier() -> None:
+    with pytest.raises(ValueError, match="must be 'device', 'cpu' or"):
+        zk.shard(nn.Linear(2, 2), stage=3, tier=["cpu:1G", "device"])
+
+
+def test_a_step_that_was_planned(tier: Tier) -> None:
+    """The bytes in memory and on disk are those of the plan, and so is what a step reads and writes."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
+    plan = zk.plan(model, stage=0, tier=["cpu:100KB", "nvme"], device="cpu")
+    opt = zk.AdamW(model.parameters(), tier=["cpu:100KB", tier()])
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        opt.step()
+    found, of_disk = opt.statistics(), opt.holdings.disk.tier.swap.stats()
+    assert found["state_bytes/disk"] == plan.tiers["nvme"] == plan.moved("read") == plan.moved("write")
+    kept = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
+    assert found["state_bytes/cpu"] - 4 * 5 == kept == 2 * 10 * 64 * 64
+    assert of_disk["written_nbytes"] == 2 * plan.moved("write") and of_disk["read_nbytes"] == plan.moved("read")
+
+
+def stepped(params: list[nn.Parameter], opt: Any, *gradients: float) -> None:
+    """A step with these values as gradients; 0: without a gradient."""
+    for param, value in zip(params, gradients, strict=True):
+        param.grad = torch.full_like(param, value) if value else None
+    opt.step()
+
+
+def momentum(sizes: tuple[int, ...], tier: Any) -> tuple[list[nn.Parameter], Any]:
+    """Dampening shows whether a moment starts from the gradient: that is not dampened."""
+    params = [nn.Parameter(torch.ones(size)) for size in sizes]
+    return params, zk.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, tier=tier)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, params: list[nn.Parameter], opt: Any) -> None:
+    """A step with a disk that fails in this function changes nothing."""
+    before = [param.detach().clone() for param in params]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *given: (_ for _ in ()).throw(OSError("the disk failed")))
+        with pytest.raises(OSError, match="the disk failed"):
+            opt.step()
+    assert same_bits(params, before) and not opt.holdings.torn
+
+
+def test_a_disk_without_room_leaves_no_state_in_memory(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next try begins all moments, wherever they lie."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params, opt = momentum((1000, 1000), where)
+        if opt.holdings.disk is not None:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            failing(monkeypatch, type(opt.holdings.disk.tier), "lay_out", params, opt)
+            assert not opt.state
+        for _ in range(2):
+            stepped(params, opt, 1.0, 2.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+def test_moments_in_memory_start_from_a_gradient_after_a_step_that_failed(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another parameter has joined by then."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params, opt = momentum((1000, 1000, 2000), where)
+        stepped(params, opt, 0.0, 0.0, 1.0)
+        if opt.holdings.disk is not None:
+            params[0].grad = torch.full_like(params[0], 1.0)
+            failing(monkeypatch, type(opt.holdings.disk), "fetch", params, opt)
+        stepped(params, opt, 1.0, 2.0, 1.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+def test_state_moves_from_a_parameter_in_memory_to_one_on_disk(tier: Tier) -> None:
+    """The first one begins anew, in the memory that the state is read from."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params, opt = momentum((1000, 1000), where)
+        stepped(params, opt, 1.0, 2.0)
+        opt.state[params[1]] = opt.state.pop(params[0])
+        stepped(params, opt, 1.0, 2.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+@each("where", ["split", "disk"])
+def test_a_state_dict_is_of_one_step(where: str, tier: Tier) -> None:
+    """Whatever follows: what was read from the disk does not change any more, and nor does the rest."""
+    params, opt = momentum((1000, 1000), ["cpu:5000", tier()] if where == "split" else tier())
+    adam = zk.AdamW(params, lr=0.1, tier=["cpu:9000", tier()] if where == "split" else tier())
+    for one in (opt, adam):
+        stepped(params, one, 1.0, 2.0)
+        kept = one.state_dict()["state"]
+        before = copy.deepcopy(kept)
+        stepped(params, one, 3.0, 4.0)
+        for number, entry in before.items():
+            assert same_bits(list(entry.values()), list(kept[number].values()))
+
+
+def test_state_that_was_exchanged_with_a_parameter_without_a_gradient(tier: Tier) -> None:
+    """It waits in memory that the step of the other one writes."""
+    found = []
+    for where in ("device", "cpu", ["cpu:9000", tier()]):
+        params, opt = momentum((1000, 1000, 1000), where)
+        stepped(params, opt, 1.0, 2.0, 3.0)
+        for number in (1, 2):
+            opt.state[params[0]], opt.state[params[number]] = opt.state[params[number]], opt.state[params[0]]
+        stepped(params, opt, 1.0, 0.0, 0.0)
+        stepped(params, opt, 1.0, 2.0, 3.0)
+        found.append(params)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+
+
+@each("where", ["plain", "copies"])
+def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) -> None:
+    """With copies of parameters, as without; once closed, an optimizer has no memory."""
+    params = [nn.Parameter(torch.ones(1000))]
+    opt = zk.AdamW(params, tier=["cpu:9000", tier()], schedule=zk.Delayed(after=9) if where == "copies" else "sync")
+    for _ in range(3):
+        stepped(params, opt, 1.0)
+        assert opt.statistics()["state_bytes/disk"] == 0
+        before, params = params[0], [nn.Parameter(params[0].detach().clone())]
+        opt.param_groups[0]["params"] = params
+        opt.state[params[0]] = opt.state.pop(before)
+    assert opt.holdings.room.nbytes > 0
+    opt.close()
+    assert opt.holdings.room.nbytes == 0
+
+
+def test_a_load_reserves_what_it_will_need(tier: Tier, tmp_path: Path) -> None:
+    """On a disk that is too small it fails before any rank changes anything, in the order of forwards too."""
+
+    def placed(world: World) -> None:
+        def training(where: Any) -> tuple[nn.Module, Any]:
+            made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 4))
+            model = zk.shard(made, stage=2, bucket_bytes=17000)
+            params = list(model.parameters())
+            return model, zk.AdamW([{"params": params[4:]}, {"params": params[:4]}], tier=where)
+
+        model, opt = training("device")
+        model(torch.ones(4, 64)).sum().backward()
+        opt.step()
+        zk.save(tmp_path / "saved", model, opt)
+        model, opt = training(["cpu:70KiB", tier()])
+        reserved: list[int] = []
+        hold, disk = opt.holdings.disk.hold, opt.holdings.disk
+        disk.hold = lambda spans: (hold(spans), reserved.extend(one.nbytes for one in disk._reserved))
+        zk.load(tmp_path / "saved", model, opt)
+        assert sum(reserved) == disk.held()["state"] > 0
+
+    alone(placed)
+
+
+def test_a_plan_places_the_state_of_what_is_trained() -> None:
+    """Frozen parameters have none, at any stage."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+    model[0].requires_grad_(False)
+    for stage in (0, 2, 3):
+        plan = zk.plan(model, stage=stage, mesh={"dp": 2}, tier=["cpu:1MB", "nvme"])
+        kept = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
+        assert kept == 2 * 8 * 64 * 64 // (2 if stage else 1), stage
+        assert plan.tiers["nvme"] == plan.moved("read") == 0, stage
+
+
+def test_a_plan_of_locked_memory_is_what_is_measured(tier: Tier) -> None:
+    for last, schedule in itertools.product((tier(), "cpu"), ("sync", zk.Delayed(after=0))):
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+        tiers = ["cpu:40KB" if last != "cpu" else "device:40KB", last]
+        opt = zk.AdamW(model.parameters(), tier=tiers, schedule=schedule)
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+        opt.flush()
+        plan = zk.plan(model, stage=0, tier=tiers, schedule=schedule, device="cpu")
+        assert zk.measure(model, opt).pinned == plan.pinned > 0, (last, schedule)
+
+
+def test_ranks_that_keep_the_same_state_elsewhere_save_it_once() -> None:
+    """Whole in memory on one rank, in boxes of records on two others; beside parts that each rank has alone."""
+    shape = torch.Size([4, 4])
+
+    def plan(first: int, end: int, step: int) -> list[Any]:
+        cuboids = [box for at in range(first, end, step) for box in boxes(shape, at, step)]
+        return write_items("optim.state.weight.exp_avg", shape, torch.float32, cuboids)
+
+    for ranks in (
+        [(0, 16, 16), (0, 16, 4), (0, 16, 16)],
+        [(0, 16, 2), (0, 16, 16)],
+        [(0, 8, 2), (8, 16, 4), (0, 8, 8)],
+    ):
+        given = [SavePlan(plan(first, end, step)) for first, end, step in ranks]
+        made, metadata = SavePlanner().create_global_plan(given)
+        chunks = metadata.state_dict_metadata["optim.state.weight.exp_avg"].chunks
+        assert sum(chunk.sizes.numel() for chunk in chunks) == 16
+        assert sum(item.tensor_data.chunk.sizes.numel() for one in made for item in one.items) == 16
+
+
+class Counting(PlayedDevice):
+    """Counts what crosses the link, but for sums of squares."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.moved: dict[str, int] = {}
+
+    def copy(self, stream: Any, pairs: Any) -> None:
+        nbytes = sum(src.nbytes for _, src in pairs if src.dtype is not torch.float64)
+        self.moved[stream.name] = self.moved.get(stream.name, 0) + nbytes
+        super().copy(stream, pairs)
+
+
+def as_planned(world: World, stage: int, budgets: list[str], disk: Any) -> None:
+    device, model = Counting(), nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
+    words = ["nvme" if one == "disk" else one for one in budgets]
+    plan = zk.plan(model, stage=stage, tier=words, schedule="overlap", device="cuda")
+    if stage:
+        zk.shard(model, stage=stage, bucket_bytes=1 << 13)
+    on_device(device, Row(f"stage {stage}" if stage else "plain"), model)
+    tiers = [disk if one == "disk" else one for one in budgets]
+    opt = zk.AdamW(model.parameters(), tier=tiers, schedule="overlap", max_grad_norm=1.0)
+    for _ in range(2):
+        device.synchronize()
+        device.moved.clear()  # copies were made in the first step
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        opt.step()
+        opt.flush()
+        opt.zero_grad()
+    device.synchronize()
+    assert {lane: device.moved.get(lane, 0) for lane in ("down", "up")} == {
+        "down": plan.moved("down"),
+        "up": plan.moved("up"),
+    }
+    assert opt.statistics()["state_bytes/disk"] == plan.tiers.get("nvme", 0)
+    staying = sum(copy.stays or 0 for copy in opt.holdings.host.copies.values())
+    assert staying == sum(nbytes for one in plan.placed if one.tier == "device" for _, nbytes in one.tensors) > 0
+    device.close()
+
+
+@each("stage, budgets", [
+    (0, ["device:100KB", "cpu"]), (1, ["device:100KB", "cpu"]), (2, ["device:60KB", "cpu:60KB", "disk"]),
+])  # fmt: skip
+def test_what_stays_on_a_device_was_planned(stage: int, budgets: list[str], tier: Tier) -> None:
+    """What crosses the link in a step, and what lies where."""
+    alone(as_planned, stage, budgets, tier())
