@@ -23,8 +23,8 @@ struct Row {
 };
 
 // The row that task `task` of a launch is of, which is row `low` or one of `ahead` later ones: each row has a task, so
-// rows are no farther than tasks. The first look finds row `low`, of many tasks, and the second the last row that it can
-// be, where each has one task.
+// rows are no farther than tasks. The first look finds row `low`, of many tasks, and the second the last row that it
+// can be, where each has one task.
 template <class List>
 ZK_DEVICE u32 row_of(const List &list, u32 task, u32 low, u32 ahead) {
     u32 left = list.rows - 1 - low, high = low + (ahead < left ? ahead : left);

@@ -42,8 +42,8 @@ struct Sums {
     u32 last, follows;
 };
 
-// Whether all other CTAs of the launch are past this line, their parts visible. Thread 0 of each has stored its part, and
-// counts. All threads must come.
+// Whether all other CTAs of the launch are past this line, their parts visible. Thread 0 of each has stored its part,
+// and counts. All threads must come.
 ZK_DEVICE bool is_last(const Sums &sums, u32 shared) {
     u32 flag = shared + COLUMNS * 8;
     if (thread_number() == 0) {
