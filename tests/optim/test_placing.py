@@ -25,6 +25,7 @@ from worlds import World, alone, anywhere, on_threads
 import zerokern as zk
 from zerokern.checkpoint.storage import SavePlanner
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.kernels.triton.table import DeviceTable
 from zerokern.memory.here import boxes, write_items
 from zerokern.optim import beside
 from zerokern.optim.beside import SplitCompute
@@ -164,7 +165,8 @@ def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeyp
         return [weight.detach().clone() for weight in weights]
 
     expected = trained("cpu")
-    there = SimpleNamespace(serves=lambda place: True, kernels=beside.device.kernels, is_apart=beside.device.is_apart)
+    kernels = SimpleNamespace(table=DeviceTable)
+    there = SimpleNamespace(serves=lambda place: True, kernels=lambda: kernels, is_apart=beside.device.is_apart)
     monkeypatch.setattr(beside, "device", there)
     assert same_bits(trained(["device:3KB", "cpu"]), expected)
 

@@ -386,7 +386,7 @@ class UnitRunner:
 
 
 class _Forward:
-    """A forward of a unit whose outputs autograd may go back from: it lives as long as they do."""
+    """A forward of a unit whose outputs autograd may go back from."""
 
     begun = -1  # the pass in which the gradient of an output came first
 

@@ -83,10 +83,11 @@ class Unit:
         self._places = [(*place, param, full) for full, param in pairs for place in registrations[id(param)]]
         self._place_params = [param for _, _, param, _ in self._places]
         self.sharded = [memory for memory in memories if memory.sharded]
-        # what the runner notes: forwards that are running, those whose backward has not begun, as long as it may, the
-        # pass in which one last did, and whether others use the parameters, outside of the unit's modules, in this pass
+        # what the runner notes: forwards that are running, those whose backward has not begun (also those whose outputs
+        # are gone, for ranks drop theirs at different times), the pass in which one last did, and whether others use
+        # the parameters, outside of the unit's modules, in this pass
         self.computing, self.began, self.outside = 0, -1, False
-        self.pending: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.pending: set[Any] = set()
         self.materialized = 0  # parameters that zk.gathered holds in full: they need no gathering
         self.bypassed = 0  # forwards that are running with nothing but these
         self.wait_for_update: Callable[[], None] = _nothing  # returns once the shards are those of the last step
