@@ -41,6 +41,20 @@ def test_overwritten_bytes_are_told_by_key(engine: EngineCase, folder: Path) -> 
         assert same(read(store, "2", tensors["2"]), tensors["2"])
 
 
+def test_a_transfer_that_ends_within_the_call_is_checked_too(engine: EngineCase, folder: Path) -> None:
+    """It is settled there, among others that have ended."""
+    with engine.open(folder, checksum=True) as store:
+        kept = pattern(3 * BLOCK, 1)
+        store.put("kept", kept).wait()
+        store._entries["kept"].crc ^= 1
+        transfers = store._transfers
+        transfers.sweep, transfers._credit = transfers.drain, -1 << 40  # after each call, once all have ended
+        with pytest.raises(IoError, match="CRC32C"):
+            store.get("kept", torch.empty_like(kept)).wait()
+        store._entries["kept"].crc ^= 1
+        assert same(read(store, "kept", kept), kept)
+
+
 @each("checksum", [False, True])
 def test_a_truncated_file_is_told_by_key(engine: EngineCase, folder: Path, checksum: bool) -> None:
     with engine.open(folder, checksum=checksum) as store:

@@ -170,7 +170,9 @@ def _search(fd: int, span: int, arena: Arena, memory_align: int, offset_align: i
     """Finds the best block at a usual depth, then the depth that is best for such blocks, and for the smallest."""
     until = time.monotonic() + LONGEST_S
     with arena.lease(MEMORY, "probe") as lease:
-        lease.tensor(torch.int64).random_()  # a disk that compresses must not look faster than it is
+        # A disk that compresses must not look faster than it is. The program's own generator is left alone: this may
+        # run within its forward, whose dropout would be another one on the first run of a machine.
+        lease.tensor(torch.int64).random_(generator=torch.Generator())
         trial = _Trial(fd, arena, lease.ptr, memory_align, offset_align)
         speeds: dict[tuple[int, int, int], float] = {}
 

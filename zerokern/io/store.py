@@ -136,18 +136,27 @@ class Store:
                     f"get of {key!r} is not possible: its last put failed. Put it again. That put said: {put._failure}"
                 )
                 raise again(says, put._failure)
-            ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), None)
-            if slot is not None:
-                ticket._source = put
-            if self.checksum:
-                ticket._crc = entry.crc
+            source = None if slot is None else put
+            crc = entry.crc if self.checksum else None
+            ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), crc, source)
             increment_version(out)
             return ticket
 
     def _start(
-        self, op: int, entry: Entry, address: int, nbytes: int, tensor: torch.Tensor, before: int, crc: int | None
+        self,
+        op: int,
+        entry: Entry,
+        address: int,
+        nbytes: int,
+        tensor: torch.Tensor,
+        before: int,
+        crc: int | None,
+        source: Ticket | None = None,
     ) -> Ticket:
-        """Queues one transfer behind the request at `before`."""
+        """Queues one transfer behind the request at `before`.
+
+        `crc`: of the bytes that are written, or that a read must find. `source`: the put that a read waits for.
+        """
         extent = entry.extent
         if extent is None:
             ticket = Ticket(self._transfers, None, op, entry.key, 0, 0, 0)
@@ -159,6 +168,8 @@ class Store:
         file = self._files.all[extent.file].number
         ticket = Ticket(self._transfers, slot, op, entry.key, nbytes, file, extent.offset)
         ticket._tensor = tensor
+        if op == READ:  # before it starts: a transfer that ends at once may be settled within that call
+            ticket._crc, ticket._source = crc, source
         was = entry.last, entry.put, entry.dtype, entry.shape, entry.crc
         entry.last = ticket
         if op == WRITE:
