@@ -27,7 +27,7 @@ from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.memory.order import place
 from zerokern.optim.device import put_in_place
-from zerokern.optim.parts import parts_of
+from zerokern.optim.parts import in_pieces, parts_of
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shards_of
@@ -75,6 +75,7 @@ class Case:
 
 STATE_NBYTES = 10  # of a parameter in bf16: what makes it exact, and two averages
 EVEN, UNEVEN, MANY, EIGHT = (4 * MI,) * 4, (8 * MI, 4 * MI, 12 * MI, 4 * MI), (MI,) * 24, (4 * MI,) * 8
+LARGE = (160 * MI, *EVEN)  # the first unit comes in pieces
 CASES = (
     Case("compute, then the update", "sync", EVEN, 2.0, 2.0, 10, 20),
     Case("much compute", "overlap", EVEN, 2.0, 2.0, 20, 40),
@@ -82,6 +83,7 @@ CASES = (
     Case("a slow way down", "overlap", EVEN, 0.5, 2.0, 8, 16),
     Case("uneven units", "overlap", UNEVEN, 2.0, 1.0, 10, 20),
     Case("many small units", "overlap", MANY, 2.0, 2.0, 2, 4),
+    Case("a large first unit", "overlap", LARGE, 0.6, 0.6, 10, 20),
     Case("much compute", "delayed", EVEN, 2.0, 2.0, 20, 40),
     Case("little compute: the rest decides", "delayed", EVEN, 2.0, 2.0, 1, 2),
     Case("a slow way down decides", "delayed", EVEN, 0.25, 2.0, 4, 8),
@@ -174,7 +176,9 @@ def program_for(case: Case, rates: Rates) -> StepProgram:
     spans = []
     for part in parts_of(pieces, shards_of(pieces, [""] * len(pieces))):
         numel = sum(case.units[unit] for unit in part.members)
-        moved = sum(case.units[unit] for unit in part.members if places[unit])
+        moves = [unit for unit in part.members if places[unit]]
+        moved = sum(case.units[unit] for unit in moves)
+        count = len(in_pieces(part, pieces, moves).turns) if case.schedule != "sync" else 1
         span = Span.of(
             part.name,
             moved,
@@ -183,6 +187,9 @@ def program_for(case: Case, rates: Rates) -> StepProgram:
             state_nbytes=0,
             forward_flops=FLOPS_S * sum(forward[unit] for unit in part.members),
             backward_flops=FLOPS_S * sum(backward[unit] for unit in part.members),
+            measured=count
+            > 1,  # the rate of the norm is that of one which reads nothing, but it waits for what it reads
+            pieces=count,
         )
         updated = moved / rates.update_numel_s * rates.norm_gb_s * 1e9
         there = (numel - moved) / rates.update_numel_s * rates.device_gb_s * 1e9  # its native calls are the host's

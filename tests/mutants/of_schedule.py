@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "gradient_fetched_over_the_one_being_read",
         "zerokern/schedule/builder.py",
-        'self.fetch(span, [*computed, OpKey("Step", span.name, 1)])',
+        'self.fetch(span, [*computed, OpKey("Step", span.names[-1], 1)])',
         "self.fetch(span, computed)",
         "A gradient arrives in host memory that the last update may still read.",
         ("tests/schedule/test_program.py", "tests/schedule/test_races.py"),

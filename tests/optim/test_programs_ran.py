@@ -23,6 +23,7 @@ from zerokern.optim.hosted import HostCopies
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import Machine, Op, StepProgram, simulate
+from zerokern.schedule import program as step_programs
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import Event, Recorder
 
@@ -176,9 +177,16 @@ def all_of(recorder: Recorder) -> list[Event]:
     return list(recorder.events)
 
 
-@each("schedule, stage", [("sync", 1), ("overlap", 0), ("overlap", 3), ("delayed", 2), ("delayed after 2", 3)])
-def test_every_op_on_a_device_at_every_stage(schedule: str, stage: int, submitted: Callable) -> None:
-    """And the program is the one that a plan of this model predicts with, span by span."""
+@each("schedule, stage, piece", [
+    ("sync", 1, 600), ("overlap", 0, 1 << 20), ("overlap", 3, 600), ("delayed", 2, 600),
+    ("delayed after 2", 3, 1 << 20),
+])  # fmt: skip
+def test_every_op_on_a_device_at_every_stage(
+    schedule: str, stage: int, piece: int, submitted: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the program is the one that a plan of this model predicts with, span by span and piece by piece."""
+    monkeypatch.setattr(step_programs, "PIECE_NBYTES", piece)
+    monkeypatch.setattr(forecast, "PIECE_NBYTES", piece)
     device, row = PlayedDevice(), Row(f"stage {stage}", "bf16", "often", steps=STEPS)
     (runs,) = alone(ran, row, schedule, submitted, device)
     device.close()
@@ -189,9 +197,8 @@ def planned_for(row: Row, schedule: str, world: int) -> list[Op]:
     """The ops that a plan of this model predicts with, by the names that they have where they run."""
     settings = {"schedule": SCHEDULES[schedule], "bucket_bytes": BUCKET_NBYTES, "world": world}
     plan = zk.plan(row.model(World(0, 1)), stage=int(row.wrap[-1]), tier="cpu", **settings)
-    names = {f"{number}": f"bucket {number}" for number in range(99)}
     ops = step_program(plan, schedule.split()[0], 100).ops
-    return [op._replace(what=names.get(op.what, op.what), flops=0.0) for op in ops]
+    return [op._replace(what=f"bucket {op.what}" if op.what[0].isdigit() else op.what, flops=0.0) for op in ops]
 
 
 @pytest.fixture(autouse=True)

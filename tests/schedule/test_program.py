@@ -252,6 +252,9 @@ class TestRefused:
             program_of("sync", [])
         with pytest.raises(ValueError, match=r"Span\.numel=-3"):
             Span("a", -3)
+        for wrong in ({"pieces": 0}, {"pieces": 2, "record_nbytes": 8}, {"pieces": 2, "fetch_lanes": ("up",)}):
+            with pytest.raises(ValueError, match=rf"Span\.pieces={wrong['pieces']}: must be 1 where anything rests on"):
+                Span("a", 3, **wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="Names of spans are unique"):
             program_of("overlap", [Span("a", 1), Span("a", 2)])
 

@@ -58,6 +58,31 @@ class TestByHand:
         assert times(timeline, 1)["Forward a"] == (14, 15)
         assert timeline.step_seconds == 14 and timeline.hidden == pytest.approx(1 / 10)
 
+    def test_pieces(self) -> None:
+        """Four of a second each: what stood in a row, 4 down, 8 of update and 4 up, takes the longest and a piece."""
+        large = Span("a", 4, 4 * SECOND, 4 * SECOND, 8 * SECOND, 1, 2, measured=True)
+        whole, apart = (
+            times(simulate(program_of("overlap", [replace(large, pieces=pieces)]), EVEN, steps=2), 1)
+            for pieces in (1, 4)
+        )
+        backward = whole["Backward a"][1] - whole["Forward a"][0]
+        assert backward == 1 + 2 + 2, "the device reads it to sum its squares"
+        assert whole["Store a"][1] - whole["Backward a"][1] == 4 + 8 + 4
+        assert apart["Store a, piece 4 of 4"][1] - apart["Backward a"][1] == 1 + 8 + 1
+        names = [f"a, piece {number} of 4" for number in range(1, 5)]
+        begin = apart["Backward a"][1]
+        assert [apart[f"Fetch {name}"][1] - begin for name in names] == [1, 2, 3, 4]
+        assert [apart[f"Step {name}"][1] - begin for name in names] == [3, 5, 7, 9]
+        bounds = [flow_bound(program_of("overlap", [replace(large, pieces=pieces)]), EVEN) for pieces in (1, 4)]
+        assert bounds == [5 + 16, 5 + 10]
+
+    def test_pieces_whose_norm_the_host_reads(self) -> None:
+        """All of them have come before the first is updated."""
+        large = Span("a", 4, 4 * SECOND, 4 * SECOND, 8 * SECOND, 1, 2, pieces=4)
+        found = times(simulate(program_of("overlap", [large]), EVEN, steps=1), 0)
+        assert found["Norm all"][0] == found["Fetch a, piece 4 of 4"][1] == 3 + 4
+        assert found["Store a, piece 4 of 4"][1] == 3 + 4 + 4 + 8 + 1
+
     def test_delayed(self) -> None:
         timeline = simulate(program_of(Delayed(), [span("a"), span("b")]), EVEN)
         first, second = times(timeline, 0), times(timeline, 1)

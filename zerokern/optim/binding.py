@@ -24,6 +24,7 @@ from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
 from zerokern.optim.outside import WatchedState, Witness, tracked
+from zerokern.optim.parts import Portion
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -32,9 +33,10 @@ from zerokern.zero.kinds import rest_of
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
 Member = tuple[int, Any]
-"""A row: the parameter's place in the survey, and the `RecordSpan` that it is; None: all of a parameter in memory."""
-Turns = Sequence[Sequence[int]]
-"""Places among an optimizer's parameters that are updated one after the other."""
+"""A row: the parameter's place in the survey, and the `RecordSpan` or `Portion` that it is; None: all of a parameter in
+memory."""
+Turns = Sequence[Sequence[int | Portion]]
+"""Places among an optimizer's parameters that are updated one after the other, or portions of these parameters."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
 
 
@@ -290,13 +292,12 @@ class Binding:
 
     def _batches_of(self) -> list[RowBatch]:
         survey, tier = self.survey, self.tier
-        turn_of = {number: turn for turn, members in enumerate(self.turns) for number in members}
         found: dict[Any, RowBatch] = {}
-        for i, number in enumerate(survey.numbers):
+        for i, turn, portion in self._in_turns():
             if self.compute.stays(survey.params[i]):
                 continue
-            turn, rest = turn_of.get(number, 0), rest_of(survey.params[i]) if survey.rests else None
-            for place in tier.places(i):
+            rest = rest_of(survey.params[i]) if survey.rests else None
+            for place in tier.places(i) if portion is None else (portion,):
                 record = None if place is None else place.record
                 key = (turn, id(rest)) if record is None else record
                 batch = found.get(key)
@@ -307,6 +308,16 @@ class Binding:
                 if rest is not None and rest not in batch.params:
                     batch.params.append(rest)
         return sorted(found.values(), key=operator.attrgetter("order"))
+
+    def _in_turns(self) -> list[tuple[int, int, Portion | None]]:
+        """Returns all parameters of the survey, each with its turn, or once for each portion, with that one's."""
+        at: dict[int, list[tuple[int, Portion | None]]] = {}
+        for turn, members in enumerate(self.turns):
+            for one in members:
+                number, portion = (one, None) if isinstance(one, int) else (one.member, one)
+                at.setdefault(number, []).append((turn, portion))
+        numbers = enumerate(self.survey.numbers)
+        return [(i, turn, portion) for i, number in numbers for turn, portion in at.get(number, [(0, None)])]
 
     def on_disk(self, turn: int) -> dict[str, int]:
         """Returns the bytes that a turn fetches and stores, as fields of its span. It is known once prepared.

@@ -539,8 +539,8 @@ class StateOnDisk(StateTier):
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
-        if (found := self.rows.get(id(survey.params[i]))) is not None:
-            return found
+        if id(survey.params[i]) in self.rows:
+            return super().row(i, place, cell)
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}

@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from zerokern.zero.tiers import fetched, in_turns
 
 __all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy"]
 
+Piece = Sequence[tuple["HostCopy", slice]]
+"""Elements of copies that are moved together."""
 ColumnsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Sequence[Slot] | int]]
 """Returns which tensors of its state lie beside the values of each of these (place, parameter); bytes of state: it
 stays on the device, and so does the parameter."""
@@ -261,11 +263,13 @@ class HostCopies:
         left_as: Sequence[int] = (),
         ready: Copy | None = None,
         found: MeasuredThere | None = None,
-    ) -> Copy | None:
+        pieces: Sequence[Piece] = (),
+    ) -> list[Copy | None]:
         """Copies gradients to where the update reads them, once `ready`; returns a ticket where they are on their way.
 
         `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
-        `found`: their squares, measured by then; without `ready` they are measured now.
+        `found`: their squares, measured by then; without `ready` they are measured now. `pieces`: of all these copies,
+        that come one after the other, each with its own ticket; squares come with the first.
         """
         if not left_as:
             pairs = [(copy, grad) for copy, grad in pairs if not copy.holds(grad)]
@@ -281,26 +285,30 @@ class HostCopies:
                 with fetched([grads[place] for place in places], written=()):
                     for place in places:
                         pairs[place][0].grad.copy_(grads[place].detach())
-            return None
+            return []
         if not pairs:
-            return None
+            return []
         if ready is None:
             found = self.measure(pairs)
-        leave = [(copy, grad) for copy, grad in pairs if copy.stays is None]
-        sources, targets = [grad.detach() for _, grad in leave], [copy.grad for copy, _ in leave]
+        leave = {id(copy): (copy.grad, grad.detach()) for copy, grad in pairs if copy.stays is None}
+        batches = [list(leave.values())] if not pieces else [_portions(piece, leave) for piece in pieces]
         # a gradient is checked when it is found; its copy, once
         checked = all(copy.checked for copy, _ in pairs)
         if found is not None:
-            sources.append(found.there)
-            targets.append(found.here)
-        if not sources:
-            return None
-        ticket = self.link.to_host(sources, targets, ready=ready, checked=checked)
-        sums = [None] * len(pairs) if found is None else one_by_one(found.later(ticket), len(pairs))
+            batches[0].append((found.here, found.there))
+        if ready is None and len(batches) > 1:
+            ready = self.link.here()
+        tickets: list[Copy | None] = []
+        for batch in batches:
+            targets, sources = [target for target, _ in batch], [source for _, source in batch]
+            tickets.append(self.link.to_host(sources, targets, ready=ready, checked=checked) if batch else None)
+        sums: Sequence[Sumsq] = [None] * len(pairs)
+        if found is not None and tickets[0] is not None:
+            sums = one_by_one(found.later(tickets[0]), len(pairs))
         for (copy, _), one in zip(pairs, sums, strict=True):
             copy.checked = True
             copy.sumsq = one
-        return ticket
+        return tickets
 
     def measure(self, pairs: Sequence[tuple[HostCopy, Tensor]]) -> MeasuredThere | None:
         """Launches the sums of squares of these gradients, on the device, if steps ask for their norm."""
@@ -320,15 +328,19 @@ class HostCopies:
         (copy.grad,) = self.room.lay_out([Wanted("gradients", copy.local.shape, dtype)])
         copy.values.grad_dtype, copy.checked = dtype, False
 
-    def store(self, copies: Sequence[HostCopy], ready: Any) -> Copy | None:
-        """Copies updated values to the device, once `ready`; without a device, `publish` does."""
+    def store(self, copies: Sequence[HostCopy], ready: Any, piece: Piece | None = None) -> Copy | None:
+        """Copies updated values to the device, once `ready`; without a device, `publish` does. `piece`: not all."""
         if self.link is None:
             return None
-        copies = [copy for copy in copies if copy.stays is None]
-        if not copies:
+        pairs = {
+            id(copy): (copy.local.detach() if copy.shadow is None else copy.shadow, copy.values.detach())
+            for copy in copies
+            if copy.stays is None
+        }
+        batch = list(pairs.values()) if piece is None else _portions(piece, pairs)
+        if not batch:
             return None
-        targets = [copy.local.detach() if copy.shadow is None else copy.shadow for copy in copies]
-        sources = [copy.values.detach() for copy in copies]
+        targets, sources = [target for target, _ in batch], [source for _, source in batch]
         return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
 
     def reading(self, value: Any) -> Callable[[], Any]:
@@ -436,6 +448,12 @@ class HostCopies:
             copy.loaded = copy.bits if copy.pending else None
 
 
+def _portions(piece: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Returns the elements of a piece in these pairs, each by the id of its copy."""
+    whole = [(*pairs[id(copy)], elements) for copy, elements in piece if id(copy) in pairs]
+    return [(target.view(-1)[elements], source.view(-1)[elements]) for target, source, elements in whole]
+
+
 def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
     """Makes the copy of a parameter that rests; it rests at the same offset."""
     with rest.adding_views():
@@ -450,17 +468,25 @@ def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
 class EarlyFetch:
     """Copies gradients of one part to the host before `step()`: at once, or when the update has read the last ones."""
 
-    def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
-        self._host, self._pairs, self._handed_out = host, pairs, handed_out
+    def __init__(
+        self,
+        host: HostCopies,
+        pairs: list[tuple[HostCopy, Tensor]],
+        pieces: Sequence[Piece],
+        handed_out: Callable[[], bool],
+    ) -> None:
+        self._host, self._pairs, self._pieces, self._handed_out = host, pairs, pieces, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
         self._found = host.measure(pairs)
         self._mark = host.here()
-        self.ticket: Any = None
+        self.tickets: list[Any] = []
 
     def launch_if_free(self) -> None:
         """Starts the copies, once, unless an update has yet to read what is where they go."""
-        if self.ticket is None and all(copy.free for copy, _ in self._pairs):
-            self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark, found=self._found)
+        if not self.tickets and all(copy.free for copy, _ in self._pairs):
+            self.tickets = self._host.fetch(
+                self._pairs, left_as=self._versions, ready=self._mark, found=self._found, pieces=self._pieces
+            )
 
     def compare(self) -> None:
         """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""
@@ -530,7 +556,8 @@ class EarlyFetches:
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
         if not plain or not copies or len(copies) != len(grads) or handed_out():
             return
-        fetch = EarlyFetch(self.shards.host, list(zip(copies, grads, strict=True)), handed_out)
+        pieces = self.shards.pieces_of(part)
+        fetch = EarlyFetch(self.shards.host, list(zip(copies, grads, strict=True)), pieces, handed_out)
         with self._lock:
             self._fetches[part.name] = fetch
             fetch.launch_if_free()
@@ -543,7 +570,7 @@ class EarlyFetches:
     def take(self) -> dict[str, EarlyFetch]:
         """Returns what was fetched since the last call, by part; a step is about to be made of it."""
         with self._lock:
-            fetched = {name: one for name, one in self._fetches.items() if one.ticket is not None}
+            fetched = {name: one for name, one in self._fetches.items() if one.tickets}
             self._fetches = {}
         self._expected, self._arrived = self._arrived, Counter()
         return fetched

@@ -23,7 +23,7 @@ from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
 from zerokern.optim.outside import WatchedState
-from zerokern.optim.parts import needed_first
+from zerokern.optim.parts import Part, needed_first
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.kinds import is_divided, is_placed, present, shardings_of
 from zerokern.zero.publishing import without_waiting
@@ -219,6 +219,13 @@ class Shards:
         if not found:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
         return found[0]
+
+    def pieces_of(self, part: Part) -> list[list[tuple[HostCopy, slice]]]:
+        """Returns the pieces of a part as elements of host copies; of what is frozen there is none."""
+        return [
+            [(copy, one.elements) for one in piece for copy in self.host.of([self.local[one.member]])]
+            for piece in part.pieces
+        ]
 
     def readings(self, places: Iterable[int]) -> list[tuple[Tensor, int]]:
         """Returns the gradients that an update of these parameters reads, with their versions."""

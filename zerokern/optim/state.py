@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.core.units import BLOCK
 from zerokern.kernels import join, split
 from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
@@ -320,6 +322,15 @@ class Row(SpanRow):
         words[layout.param_column] = param_pointer
         super().__init__(layout, first, pointer_words(words))
 
+    def from_element(self, start: int) -> SpanRow:
+        """Returns the row of the elements from this one on, the first of a block."""
+        shifts = {
+            slot.column: (start // BLOCK if slot.extent == "blocks" else start) * slot.dtype.itemsize
+            for slot in self.layout.columns
+        }
+        shifts[self.layout.param_column] = start * self.layout.param_dtype.itemsize
+        return SpanRow(self.layout, self.first, tuple(map(operator.add, self.words, pointer_words(shifts))))
+
     def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
         return self.param is param and self.param_pointer == param_pointer and self.layout is layout
 
@@ -436,7 +447,8 @@ class StateTier:
 
     def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
         """Returns the row of a place, whose record is in this cell of the ring while it is updated."""
-        return self.rows[id(self.survey.params[i])]
+        found = self.rows[id(self.survey.params[i])]
+        return found if place is None else found.from_element(place.start)
 
     def fetch(self, record: Any, cell: Cell, after: Any) -> Any:
         """Starts to fetch a record into the cell; returns a ticket, or None where there is nothing to wait for."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
 from zerokern.optim.hosted import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
-from zerokern.optim.parts import Part, parts_of
+from zerokern.optim.parts import Part, in_pieces, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.update import ALL, Update, buckets_of, gathers
@@ -56,7 +57,7 @@ class StepRunner:
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
         self._program: tuple[tuple[Any, ...], StepProgram] | None = None
         self._unpublished: Update | None = None  # a delayed update that was made
-        self._fetched: dict[str, Any] = {}  # tickets of gradients on their way, by part
+        self._fetched: dict[str, list[Any]] = {}  # tickets of gradients on their way, by part, one for each piece
         self._gates: list[Any] = []
         self._on_their_way: list[Any] = []
 
@@ -140,18 +141,20 @@ class StepRunner:
         for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
-            again = host.fetch(pairs)
-            ticket = again if again is not None or left is None else left.ticket  # of one stream: the last ends last
-            if ticket is None:
+            tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
+            if left is not None:  # of one stream: what is fetched again ends last
+                tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
+            tickets = _in_order(tickets, at_once=host.measures and any(copy.sumsq is None for copy, _ in pairs))
+            if not tickets:
                 continue
-            self._fetched[part.name] = ticket
+            self._fetched[part.name] = tickets
             if part.sharding is not None:
-                part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
+                part.sharding.gradient_buckets[part.bucket].reads_until(tickets[-1].gate)
                 continue
             shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
-                self._gates.append(ticket)
+                self._gates.append(tickets[-1])
 
     def release_gradients(self) -> None:
         """Returns once gradients may be written: what reads them has done so."""
@@ -163,7 +166,10 @@ class StepRunner:
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:
-            self._parts = (shards, parts_of(shards.updated, shards.shards))
+            parts = parts_of(shards.updated, shards.shards)
+            if shards.host.link is not None and self._holdings.schedule != "sync" and self._holdings.disk is None:
+                parts = [in_pieces(part, shards.updated, _moved(shards, part)) for part in parts]
+            self._parts = (shards, parts)
         return self._parts[1]
 
     # The update itself.
@@ -179,8 +185,9 @@ class StepRunner:
         inline = self._runs_inline
         lazily = not inline and here.schedule == "overlap"
         if inline or lazily or first or not survey.params or shards.accord.meets:
-            for ticket in reversed(self._fetched.values()):  # the last ends last: others are not waited for any more
-                ticket.wait()
+            # the last ends last: others are not waited for any more; of pieces, the first has brought the squares
+            for tickets in reversed(self._fetched.values()):
+                tickets[0].wait()
             if self._decision.take() is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
@@ -278,7 +285,7 @@ class StepRunner:
         self._count_call()
         for ticket in self._gates:
             ticket.gate()  # what the program does to gradients from here on, it does behind their copies
-        self._on_their_way = list(self._fetched.values())
+        self._on_their_way = [tickets[-1] for tickets in self._fetched.values()]
         self._fetched, self._gates = {}, []
 
     def _is_late(self) -> bool:
@@ -342,7 +349,7 @@ class StepRunner:
     def _take_first(self, update: Update, taken: Sequence[Part]) -> None:
         """Waits for the first part. A disk that cannot be read shows before the step counts: then all is as it was."""
         try:
-            update.run.wait("Step", taken[0].name)
+            update.run.wait("Step", taken[0].names[0])
         except Exception as error:
             self._give_up(update, error)
             say_outcome(error, self._holdings.outcome)
@@ -513,3 +520,27 @@ class StepRunner:
         self._fetched, self._gates, self._on_their_way = {}, [], []
         self.pending = self.leaving = self._unpublished = self._program = None
         self._parts, self._executors = (None, []), {}
+
+
+def _in_order(tickets: Sequence[Any], *, at_once: bool) -> list[Any]:
+    """Returns a ticket for each piece, if there is any: where a piece has nothing to wait for, the one before it.
+
+    `at_once`: whoever measures the first one reads all of them. They are of one stream, so the last ends last.
+    """
+    known = [ticket for ticket in tickets if ticket is not None]
+    if not known:
+        return []
+    last, found = known[0], []
+    for ticket in tickets:
+        last = last if ticket is None else ticket
+        found.append(last)
+    return [last] * len(found) if at_once else found
+
+
+def _moved(shards: Shards, part: Part) -> list[int]:
+    """Returns the members of a part that cross the link both ways; none where any rests off the device by itself."""
+    trained = [member for member in part.members if shards.local[member].requires_grad]
+    copies = {member: shards.copy(member) for member in trained}
+    if any(copy.rest is not None for copy in copies.values()):
+        return []
+    return [member for member, copy in copies.items() if copy.stays is None]

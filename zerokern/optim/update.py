@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ _EDITED = (
     "backward, or call opt.zero_grad(), which waits"
 )
 Actions = Iterator[tuple[tuple[str, str], Callable[[], Any]]]
-Tickets = Mapping[str, Any]
+Tickets = Mapping[str, Sequence[Any]]
 
 
 def gathers(part: Part) -> bool:
@@ -44,7 +45,11 @@ class Update:
 
     def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
         self.binding, self.decision, self.parts = binding, decision, parts
-        binding.arrange([part.members for part in parts], [part.name for part in parts])
+        turns = [turn for part in parts for turn in part.turns]
+        self._turn_of = dict(
+            zip((part.name for part in parts), accumulate(map(_count, parts), initial=0), strict=False)
+        )
+        binding.arrange(turns, [name for part in parts for name in part.names])
         # whether gradients are read where the user's program has them, and could be edited
         self.in_place = not shards.is_hosted
         self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
@@ -94,13 +99,14 @@ class Update:
             raise StateError(_EDITED)
 
     def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy]) -> None:
-        """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
+        """Makes one turn of the update in host memory; gradients of `copies` may be fetched anew from then on."""
         self.make_part(turn)
-        host.consumed(copies, updated=self.decision.scale is not None)
+        if copies:
+            host.consumed(copies, updated=self.decision.scale is not None)
 
-    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any) -> Any:
-        """Copies updated values to the device."""
-        return None if self.decision.scale is None else host.store(copies, ready)
+    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any, piece: Any) -> Any:
+        """Copies updated values to the device, or a piece of them."""
+        return None if self.decision.scale is None else host.store(copies, ready, piece)
 
     def put_away(self) -> None:
         """Returns once state that rests elsewhere is there again."""
@@ -142,8 +148,8 @@ class Update:
         if program.has("Norm", ALL):
             yield ("Norm", ALL), partial(_decide, self.decision)
         ready = shards.host.here()
-        for turn, part in enumerate(self.parts):
-            yield from self._actions_of(part, turn, program, shards, tickets.get(part.name), ready, inline)
+        for part in self.parts:
+            yield from self._actions_of(part, program, shards, tickets.get(part.name, ()), ready, inline)
             if lazily and gathers(part):
                 yield ("Gather", part.name), partial(self.gather, part, shards.host.driver)
         if self.binding.tier.streams:
@@ -153,35 +159,38 @@ class Update:
                 yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
 
     def _actions_of(
-        self, part: Part, turn: int, program: StepProgram, shards: Shards, ticket: Any, ready: Any, inline: bool
+        self, part: Part, program: StepProgram, shards: Shards, tickets: Sequence[Any], ready: Any, inline: bool
     ) -> Actions:
-        name, host, rows = part.name, shards.host, self.binding.survey.row_of
-        if ticket is not None and program.has("Fetch", name):  # of nothing there is no op
-            yield ("Fetch", name), lambda: ticket
+        turn, host, rows = self._turn_of[part.name], shards.host, self.binding.survey.row_of
+        for name, ticket in zip(part.names, tickets, strict=False):
+            if program.has("Fetch", name):  # of nothing there is no op
+                yield ("Fetch", name), partial(_same, ticket)
         if self.in_place:
             readings = () if inline else shards.readings(part.members)
-            yield ("Step", name), partial(self.make_part, turn, readings)
+            yield ("Step", part.name), partial(self.make_part, turn, readings)
         else:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
                 copy.free = False
-            yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
-            if program.has("Store", name):
-                yield ("Store", name), partial(self.store, host, copies, ready)
-        if program.has("Publish", name):
-            yield ("Publish", name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
+            pieces: list[Any] = [*shards.pieces_of(part)] or [None]
+            for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
+                read = copies if number == len(pieces) else []  # to its end
+                yield ("Step", name), partial(self.make_part_on_host, turn + number - 1, host, read)
+                if program.has("Store", name):
+                    yield ("Store", name), partial(self.store, host, copies, ready, piece)
+        if program.has("Publish", part.name):
+            yield ("Publish", part.name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
 
     def program(
         self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
         """Makes the step program of this update."""
         survey, binding, streams = self.binding.survey, self.binding, self.binding.tier.streams
-        turns = {part.name: turn for turn, part in enumerate(self.parts)}
         spans = []
         for part in taken or self.parts:
-            moved = binding.on_disk(turns[part.name]) if part.name in turns else {}
-            measured = shards.host.link is not None and shards.host.measures
-            others = {"measured": measured, "stored": self.copies_back, **moved}
+            moved = binding.on_disk(self._turn_of[part.name]) if part.name in self._turn_of else {}
+            measured = shards.host.link is not None  # else the host sums; where nobody asks for a norm, nobody does
+            others = {"measured": measured, "stored": self.copies_back, "pieces": len(part.turns), **moved}
             spans.append(_span_of(part, survey.row_of, binding, fetched=part.name in tickets, **others))
         spans = _with_others(spans, buckets_of(shards, taken))
         if self.parts[0].name == ALL:
@@ -274,3 +283,11 @@ def _decide(decision: Decision) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _count(part: Part) -> int:
+    return len(part.turns)
+
+
+def _same(ticket: Any) -> Any:
+    return ticket

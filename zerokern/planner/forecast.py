@@ -14,6 +14,7 @@ from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import Footprint, lanes_to, staying_numel
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
+from zerokern.schedule.program import PIECE_NBYTES
 from zerokern.zero.partition import shards_parameters, shards_state
 
 __all__ = [
@@ -272,6 +273,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
         spans = [replace(span, measured=False) for span in spans]
     if name == NO_OFFLOAD:
         return resident(shape.at_once(spans))
+    if name != "sync":
+        spans = shape.in_pieces(spans)
     on_disk = shape.plan.recipe.tier == "nvme"
     return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, on_disk=on_disk, passes=shape.passes)
 
@@ -346,7 +349,7 @@ def _time(seconds: float) -> str:
 @dataclass(frozen=True)
 class StepPart:
     """Elements that are fetched, updated and stored together, `own_numel` of them by this rank. `encloses`: they belong
-    to no unit, and are needed by all."""
+    to no unit, and are needed by all. `alone`: they are one bucket."""
 
     numel: int
     own_numel: int
@@ -354,6 +357,7 @@ class StepPart:
     trainable: bool
     rests: bool = False
     encloses: bool = False
+    alone: bool = False
 
 
 class StepShape:
@@ -406,6 +410,14 @@ class StepShape:
             return spans
         before = sum(span.forward_flops + span.backward_flops for span in spans) * (self.accumulate - 1)
         return [*spans[:-1], replace(spans[-1], backward_flops=spans[-1].backward_flops + before)]
+
+    def in_pieces(self, spans: Sequence[Span]) -> list[Span]:
+        """Returns the same spans, large buckets in pieces, which are moved and updated beside each other."""
+        if self.plan.recipe.tier == "nvme":
+            return list(spans)
+        counts = (-(-span.param_nbytes // PIECE_NBYTES) for span in spans)
+        pairs = zip(spans, self.parts, counts, strict=True)
+        return [replace(span, pieces=max(1, count)) if part.alone else span for span, part, count in pairs]
 
     def at_once(self, spans: Sequence[Span]) -> list[Span]:
         """Returns the same spans with all passes merged, as a step without offload has them."""
@@ -481,7 +493,8 @@ def _parts(plan: Footprint) -> Iterator[StepPart]:
         for number in range(count):
             numel, own = (n * (number + 1) // count - n * number // count for n in (load.numel, load.own_numel))
             own = own if shards_state(plan.stage) else numel
-            yield StepPart(numel, own, load.dtype, load.trainable, plan.recipe.rests, encloses)
+            alone = count == max(load.count, 1)
+            yield StepPart(numel, own, load.dtype, load.trainable, plan.recipe.rests, encloses, alone)
 
 
 def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
@@ -490,7 +503,8 @@ def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
     for part in parts:
         kind = part.dtype, part.trainable, part.encloses
         if held is not None and (held.dtype, held.trainable, held.encloses) == kind and held.numel < least:
-            held = replace(held, numel=held.numel + part.numel, own_numel=held.own_numel + part.own_numel)
+            own = held.own_numel + part.own_numel
+            held = replace(held, numel=held.numel + part.numel, own_numel=own, alone=False)
             continue
         if held is not None:
             yield held

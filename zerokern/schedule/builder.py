@@ -32,8 +32,8 @@ def reduced(span: Span) -> OpKey:
 
 
 def fetched(span: Span) -> OpKey:
-    """Returns the op that brings a gradient to the update."""
-    return OpKey("Fetch", span.name) if span.grad_nbytes else reduced(span)
+    """Returns the op that brings what the norm needs of a gradient: all of it, or its squares, with the first piece."""
+    return OpKey("Fetch", span.names[0 if span.measured else -1]) if span.grad_nbytes else reduced(span)
 
 
 class ProgramBuilder:
@@ -43,6 +43,7 @@ class ProgramBuilder:
         self.name, self.on_disk = name, on_disk
         self.ops: list[tuple[Op, tuple[OpKey, ...]]] = []
         self._records: list[str] = []
+        self._pieces: dict[str, list[OpKey]] = {}  # of gradients: the fetch that an update waits for
 
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
         """Adds forward, backward and reductions; with `fetched`, gradients go to the host as they become complete.
@@ -84,10 +85,15 @@ class ProgramBuilder:
         if span.reduce_nbytes:
             computed = self.add("Reduce", span.name, "net", computed, span.reduce_nbytes)
         if fetched:
-            self.fetch(span, [*computed, OpKey("Step", span.name, 1)])
+            self.fetch(span, [*computed, OpKey("Step", span.names[-1], 1)])
 
     def fetch(self, span: Span, after: Iterable[OpKey], turn: int = 0) -> list[OpKey]:
-        return self.add("Fetch", span.name, "down", after, span.grad_nbytes, turn=turn) if span.grad_nbytes else []
+        """Adds the fetches of a gradient; returns the last of them."""
+        last, after = list[OpKey](), list(after)
+        for name, nbytes in span.each(span.grad_nbytes) if span.grad_nbytes else ():
+            last = self.add("Fetch", name, "down", after, nbytes, turn=turn)
+            self._pieces[name] = last if span.pieces > 1 else []
+        return last
 
     def norm(self, spans: Sequence[Span], after: Iterable[OpKey]) -> list[OpKey]:
         read = [span for span in spans if not span.measured]
@@ -95,8 +101,8 @@ class ProgramBuilder:
         return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
 
     def step(self, span: Span, after: Iterable[OpKey], *, ahead: Iterable[OpKey] = (NORM,)) -> list[OpKey]:
-        """Adds the update of a span. Its part on disk is read after `ahead`, as early as there is room, and written
-        back."""
+        """Adds the update of a span; returns the last op of it. Its part on disk is read after `ahead`, as early as
+        there is room, and written back."""
         if not span.is_updated:
             return list(after)
         if span.there_nbytes:
@@ -104,7 +110,9 @@ class ProgramBuilder:
         after = [*after, *AWAY] if self.on_disk else list(after)
         written = span.written_nbytes
         after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)
-        last = self.add("Step", span.name, "cpu", after, span.step_nbytes, span.numel)
+        last = list[OpKey]()
+        for (name, nbytes), (_, numel) in zip(span.each(span.step_nbytes), span.each(span.numel), strict=True):
+            last = self.add("Step", name, "cpu", [*after, *self._pieces.get(name, ())], nbytes, numel)
         self.store_record(span.name, written, last)
         return last
 
@@ -126,7 +134,13 @@ class ProgramBuilder:
         return room + ([OpKey("Store", self._records[-1 - _RING])] if len(self._records) > _RING else [])
 
     def store(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
-        return self.add("Store", span.name, "up", after, span.param_nbytes) if span.param_nbytes else []
+        """Adds the stores of updated parameters, each after its own update; returns the last of them."""
+        after = list(after)
+        last, whole = list[OpKey](), OpKey("Step", span.names[-1])
+        for name, nbytes in span.each(span.param_nbytes) if span.param_nbytes else ():
+            mine = [key._replace(what=name) if key == whole else key for key in after]
+            last = self.add("Store", name, "up", mine, nbytes)
+        return last
 
     def gather(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
         """Adds the gather of updated parameters, unless each use gathers them anew."""

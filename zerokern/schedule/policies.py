@@ -194,7 +194,7 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool, resting: int) -
     Gathers of updated values then run beside nothing.
     """
     seen: list[OpKey] = [OpKey("Gather" if _is_gathered_once(span) else "Publish", span.name, 1) for span in spans]
-    stored = [OpKey("Store" if span.param_nbytes else "Step", span.name, 1) for span in spans if span.is_updated]
+    stored = [OpKey("Store" if span.param_nbytes else "Step", span.names[-1], 1) for span in spans if span.is_updated]
     builder = ProgramBuilder("delayed", on_disk)
     if resting:
         compute_resting(builder, spans, lambda place: seen if place == 0 else [], resting, behind=2)
@@ -211,7 +211,7 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool, resting: int) -
     norm = builder.norm(spans, gradients(spans, resting) if resting else map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: OpKey = OpKey("Publish", span.name)
-        read: list[OpKey] = [OpKey("Store", span.name, 1)] if span.param_nbytes else []
+        read: list[OpKey] = [OpKey("Store", span.names[-1], 1)] if span.param_nbytes else []
         ahead = [*norm, *spilled(span, resting)]
         last = builder.step(span, [*norm, *read] if shadow else [*norm, free], ahead=ahead)
         builder.store(span, [*last, free])

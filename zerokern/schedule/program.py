@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
-__all__ = ["LANES", "VERBS", "Key", "Op", "Reach", "Ref", "Span", "StepProgram"]
+__all__ = ["LANES", "PIECE_NBYTES", "VERBS", "Key", "Op", "Reach", "Ref", "Span", "StepProgram", "names_of_pieces"]
 
 Key = tuple[str, str]
 """An op by its verb and what it is about."""
@@ -22,7 +22,18 @@ Reach = dict[Key, list[tuple[int, Key]]]
 
 LANES = ("device", "net", "down", "cpu", "up", "read", "write")
 """compute stream | collectives | device to host | the CPU's worker | host to device | disk to host | host to disk"""
+PIECE_NBYTES = 64 << 20
+"""of parameters: more of them that are fetched, updated and stored together go in pieces, beside each other"""
 VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gather", "Publish", "Release")
+
+
+def names_of_pieces(name: str, count: int) -> list[str]:
+    """Returns what the pieces of a span are called in its ops.
+
+    >>> names_of_pieces("head", 1), names_of_pieces("head", 2)
+    (['head'], ['head, piece 1 of 2', 'head, piece 2 of 2'])
+    """
+    return [name] if count == 1 else [f"{name}, piece {number} of {count}" for number in range(1, count + 1)]
 
 
 class Ref(NamedTuple):
@@ -100,6 +111,22 @@ class Span:
     """squares of gradients are summed where they were reduced, so the norm does not read them on the host"""
     there_nbytes: int = 0
     """what the update of parameters that stay on the device moves through its memory"""
+    pieces: int = 1
+    """as many, of one size, are fetched, updated and stored one after the other"""
+
+    @property
+    def names(self) -> list[str]:
+        """What its fetches, updates and stores are called, in order. In each lane the last one ends last."""
+        return names_of_pieces(self.name, self.pieces)
+
+    def each(self, amount: int) -> list[tuple[str, int]]:
+        """Returns the name and the share of each piece.
+
+        >>> Span("head", 5, pieces=2).each(5)
+        [('head, piece 1 of 2', 2), ('head, piece 2 of 2', 3)]
+        """
+        ends = [amount * number // self.pieces for number in range(self.pieces + 1)]
+        return [(name, end - begin) for name, begin, end in zip(self.names, ends[:-1], ends[1:], strict=True)]
 
     @property
     def measured_nbytes(self) -> int:
@@ -148,6 +175,9 @@ class Span:
         for field, value in vars(self).items():
             if isinstance(value, (int, float)) and value < 0:
                 raise ValueError(got(f"Span.{field}", value, "a number that is not negative"))
+        if self.pieces < 1 or (self.pieces > 1 and (self.written_nbytes or self.spill_nbytes or self.fetch_lanes)):
+            allowed = "1 where anything rests on the disk or off the device, which comes as a whole; else from 1 on"
+            raise ValueError(got("Span.pieces", self.pieces, allowed))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .builder import OpKey, ProgramBuilder
+from .builder import OpKey, ProgramBuilder, fetched
 from .program import Span
 
 __all__ = ["compute_resting", "gradients", "spilled"]
@@ -52,8 +52,7 @@ def gradients(spans: Sequence[Span], passes: int) -> Iterator[OpKey]:
     """Yields the ops after which gradients of the last pass are where they wait for the update."""
     for span in spans:
         if span.numel:
-            verb = "Fetch" if span.grad_nbytes else "Reduce" if span.reduce_nbytes else "Backward"
-            yield OpKey(verb, span.name, turn=passes - 1)
+            yield fetched(span)._replace(turn=passes - 1)
 
 
 def spilled(span: Span, passes: int) -> list[OpKey]:
@@ -149,7 +148,7 @@ class _Resting:
             return
         if span.reduce_nbytes:
             last = self.builder.add("Reduce", span.name, "net", last, span.reduce_nbytes // self.passes, turn=use.turn)
-        last = self.builder.fetch(span, [*last, OpKey("Step", span.name, 1)], use.turn) or last
+        last = self.builder.fetch(span, [*last, OpKey("Step", span.names[-1], 1)], use.turn) or last
         if span.spill_nbytes:
             what, nbytes = f"{span.name} gradients", span.spill_nbytes
             if use.turn:

@@ -1,0 +1,221 @@
+"""Large parts go in pieces: the bits of whole ones, and the first of them is back before the last has left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from nvme_cases import row_of, small
+from offload_cases import SCHEDULES, Row
+from optim_cases import MAKERS
+from tables import each
+from test_offload_played import SLOW, compare, played, the_same
+from test_programs_ran import every_edge_held, submitted, the_same_ops
+from worlds import alone, on_threads
+
+import zerokern as zk
+from zerokern.core.units import BLOCK
+from zerokern.examples.played import PlayedTraining
+from zerokern.examples.played_device import PlayedDevice
+from zerokern.optim import parts
+from zerokern.optim.binding import Binding
+from zerokern.optim.hosted import HostCopies
+from zerokern.optim.parts import Part, in_pieces
+from zerokern.planner import forecast
+from zerokern.planner.forecast import step_program
+from zerokern.planner.transformer import preset
+from zerokern.schedule import machine_of, program, simulate
+from zerokern.schedule.recorder import Event, Recorder
+
+__all__ = ["submitted"]  # a fixture
+
+SMALL = 600  # bytes, so that every part of the small models has several pieces
+INT8 = (("state_format", "int8"), ("master_format", "split8"))
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parts above SMALL bytes are cut; the numbers of turns of all updates that were arranged."""
+    monkeypatch.setattr(program, "PIECE_NBYTES", SMALL)
+    monkeypatch.setattr(forecast, "PIECE_NBYTES", SMALL)
+    turns: list[int] = []
+    arrange = Binding.arrange
+
+    def told(self: Binding, arranged: Any, names: Any) -> None:
+        turns.append(sum(", piece " in name for name in names))
+        arrange(self, arranged, names)
+
+    monkeypatch.setattr(Binding, "arrange", told)
+    return turns
+
+
+@each("numels, dtype, nbytes", [
+    ((BLOCK * 10,), torch.float32, BLOCK * 4), ((5000, 1, 130, 7000), torch.bfloat16, 1000),
+    ((999,), torch.bfloat16, 999),
+])  # fmt: skip
+def test_pieces_are_all_elements_once_cut_between_blocks(
+    numels: tuple[int, ...], dtype: torch.dtype, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "PIECE_NBYTES", nbytes)
+    tensors = [torch.empty(numel, dtype=dtype) for numel in numels]
+    members = tuple(range(len(numels)))
+    found = in_pieces(Part("all", members), tensors, members)
+    assert len(found.turns) == len(found.names) == -(-sum(tensor.nbytes for tensor in tensors) // nbytes)
+    portions = [one for piece in found.pieces for one in piece]
+    for member, tensor in zip(members, tensors, strict=True):
+        mine = [one for one in portions if one.member == member]
+        assert torch.equal(
+            torch.cat([torch.arange(tensor.numel())[one.elements] for one in mine]), torch.arange(len(tensor))
+        )
+        assert not any(one.start % BLOCK for one in mine)
+    sizes = [sum(one.numel for one in piece) * dtype.itemsize for piece in found.pieces]
+    assert max(sizes) <= nbytes + (BLOCK + 1) * dtype.itemsize, "rounded to a block"
+    assert in_pieces(Part("all", members), tensors, ()).turns == (members,), "nothing of it crosses the link"
+
+
+@each("slow", ["compute", "copies down", "copies up", "the link"])
+@each("schedule", ["overlap", "delayed"])
+def test_pieces_have_the_bits_of_whole_parts(schedule: str, slow: str, devices: Callable, cut: list[int]) -> None:
+    """Clipped, some steps skipped, micro-batches added up: the norm is known before the first piece is updated."""
+    cut.clear()
+    settings = {"accumulate": 2, "dtype": torch.bfloat16, "broken": (3,), "steps": 6}
+    the_same(*played(devices(**SLOW[slow]), SCHEDULES[schedule], **settings))
+    assert cut[-1] == 30
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_poisoned_pieces(schedule: str, devices: Callable, cut: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before it is there, or written over before it was read, shows."""
+    monkeypatch.setenv("ZEROKERN_POISON", "1")
+    the_same(*played(devices(**SLOW["everything"], poison=True), SCHEDULES[schedule], dtype=torch.bfloat16, steps=6))
+    assert max(cut) > 20
+
+
+@each("schedule, row", [
+    ("overlap", Row("stage 2", "bf16", "random", broken=(3,))),
+    ("overlap", Row("stage 3", "bf16", "often", accumulate=2, formats=INT8)),
+    ("overlap", Row("stage 0", "mixed", "random", scaled=True, broken=(2,))),
+    ("overlap", Row("plain", "bf16", "none", formats=(("master_format", "none"), ("stochastic_seed", 7)))),
+    ("overlap", Row("stage 1", "fp32", "random", name="sgd", formats=(("dampening", 0.3),))),
+    ("delayed after 2", Row("stage 3", "bf16", "random", formats=INT8)),
+])  # fmt: skip
+def test_pieces_of_every_format(schedule: str, row: Row, cut: list[int]) -> None:
+    alone(compare, replace(row, steps=6), SCHEDULES[schedule])
+    assert any(cut)
+
+
+@each("schedule, row, tiers", [
+    ("overlap", row_of("stage 1", "mixed", accumulate=2), ["cpu"]),
+    ("overlap", row_of("stage 2", "bf16", broken=(2,)), ["device:8KiB", "cpu"]),
+    ("delayed", row_of("stage 3", "bf16", formats=INT8), ["cpu"]),
+])  # fmt: skip
+def test_pieces_of_two_ranks(schedule: str, row: Row, tiers: list[str], cut: list[int]) -> None:
+    """Reduced and gathered as a whole: ranks of different sizes may have different pieces."""
+    on_threads(2, compare, replace(row, steps=5), SCHEDULES[schedule], [tiers] * 2)
+    assert any(cut)
+
+
+def test_what_streams_from_a_disk_goes_as_a_whole(tier: Callable, cut: list[int]) -> None:
+    """Its records are the pieces, and the disk is slower than the link."""
+    places = [["cpu:8KiB", where] for where in small(tier, 2)]
+    on_threads(2, compare, row_of("stage 2", "bf16", steps=5), "overlap", places)
+    assert not any(cut)
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_a_norm_that_the_host_measures_waits_for_all_pieces(
+    schedule: str, devices: Callable, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCopies, "measure", lambda self, pairs: None)
+    device = devices(**SLOW["the link"], poison=True)
+    the_same(*played(device, SCHEDULES[schedule], dtype=torch.bfloat16, steps=4))
+    assert any(cut)
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_every_op_and_edge_of_pieces(
+    schedule: str, submitted: Callable, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are ops of the program that ran, and the simulator times."""
+    monkeypatch.setattr(program, "PIECE_NBYTES", 8000)
+    read: list[int] = []
+    consumed = HostCopies.consumed
+
+    def told(self: HostCopies, *arguments: Any, **named: Any) -> None:
+        read.append(time.perf_counter_ns())
+        consumed(self, *arguments, **named)
+
+    monkeypatch.setattr(HostCopies, "consumed", told)
+    device, recorder = PlayedDevice(poison=True, stretch=0.001), Recorder()
+    training = PlayedTraining(device, (9000, 700, 5000), forward_seconds=1e-4, backward_seconds=1e-4, recorder=recorder)
+    optimizer = MAKERS["adamw"](training.parameters, tier="cpu", schedule=SCHEDULES[schedule], max_grad_norm=1.0)
+    optimizer.holdings.recorder = recorder
+    training.train(optimizer, 6)
+    optimizer.flush()
+    training.synchronize()
+    device.close()
+    names = {str(unit): f"parameters {unit} to {unit}" for unit in range(3)}
+    events = [event._replace(what=names.get(event.what, event.what)) for event in recorder.events]
+    last = [event for event in events if event.verb == "Step" and is_last(event)]  # of its part: it frees the gradient
+    events = [event for event in events if event not in last]
+    events += [event._replace(end_ns=at) for event, at in zip(last, read, strict=True)]
+    events.sort(key=lambda event: event.begin_ns)
+    runs = submitted(recorder)
+    assert {op.what for op in runs[0].program.ops if op.verb == "Step"} == {
+        *(f"parameters 0 to 0, piece {number} of 5" for number in range(1, 6)), "parameters 1 to 1",
+        *(f"parameters 2 to 2, piece {number} of 3" for number in range(1, 4)),
+    }  # fmt: skip
+    the_same_ops([event for event in events if event.step <= 5], runs[:5], model_since=6)
+    every_edge_held(events, runs, range(2, 6))
+
+
+def is_last(event: Event) -> bool:
+    _, _, piece = event.what.partition(", piece ")
+    number, _, count = piece.partition(" of ")
+    return number == count
+
+
+def test_the_first_piece_comes_back_before_the_last_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one large first unit: down, update and up of it stand beside each other, where they stood in a row."""
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1)
+    whole, apart = (bare_ms_of_first_unit(count, monkeypatch) for count in (1, 8))
+    assert whole[0] > 0.95 * sum(whole[1:]), "one after the other"
+    assert apart[0] < 0.75 * sum(apart[1:])
+
+
+def bare_ms_of_first_unit(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
+    """How long after the first unit's gradient its parameters are there, at a link that takes 40 ms each way, and how
+    long its way down and its way up take."""
+    numel = 4 << 20
+    monkeypatch.setattr(program, "PIECE_NBYTES", 2 * numel // count)
+    device, recorder = PlayedDevice(down_gb_s=0.2, up_gb_s=0.2), Recorder()
+    training = PlayedTraining(device, (numel, 1000), dtype=torch.bfloat16, light=True, recorder=recorder)
+    optimizer = zk.AdamW(training.parameters, tier="cpu", schedule="overlap", max_grad_norm=1.0)
+    optimizer.holdings.recorder = recorder
+    training.train(optimizer, 3)
+    optimizer.flush()
+    training.synchronize()
+    device.close()
+    events = [event for event in recorder.events if event.step == 2 and event.what.startswith("parameters 0")]
+    down, up = ([event for event in events if event.verb == verb] for verb in ("Fetch", "Store"))
+    assert len(down) == len(up) == count
+    assert (up[0].begin_ns < down[-1].end_ns) == (count > 1)
+    begin, end = down[0].begin_ns, up[-1].end_ns
+    return ((end - begin) / 1e6, *(sum(one.end_ns - one.begin_ns for one in some) / 1e6 for some in (down, up)))
+
+
+@each("name, whole, bare", [("h100-pcie", 132.3, 106.8), ("gh200", 43.5, 42.1)])
+def test_a_plan_predicts_it(name: str, whole: float, bare: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds between the last backward and the next forward of Llama 3 8B at 16k tokens."""
+    plan = zk.plan(preset("llama-3-8b"), stage=2, tier="cpu", schedule="overlap")
+    machine = machine_of(name)
+    for nbytes, expected in ((1 << 40, whole), (forecast.PIECE_NBYTES, bare)):
+        monkeypatch.setattr(forecast, "PIECE_NBYTES", nbytes)
+        events = simulate(step_program(plan, "overlap", 16_384), machine, steps=8).events
+        begin = max(event.end_ns for event in events if (event.step, event.verb) == (5, "Backward"))
+        end = min(event.begin_ns for event in events if (event.step, event.verb) == (6, "Forward"))
+        assert (end - begin) / 1e6 == pytest.approx(expected, abs=0.1)
