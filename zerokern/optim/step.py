@@ -178,7 +178,8 @@ class StepRunner:
         here, shards = self._holdings, self._holdings.shards
         inline = self._runs_inline
         lazily = not inline and here.schedule == "overlap"
-        if inline or lazily or first or not survey.params or shards.accord.meets:
+        launches = lazily or (not inline and here.has_both)  # on the device, what stays there: once it is decided
+        if inline or launches or first or not survey.params or shards.accord.meets:
             for ticket in reversed(self._fetched.values()):  # the last ends last: others are not waited for any more
                 ticket.wait()
             if self._decision.take() is None:
@@ -206,7 +207,7 @@ class StepRunner:
         prepare(binding)
         for publisher in shards.publishers if lazily else ():
             publisher.prepare()
-        if lazily:
+        if launches:
             self._launch_beside(shards, update)
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
             self._begin(shards, update, taken, lazily=lazily, inline=False)
