@@ -256,7 +256,7 @@ class HostCopies:
         else:
             leave = [(copy.local.detach().contiguous(), copy.values.detach()) for copy in copies if copy.stays is None]
             ticket = self.link.to_host([local for local, _ in leave], [values for _, values in leave])
-            stay = [(copy.shadow, copy.local.detach()) for copy in copies if copy.stays is not None]
+            stay = [(copy.values.detach(), copy.local.detach()) for copy in copies if copy.stays is not None]
             if stay:
                 put_in_place(self.driver, stay)
                 self.link.here().wait()
