@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from zerokern.examples.played_device import PlayedDevice
 class OnDevice(Life):
     """Besides, parameters are frozen for a while, written by views and stepped with what autograd accumulates."""
 
-    def __init__(self, tier: Tier, seed: int, device: PlayedDevice, schedule: Any) -> None:
+    def __init__(self, tier: Tier, seed: int, device: PlayedDevice, schedule: Any, budgets: Sequence[str] = ()) -> None:
         super().__init__(tier, seed)
         draw, twins = random.Random(seed), self.twins
         name, state_format = draw.choice(EVERY_STATE)
@@ -30,7 +30,9 @@ class OnDevice(Life):
         twins.params, twins.straight = make_params(SIZES, dtype), make_params(SIZES, dtype)
         for param in twins.params:
             device.own(param)
-        twins.ours = MAKERS[name](twins.params, tier=tier(ring_nbytes=1 << 19), schedule=schedule, **settings)
+        where = [*budgets, tier(ring_nbytes=1 << 19)] if "cpu" not in budgets else list(budgets)
+        where = where if budgets else where[0]
+        twins.ours = MAKERS[name](twins.params, tier=where, schedule=schedule, **settings)
         twins.reference = MAKERS[name](twins.straight, tier="cpu", schedule=schedule, **settings)
         self.device, self.told = device, [*self.told, str(schedule)]
         self.handles = [[param.detach() for param in params] for _, params in twins.pairs]
@@ -95,10 +97,10 @@ class OnDevice(Life):
         return super().agrees()
 
 
-def live(tier: Tier, seeds: Iterable[int], schedules: Iterable[str]) -> None:
+def live(tier: Tier, seeds: Iterable[int], schedules: Iterable[str], budgets: Sequence[str] = ()) -> None:
     for seed, schedule in itertools.product(seeds, schedules):
         device = HostComputes(poison=True, **(SLOW["everything"] if seed % 2 else {}))
-        life = OnDevice(tier, seed, device, SCHEDULES[schedule])
+        life = OnDevice(tier, seed, device, SCHEDULES[schedule], budgets)
         for number in range(DEEDS):
             life.deed()
             assert number % 3 or life.agrees(), (seed, life.told)
@@ -116,3 +118,19 @@ def test_random_lives_on_a_device(tier: Tier) -> None:
 @pytest.mark.filterwarnings("ignore:the remainders loaded for", "ignore:.*while an update of them was pending")
 def test_more_random_lives_on_a_device(tier: Tier) -> None:
     live(tier, range(2, 12), SCHEDULES)
+
+
+SPLITS = [("device:150KB", "cpu:100KB"), ("device:300KB", "cpu")]
+
+
+@pytest.mark.filterwarnings("ignore:the remainders loaded for", "ignore:.*while an update of them was pending")
+def test_random_lives_of_a_split(tier: Tier) -> None:
+    live(tier, [0], ["overlap", "delayed", "delayed after 2"], SPLITS[0])
+    live(tier, [1], ["delayed"], SPLITS[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the remainders loaded for", "ignore:.*while an update of them was pending")
+def test_more_random_lives_of_a_split(tier: Tier) -> None:
+    for budgets in SPLITS:
+        live(tier, range(2, 12), SCHEDULES, budgets)

@@ -77,6 +77,8 @@ def test_every_split(dtype: str, formats: Any, budget: int, size: int, wrap: str
     ("sync", ["cpu:70KiB", "disk"]), ("overlap", ["cpu:70KiB", "disk"]), ("delayed", ["cpu:70KiB", "disk"]),
     ("sync", ["device:70KiB", "cpu"]), ("overlap", ["device:70KiB", "cpu"]), ("overlap", ["device:10MiB", "cpu"]),
     ("overlap", ["device:70KiB", "cpu:50KiB", "disk"]), ("sync", ["device:70KiB", "disk"]),
+    ("delayed", ["device:70KiB", "cpu"]), ("delayed after 2", ["device:70KiB", "cpu:50KiB", "disk"]),
+    ("delayed", ["device:10MiB", "cpu"]),
 ])  # fmt: skip
 def test_parameters_on_a_device(schedule: str, budgets: list[str], devices: Callable, tier: Tier) -> None:
     """What stays there is updated there; copies of others have state beside them, or state that streams."""
@@ -88,6 +90,7 @@ def test_parameters_on_a_device(schedule: str, budgets: list[str], devices: Call
 @each("size, schedule, row", [
     (2, "overlap", row_of("stage 1", "mixed", accumulate=2)),
     (2, "sync", row_of("stage 3", "bf16", broken=(2,))),
+    (2, "delayed", row_of("stage 2", "bf16", accumulate=2, broken=(2,))),
 ])  # fmt: skip
 def test_ranks_whose_devices_have_room_for_some(size: int, schedule: str, row: Row, tier: Tier) -> None:
     places = [["device:24KiB", "cpu:8KiB", where] for where in small(tier, size)]
@@ -95,7 +98,7 @@ def test_ranks_whose_devices_have_room_for_some(size: int, schedule: str, row: R
 
 
 @pytest.mark.slow
-@each("schedule", ["sync", "overlap"])
+@each("schedule", ["sync", "overlap", "delayed after 2"])
 @each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
 @each("dtype, formats", [("fp32", ()), ("bf16", INT8), ("bf16", ())])
 @each("budgets", [["device:24KiB", "cpu"], ["device:8KiB", "cpu:8KiB", "disk"], ["device:10MiB", "cpu"]])
@@ -166,13 +169,6 @@ def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeyp
     there = SimpleNamespace(serves=lambda place: True, kernels=lambda: kernels, is_apart=beside.device.is_apart)
     monkeypatch.setattr(beside, "device", there)
     assert same_bits(trained(["device:3KB", "cpu"]), expected)
-
-
-def test_an_update_on_the_device_is_not_delayed(device: PlayedDevice) -> None:
-    weight = device.own(nn.Parameter(torch.ones(2)))
-    weight.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="has nothing to hide behind"):
-        zk.AdamW([weight], tier=["device:1G", "cpu"], schedule=zk.Delayed()).step()
 
 
 def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:

@@ -140,6 +140,11 @@ class Holdings:
         return self.order.tiers == ("device",)
 
     @property
+    def has_both(self) -> bool:
+        """Whether parameters and their state may stay on the device, beside copies of others in host memory."""
+        return self.placing.there and self.shards.is_hosted and "device" in self.order.tiers
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether the update goes through the schedule's worker."""
         return self.shards.is_hosted or (self.schedule == "overlap" and self.shards.defers)
@@ -220,9 +225,6 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        if there and self.delays and "device" in self.order.tiers:
-            do = "An update on the device has nothing to hide behind"
-            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", do))
         return self.delays or (there and not self.rests_on_device)
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
@@ -317,7 +319,7 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        if self.placing.there and "device" in self.order.tiers and self.host is not None:
+        if self.has_both and self.host is not None:
             compute = SplitCompute(self.host.driver)
         if previous is not None and not compute.is_like(previous.compute):
             previous = None

@@ -25,7 +25,7 @@ from zerokern.kernels.squares import one_by_one
 from zerokern.memory import NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.squares import MeasuredThere, SquaresBelow
-from zerokern.memory.staging import driver_of
+from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
@@ -53,8 +53,8 @@ class HostCopy:
     """Holds the host copy of one parameter, of which this rank has `local` beside the compute.
 
     `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
-    are the parameter's own and take no room. `stays`: bytes of state on the device, where this is no copy: the values
-    are the parameter itself, and the gradient is the device's own.
+    are the parameter's own and take no room. `stays`: bytes of state on the device, where the update runs there: the
+    gradient is the device's own, and the values are the parameter itself, or, with a delay, its shadow.
     """
 
     local: Tensor
@@ -72,6 +72,11 @@ class HostCopy:
     sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
+
+    @property
+    def owns_values(self) -> bool:
+        """Whether an update changes values of its own, and not the parameter."""
+        return self.values is not self.local
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
@@ -160,16 +165,29 @@ class HostCopies:
             asked = [i for i in needed_first if i in missing]
             columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
             makes: list[tuple[Tensor, torch.dtype, Sequence[Slot]]] = []
+            made: list[HostCopy] = []
             for i in new:
                 if isinstance(some := columns[i], int):
-                    self.copies[id(local[i])] = HostCopy(local[i], local[i], local[i], stays=some)
+                    made.append(self._staying(local[i], some))
                 else:
                     makes.append((local[i], grad_dtypes[i], some))
-            self._make(makes)
+            made += self._make(makes)
+            self.refetch(made)
+            self.copies.update((id(copy.local), copy) for copy in made)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
-    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> None:
+    def _staying(self, local: Tensor, nbytes: int) -> HostCopy:
+        """Makes what stands for a parameter that stays on the device with so many bytes of state."""
+        if not self.delays:
+            return HostCopy(local, local, local, stays=nbytes)
+        shadow = torch.empty_like(local.detach())
+        values = nn.Parameter(shadow)
+        if local in EMULATED_DRIVERS:
+            EMULATED_DRIVERS[values] = self.driver
+        return HostCopy(local, values, local, shadow, stays=nbytes)
+
+    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> list[HostCopy]:
         """Makes copies of these (parameter, dtype of its gradient, state beside its values), all in one arena."""
         rests = self._rests_of([one for one, _, _ in new])
         loose = [one for (one, _, _), rest in zip(new, rests, strict=True) if rest is None]
@@ -189,9 +207,8 @@ class HostCopies:
             self.room.keep(copy.values, [slot.wanted(copy.values) for slot in some], mine)
             if self.delays and self.driver is not None:
                 copy.shadow = torch.empty_like(one.detach())
-            self.copies[id(one)] = copy
             made.append(copy)
-        self.refetch(made)
+        return made
 
     def _rests_of(self, local: Sequence[Tensor]) -> list[NextRest | None]:
         """Returns where the values of copies rest: in one place for all whose parameters rest in one place."""
@@ -208,7 +225,7 @@ class HostCopies:
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
-        copies = [copy for copy in self.copies.values() if copy.stays is None]
+        copies = [copy for copy in self.copies.values() if copy.owns_values]
         changed = [copy for copy in copies if self._follows(copy) and copy.is_outdated()]
         if changed:
             self.follow(changed)
@@ -227,8 +244,8 @@ class HostCopies:
         self.refetch(copies)
 
     def refetch(self, copies: Sequence[HostCopy]) -> None:
-        """Copies parameters to their host copies."""
-        copies = [copy for copy in copies if copy.stays is None]
+        """Copies parameters to their host copies, and to the shadows of those that stay."""
+        copies = [copy for copy in copies if copy.owns_values]
         if not copies:
             return
         for copy in copies:
@@ -239,7 +256,13 @@ class HostCopies:
             for local, values in pairs:
                 values.copy_(local)
         else:
-            self.link.to_host([local.contiguous() for local, _ in pairs], [values for _, values in pairs]).wait()
+            leave = [(copy.local.detach().contiguous(), copy.values.detach()) for copy in copies if copy.stays is None]
+            ticket = self.link.to_host([local for local, _ in leave], [values for _, values in leave])
+            stay = [(copy.values.detach(), copy.local.detach()) for copy in copies if copy.stays is not None]
+            if stay:
+                put_in_place(self.driver, stay)
+                self.link.here().wait()
+            ticket.wait()
             torch.autograd.graph.increment_version([copy.values for copy in copies])
         for copy in copies:
             copy.checked = False
@@ -371,7 +394,7 @@ class HostCopies:
         for copy in copies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if copy.stays is not None:
-                copy.grad = copy.local  # the gradient is the program's
+                copy.grad = copy.local  # nobody keeps the program's gradient
             elif self._poisons:
                 copy.grad.fill_(torch.nan)
             copy.sumsq = None
@@ -388,7 +411,7 @@ class HostCopies:
         if self.delays:
             self.put(self.pending)
             copies, self._put = self._put, []
-        copies = [copy for copy in copies if copy.stays is None]
+        copies = [copy for copy in copies if copy.owns_values]
         torch.autograd.graph.increment_version([copy.local for copy in copies])
         for copy in copies:
             copy.pending, copy.loaded = False, None

@@ -184,7 +184,8 @@ class StepRunner:
         here, shards = self._holdings, self._holdings.shards
         inline = self._runs_inline
         lazily = not inline and here.schedule == "overlap"
-        if inline or lazily or first or not survey.params or shards.accord.meets:
+        launches = lazily or (not inline and here.has_both)  # on the device, what stays there: once it is decided
+        if inline or launches or first or not survey.params or shards.accord.meets:
             # the last ends last: others are not waited for any more; of pieces, the first has brought the squares
             for tickets in reversed(self._fetched.values()):
                 tickets[0].wait()
@@ -213,7 +214,7 @@ class StepRunner:
         prepare(binding)
         for publisher in shards.publishers if lazily else ():
             publisher.prepare()
-        if lazily:
+        if launches:
             self._launch_beside(shards, update)
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
             self._begin(shards, update, taken, lazily=lazily, inline=False)

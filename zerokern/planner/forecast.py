@@ -273,6 +273,10 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
         spans = [replace(span, measured=False) for span in spans]
     if name == NO_OFFLOAD:
         return resident(shape.at_once(spans))
+    if isinstance(SCHEDULES[name], Delayed):  # what stays on the device is put in place there
+        shadows = [there * itemsize(part.dtype) for there, part in zip(shape.there, shape.parts, strict=True)]
+        pairs = zip(spans, shadows, strict=True)
+        spans = [replace(span, there_nbytes=span.there_nbytes + nbytes) for span, nbytes in pairs]
     if name != "sync":
         spans = shape.in_pieces(spans)
     on_disk = shape.plan.recipe.tier == "nvme"

@@ -144,11 +144,12 @@ class _Tally:
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     here = opt.holdings if isinstance(opt, FusedOptimizer) else None
     host = None if here is None else here.shards.host
-    for copy in [] if host is None else [copy for copy in host.copies.values() if copy.stays is None]:
-        tally.add("host parameters", copy.values.detach())
-        tally.add("host gradients", copy.grad)
+    for copy in [] if host is None else host.copies.values():
         if copy.shadow is not None:
             tally.add("shadow", copy.shadow)
+        if copy.stays is None:
+            tally.add("host parameters", copy.values.detach())
+            tally.add("host gradients", copy.grad)
     for entry in opt.state.values():
         if not isinstance(entry, dict):
             continue

@@ -173,9 +173,6 @@ class Recipe:
             advice = "The update of state on the device has nothing to hide behind"
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
-        if device != "cpu" and self.delays and any(tier == "device" for tier, _ in self.budgets):
-            advice = "An update on the device has nothing to hide behind"
-            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", advice))
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
     def state_nbytes(self, dtype: str) -> float:

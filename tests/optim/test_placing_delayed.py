@@ -1,0 +1,255 @@
+"""`zk.Delayed` where some of the state stays on the device: what is pending there is as whole as on the host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvme_cases import Tier, row_of
+from offload_cases import BUCKET_NBYTES, SCHEDULES, Row, backward, local, on_device, one_thread, optimizer_of, train
+from optim_cases import same_bits
+from tables import each
+from test_offload_played import SLOW, HostComputes, played, the_same
+from torch import nn
+from worlds import World, alone
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+from zerokern.examples.played_device import PlayedDevice
+from zerokern.planner.footprint import staying_numel
+from zerokern.planner.forecast import step_program
+from zerokern.schedule import machine_of, simulate
+
+BUDGETS = ["device:24KiB", "cpu:8KiB", "disk"]
+
+
+def places(tier: Tier) -> dict[str, Any]:
+    disk = tier(ring_nbytes="32K")
+    return {
+        "cpu": "cpu",
+        "disk": disk,
+        "all there": ["device:10MiB", "cpu"],
+        "two": ["device:24KiB", "cpu"],
+        "three": [*BUDGETS[:2], tier(ring_nbytes="32K")],
+    }
+
+
+def begun(device: PlayedDevice, row: Row, where: Any, schedule: Any, seed: int = 0) -> tuple[nn.Module, Any]:
+    model = row.model(World(0, 1), seed)
+    on_device(device, row, model)
+    return model, optimizer_of(row, model, tier=where, schedule=schedule)
+
+
+def staying(opt: Any) -> list[Any]:
+    return [copy for copy in opt.holdings.host.copies.values() if copy.stays is not None]
+
+
+@each("kept", [True, False])
+@each("schedule", ["delayed", "delayed after 2"])
+def test_gradients_are_read_before_the_program_overwrites_them(schedule: str, kept: bool, devices: Callable) -> None:
+    """Kept ones are zeroed in place and added to while the device is far behind; not all steps are carried out."""
+    slow = devices(**SLOW["compute"])
+    settings = {"accumulate": 2, "keep_gradients": kept, "broken": (3, 4), "dtype": torch.bfloat16, "steps": 8}
+    the_same(*played(slow, SCHEDULES[schedule], tier=["device:100KiB", "cpu"], **settings))
+
+
+INT8 = (("state_format", "int8"), ("master_format", "split8"))
+
+
+def test_what_is_pending_goes_from_any_placement_to_any_other(devices: Callable, tier: Tier, tmp_path: Path) -> None:
+    alone(moves, row_of("plain", "bf16", formats=INT8, steps=5), 3, devices(HostComputes), tier, tmp_path)
+
+
+@pytest.mark.slow
+@each("cut", [2, 3])
+@each("row", [
+    row_of("plain", "bf16", formats=INT8, steps=6),
+    row_of("stage 2", "mixed", steps=6),
+    row_of("stage 3", "bf16", steps=6),
+    row_of("plain", "fp32", scaled=True, broken=(2,), steps=6),
+])  # fmt: skip
+def test_every_move(row: Row, cut: int, devices: Callable, tier: Tier, tmp_path: Path) -> None:
+    alone(moves, row, cut, devices(HostComputes), tier, tmp_path)
+
+
+def moves(world: World, row: Row, cut: int, device: PlayedDevice, tier: Tier, folder: Path) -> None:
+    """By files and by state_dicts: after two exact steps, or when an update is pending."""
+    schedule, last = zk.Delayed(after=2), range(cut, row.steps)
+
+    def trained(model: nn.Module, opt: Any, steps: range) -> tuple[Any, list[torch.Tensor]]:
+        losses = train(world, row, model, opt, steps, between=lambda step: device.synchronize()).losses
+        return losses, [param.detach().clone() for param in model.parameters()]
+
+    straight, opt = begun(device, row, "cpu", schedule)
+    trained(straight, opt, range(cut))
+    expected, _ = trained(straight, opt, last)
+    opt.flush()
+    device.synchronize()
+    for source, target in itertools.pairwise(["cpu", "two", "three", "disk", "all there", "cpu"]):
+        model, before = begun(device, row, places(tier)[source], schedule)
+        trained(model, before, range(cut))
+        zk.save(folder / f"{source} {target}", model, before)
+        for how in ("file", "dict") if row.wrap == "plain" else ("file",):
+            again, opt = begun(device, row, places(tier)[target], schedule, seed=7)
+            if how == "file":
+                zk.load(folder / f"{source} {target}", again, opt)
+            else:
+                again.load_state_dict(model.state_dict())
+                opt.load_state_dict(before.state_dict())
+            assert trained(again, opt, last)[0] == expected, (source, target, how)
+            opt.flush()
+            device.synchronize()
+            assert same_bits(*(list(map(local, one.parameters())) for one in (again, straight))), (source, target, how)
+            assert (target in ("cpu", "disk")) == (not staying(opt))
+
+
+def test_a_parameter_that_is_written_drops_its_pending_update(device: PlayedDevice) -> None:
+    """Whether it stays on the device or not; `flush()` before keeps it."""
+    for flushes in (False, True):
+        weights = [device.own(nn.Parameter(torch.full((64, 64), 2.0))) for _ in range(3)]
+        opt = zk.SGD(weights, lr=1.0, momentum=0.9, tier=["device:20KB", "cpu"], schedule=zk.Delayed(after=0))
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        opt.step()
+        assert len(staying(opt)) == 1
+        device.synchronize()
+        assert all(weight.eq(2.0).all() for weight in weights), "nothing has changed visibly"
+        if flushes:
+            opt.flush()
+            device.synchronize()
+            assert all(weight.eq(1.0).all() for weight in weights)
+        with torch.no_grad():
+            weights[0].fill_(5.0)
+            weights[2].fill_(7.0)
+        if flushes:
+            opt.flush()
+        else:
+            with pytest.warns(UserWarning, match="^2 parameters were written while an update of them was pending"):
+                opt.flush()
+        device.synchronize()
+        assert [weight[0, 0].item() for weight in weights] == [5.0, 1.0, 7.0]
+        opt.close()
+
+
+def test_pending_values_on_the_device_are_refused_where_nobody_delays(device: PlayedDevice) -> None:
+    weight = device.own(nn.Parameter(torch.ones(64)))
+    opt = zk.AdamW([weight], lr=0.1, tier=["device:1MB", "cpu"], schedule=zk.Delayed())
+    weight.grad = torch.ones(64)
+    opt.step()
+    other = zk.AdamW([weight], lr=0.1, tier=["device:1MB", "cpu"], schedule="overlap")
+    with pytest.raises(StateError, match=r"pending.*flush"):
+        other.load_state_dict(opt.state_dict())
+    assert not other.state
+
+
+@each("wrap, budgets", [("plain", BUDGETS), ("stage 2", BUDGETS[:1]), ("plain", ["device:10MiB"])])
+def test_a_plan_has_the_bytes_of_the_shadows(wrap: str, budgets: list[str], devices: Callable, tier: Tier) -> None:
+    """And a step moves what was planned; those that stay cross no link."""
+    row = row_of(wrap, "bf16")
+    where = [tier(ring_nbytes="32K") if one == "disk" else one for one in budgets]
+    where = where if len(where) > 2 else [*where, "cpu"]
+    model = row.model(World(0, 1))
+    on_device(devices(HostComputes), row, model)
+    opt = zk.AdamW(model.parameters(), tier=where, schedule=zk.Delayed(after=1))
+    sharded = {"stage": 2, "bucket_bytes": BUCKET_NBYTES} if wrap == "stage 2" else {"stage": 0}
+    plan = zk.plan(model, tier=where, schedule=zk.Delayed(after=1), device="cuda", **sharded)
+    train(World(0, 1), row, model, opt, range(3))
+    measured = zk.measure(model, opt)
+    assert plan.roles["shadow"] == 2 * plan.numel > 0
+    for role in ("host parameters", "host gradients", "shadow", "remainder", "exp_avg", "exp_avg_sq"):
+        assert measured.roles.get(role, 0) == plan.roles.get(role, 0), role
+    stays = sum(copy.stays for copy in staying(opt))
+    assert stays == sum(nbytes for one in plan.placed if one.tier == "device" for _, nbytes in one.tensors) > 0
+    assert measured.pinned == plan.pinned
+
+
+def test_a_frozen_parameter_that_stays_is_trained_again(device: PlayedDevice) -> None:
+    def life(where: Any, own: Callable) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [own(nn.Parameter(torch.randn(40, 30).bfloat16())) for _ in range(4)]
+        groups = [{"params": weights[:2]}, {"params": weights[2:], "lr": 0.3}]
+        opt = zk.AdamW(groups, lr=0.1, tier=where, schedule=zk.Delayed(after=1), max_grad_norm=1.0)
+        for step in range(8):
+            for number, weight in enumerate(weights):
+                weight.requires_grad_(step not in (2, 3) or number != 0)
+                weight.grad = torch.full_like(weight, 1.0 + number + step) if weight.requires_grad else None
+            if step == 5:  # another in the place of one that stays
+                device.synchronize()
+                before, weights[1] = weights[1], own(nn.Parameter(weights[1].detach().clone() + 1))
+                opt.param_groups[0]["params"] = weights[:2]
+                weights[1].grad = before.grad
+                opt.state.pop(before, None)
+            opt.step()
+            device.synchronize()
+        opt.flush()
+        device.synchronize()
+        return [weight.detach().clone() for weight in weights]
+
+    expected = life("cpu", lambda weight: weight)
+    assert same_bits(life(["device:25KB", "cpu"], device.own), expected)
+    assert same_bits(life(["device:10MB", "cpu"], device.own), expected)
+
+
+def test_a_step_that_finds_no_room_for_shadows_can_be_made_again(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [device.own(nn.Parameter(torch.full((64, 64), 2.0))) for _ in range(3)]
+    opt = zk.SGD(weights, lr=1.0, momentum=0.9, tier=["device:40KB", "cpu"], schedule=zk.Delayed(after=5))
+    made, empty_like, left = [], torch.empty_like, [1]
+
+    def scarce(*given: Any, **settings: Any) -> torch.Tensor:
+        if not left[0]:
+            raise torch.OutOfMemoryError("there")
+        left[0] -= 1
+        made.append(given)
+        return empty_like(*given, **settings)
+
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", scarce)
+        with pytest.raises(torch.OutOfMemoryError, match="there"):
+            opt.step()
+    assert made
+    opt.step()
+    device.synchronize()
+    assert all(weight.eq(1.0).all() for weight in weights)
+
+
+def test_steps_with_one_thread_and_zero_grad_in_place(devices: Callable) -> None:
+    """Gradients that are zeroed in place, by zero_grad, are read before."""
+    row = row_of("plain", "fp32", steps=4)
+    found = []
+    for where in ("cpu", ["device:24KiB", "cpu"]):
+        device = devices(HostComputes)
+        model, opt = begun(device, row, where, zk.Delayed())
+        with one_thread():
+            for step in range(4):
+                backward(World(0, 1), row, model, step)
+                opt.step()
+                opt.zero_grad(set_to_none=False)
+        opt.flush()
+        device.synchronize()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert same_bits(*found)
+
+
+def test_a_predicted_step_falls_with_the_budget() -> None:
+    """What stays is read and written once more on the device, where it is put in place."""
+    found: list[list[float]] = []
+    for budget in (0, 2, 5, 8):
+        plan = zk.plan("1B", tier=[f"device:{budget}GB", "cpu"] if budget else "cpu", schedule=zk.Delayed(), stage=2)
+        programs = {name: step_program(plan, name, 2048) for name in ("overlap", "delayed")}
+        there = {
+            name: sum(op.nbytes for op in one.ops if op.what.endswith("on the device"))
+            for name, one in programs.items()
+        }
+        assert there["delayed"] - there["overlap"] == 2 * staying_numel(plan) == 2 * budget * 10**8
+        assert plan.roles["shadow"] == 2 * plan.numel
+        found.append([simulate(one, machine_of("h100-pcie"), steps=1).step_seconds for one in programs.values()])
+    assert all(delayed <= overlap for overlap, delayed in found)
+    assert [one for _, one in found] == sorted((one for _, one in found), reverse=True)
