@@ -162,7 +162,7 @@ class Untiled(Source):
             source.has_checksums,
             source.numbered,
         )
-        self._whole = source
+        self._whole, self.counts_checked = source, source.counts_checked
         by_whole: dict[str, dict[str, TilePart]] = {}
         for name, part in parts.items():
             by_whole.setdefault(part.whole, {})[name] = part
@@ -229,6 +229,12 @@ class Untiled(Source):
 
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         yield from self._whole.find_damage(rank, world, report)
+
+    def checked(self) -> bytes:
+        return self._whole.checked()
+
+    def leave_out(self, checked: Sequence[bytes]) -> None:
+        self._whole.leave_out(checked)
 
     def fingerprint(self) -> str:
         return self._whole.fingerprint()

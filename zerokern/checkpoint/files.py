@@ -359,8 +359,10 @@ class FileReader(AbstractContextManager["FileReader"]):
             self.close()
             raise
 
-    def read(self, spans: Iterable[Span]) -> None:
+    def read(self, spans: Iterable[Span]) -> list[int]:
         """Passes the bytes of each span to its `take`, piece by piece in the order of the file, after checking them.
+
+        Returns the blocks that were read.
 
         A block that several spans touch is read once. The bytes are valid only during the call of `take`.
         """
@@ -372,7 +374,8 @@ class FileReader(AbstractContextManager["FileReader"]):
                 )
         waiting = deque(ordered)
         under_way: list[Span] = []
-        for begin, block, error in self._read_blocks(_blocks(ordered)):
+        blocks = list(_blocks(ordered))
+        for begin, block, error in self._read_blocks(blocks):
             if error is not None:
                 raise error
             end = begin + len(block)
@@ -382,6 +385,7 @@ class FileReader(AbstractContextManager["FileReader"]):
                 low, high = max(offset, begin), min(offset + nbytes, end)
                 take(block[low - begin : high - begin], low - offset)
             under_way = [span for span in under_way if span[0] + span[1] > end]
+        return blocks
 
     def find_damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
         """Yields an error for each block that is damaged or cannot be read; reports the bytes of each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from operator import methodcaller
 from typing import Any
@@ -23,7 +24,7 @@ from zerokern.checkpoint.formats import (
 )
 from zerokern.checkpoint.load_plan import LoadPlan, StatePlan, TensorPlan
 from zerokern.checkpoint.optimizers import AnyOptimizer
-from zerokern.checkpoint.source import BoxTargets, Report, Source, no_report
+from zerokern.checkpoint.source import BoxTargets, Report, Source, boxes_of, no_report
 from zerokern.checkpoint.training_state import (
     TrainingState,
     announce_writes,
@@ -35,6 +36,8 @@ from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
+from zerokern.memory.pages import on_huge_pages
+from zerokern.memory.room import memory_left
 from zerokern.optim.disk import RecordWriter
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
@@ -113,12 +116,104 @@ class Restore:
         self._plan.refuse_differences()
         for optimizer, plans in zip(target.optimizers, self._plan.states, strict=True):
             _reserve_disk(optimizer, plans)
+        self._ahead: dict[int, list[dict[str, Any] | None]] = {}  # state that is ready, by the id of its optimizer
+        self._apart: dict[tuple[str, int], list[Tensor]] = {}  # copies of parameters, box by box
+        self._extra_tensors: dict[str, Tensor] = {}
+        self._initials: list[tuple[Shard, Tensor, Tensor]] = []
+        self._has_extra = False
+
+    def read_ahead(self, report: Report = no_report) -> None:
+        """Reads what goes into memory or records that nobody uses yet: nothing has changed, and `give_up` frees it.
+
+        That is the state of optimizers that have none, and, where memory allows, a copy of the parameters.
+        """
+        planned = zip(self._target.optimizers, self._plan.states, self._plan.groups, strict=True)
+        for optimizer, plans, groups in sorted(planned, key=lambda plan: plan[0].disk is None):
+            waits = optimizer.late or any(PENDING in plan.saved for plan in plans.values())
+            if plans and not (optimizer.has_state or waits):
+                optimizer.prepare(groups, self._wanted(optimizer, plans))
+                self._ahead[id(optimizer)] = optimizer.entries()
+        batch = Batch()
+        self._read_extra(batch)
+        for plan in self._plans_apart():
+            apart = [(offsets, _like(target)) for offsets, target in boxes_of(plan.source, plan.tensor)]
+            targets = BoxTargets(plan.tensor.shape)
+            targets.boxes += apart
+            batch.items.append((plan.source, targets))
+            self._apart[plan.source, id(plan.tensor)] = [made for _, made in apart]
+        states = [
+            (optimizer, plans, self._ahead[id(optimizer)])
+            for optimizer, plans in zip(self._target.optimizers, self._plan.states, strict=True)
+            if id(optimizer) in self._ahead
+        ]
+        for optimizer, plans, entries in states:
+            self._read_direct(optimizer, plans, entries, batch)
+        batches = chain([batch], *(self._rest_of_state(*state) for state in states))
+        self._carry_out(batches, report)
+
+    def give_up(self) -> None:
+        """Frees what was read ahead, where the load has failed before it was taken."""
+        self._apart.clear()
+        self._ahead.clear()
+        for optimizer in self._target.optimizers:
+            optimizer.give_up()
 
     def fill(self, report: Report = no_report) -> None:
-        """Reads everything into place. From here to `finish`, the optimizers refuse to step."""
-        for batch in self.batches():
+        """Reads everything else into place. From here to `finish`, the optimizers refuse to step."""
+        self._carry_out(self.batches(), report)
+
+    def _carry_out(self, batches: Iterable[Batch], report: Report) -> None:
+        for batch in batches:
             self._source.read(batch.items, report)
             batch.after()
+
+    def _wanted(self, optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> list[Any]:
+        return [plans[i].wanted if i in plans else None for i in range(len(optimizer.params))]
+
+    def _plans_apart(self) -> list[TensorPlan]:
+        """Returns the parameters and buffers that are read into a copy first: all that are read as they are, if there
+        is memory for them."""
+        plans = [part for part in self._plan.tensors if not part.converts and rest_of(part.tensor) is None]
+        nbytes = sum(local_of(part.tensor).nbytes for part in plans)
+        return plans if nbytes <= min(memory_left().values(), default=0) // 2 else []
+
+    def _read_extra(self, batch: Batch) -> None:
+        """Reads what modules and shards keep besides; it is handed over at the end."""
+        if self._has_extra:
+            return
+        self._has_extra = True
+        for name, (dtype, shape) in self._plan.extra_tensors.items():
+            kept = self._extra_tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
+            batch.items.append((f"model.{name}", kept))
+        for name, (key, dtype) in self._plan.initials.items():
+            tensor = self._target.tensors[name]
+            home = shard_of(tensor)
+            assert home is not None
+            lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
+            batch.items.append((key, home.here.show(lost, name=home.name)))
+            self._initials.append((home, tensor, lost))
+
+    def _read_direct(
+        self, optimizer: AnyOptimizer, plans: Mapping[int, StatePlan], entries: Sequence[Entry | None], batch: Batch
+    ) -> None:
+        """Reads the state of an optimizer that is in memory and needs no conversion."""
+        for number, state in plans.items():
+            for key, value in (entries[number] or {}).items():
+                if key in state.scalars:
+                    batch.scalar(f"{state.prefix}{key}", state.saved[key], value)
+                elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
+                    batch.items.append((f"{state.prefix}{key}", value))
+
+    def _rest_of_state(
+        self, optimizer: AnyOptimizer, plans: Mapping[int, StatePlan], entries: Sequence[Entry | None]
+    ) -> Iterator[Batch]:
+        """Yields batches for the state of an optimizer that is converted, or lies on disk."""
+        on_disk = optimizer.room_on_disk()
+        states = [state for number, state in plans.items() if state.converts and number not in on_disk]
+        yield from _bounded(
+            fill for state in states for fill in _convert_in_memory(state, entries[state.number] or {})
+        )
+        yield from _fill_disk(optimizer, plans)
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches in order; the caller reads each one, and makes its calls, before it asks for the next."""
@@ -127,53 +222,30 @@ class Restore:
         direct: dict[int, Batch] = {
             0: Batch()
         }  # grouped by resting memory, so that only one group has to be fetched at a time
-
-        def read(key: str, into: Tensor) -> None:
-            rest = rest_of(into)
-            direct.setdefault(0 if rest is None else id(rest), Batch()).items.append((key, into))
-
-        for source, tensor in ((part.source, part.tensor) for part in plan.tensors if not part.converts):
-            read(source, tensor.detach() if rest_of(tensor) is None else tensor)
-        self._extra_tensors = {
-            name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in plan.extra_tensors.items()
-        }
-        for name, kept in self._extra_tensors.items():
-            read(f"model.{name}", kept)
-        initials: list[tuple[Shard, Tensor, Tensor]] = []
-        for name, (key, dtype) in plan.initials.items():
-            tensor = target.tensors[name]
-            home = shard_of(tensor)
-            assert home is not None
-            lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
-            read(key, home.here.show(lost, name=home.name))
-            initials.append((home, tensor, lost))
+        for part in plan.tensors:
+            if part.converts:
+                continue
+            rest = rest_of(part.tensor)
+            batch = direct.setdefault(0 if rest is None else id(rest), Batch())
+            if (apart := self._apart.pop((part.source, id(part.tensor)), None)) is not None:
+                batch.then(partial(_copy_boxes, part.source, part.tensor, apart))
+            else:
+                batch.items.append((part.source, part.tensor.detach() if rest is None else part.tensor))
+        self._read_extra(direct[0])
         planned = list(zip(target.optimizers, plan.states, plan.groups, strict=True))
-        entries: dict[int, list[dict[str, Any] | None]] = {}
+        states = []
         # Optimizers on disk first: allocation may fail, while the others still have their state.
         for optimizer, plans, groups in sorted(planned, key=lambda plan: plan[0].disk is None):
-            numbers = range(len(optimizer.params))
-            optimizer.lay_out(groups, [plans[i].wanted if i in plans else None for i in numbers])
-            entries[id(optimizer)] = optimizer.entries()
-            for number, state in plans.items():
-                for key, value in (entries[id(optimizer)][number] or {}).items():
-                    if key in state.scalars:
-                        direct[0].scalar(f"{state.prefix}{key}", state.saved[key], value)
-                    elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
-                        read(f"{state.prefix}{key}", value)
+            optimizer.lay_out(groups, self._wanted(optimizer, plans))
+            if self._ahead.pop(id(optimizer), None) is None:
+                states.append((optimizer, plans, optimizer.entries()))
+                self._read_direct(*states[-1], direct[0])
         yield from direct.values()
-        on_disk = {(id(optimizer), number) for optimizer, _, _ in planned for number in optimizer.room_on_disk()}
-        states = [state for _, plans, _ in planned for state in plans.values() if state.converts]
-        in_memory = [state for state in states if (id(state.optimizer), state.number) not in on_disk]
         yield from _bounded(fill for tensor in plan.tensors if tensor.converts for fill in _convert_tensor(tensor))
-        yield from _bounded(
-            fill
-            for state in in_memory
-            for fill in _convert_in_memory(state, entries[id(state.optimizer)][state.number] or {})
-        )
-        for optimizer, plans, _ in planned:
-            yield from _fill_disk(optimizer, plans)
+        for state in states:
+            yield from self._rest_of_state(*state)
         announce_writes(target.model)
-        for home, tensor, lost in initials:
+        for home, tensor, lost in self._initials:
             home.count_writes(tensor)
             home.keep_initial(lost)
         for optimizer, plans, _ in planned:
@@ -193,6 +265,17 @@ class Restore:
         modules = extra_states(target.model)
         for name, kept in {**plan.extra_states, **self._extra_tensors}.items():
             modules[name].set_extra_state(kept)
+
+
+def _like(target: Tensor) -> Tensor:
+    """Returns host memory for as many elements, which nobody has touched yet."""
+    return on_huge_pages(torch.empty(target.shape, dtype=target.dtype, device="cpu"))
+
+
+def _copy_boxes(key: str, tensor: Tensor, apart: Sequence[Tensor]) -> None:
+    """Copies what was read apart into the boxes of a tensor."""
+    for (_, target), source in zip(boxes_of(key, tensor), apart, strict=True):
+        target.copy_(source)
 
 
 class SurroundingBlocks:

@@ -81,14 +81,20 @@ def load(
         open_same(ranks, loading.path, loading.open)
         elsewhere = names_elsewhere(ranks, model, lambda: named_tensors(model))
         ranks.all_gather("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
+        once = verify == "first" and loading.source.counts_checked
         if verify == "first":
             with loading.progress("verifying") as progress:
+                if once:
+                    ranks.all_gather("values", lambda: loading.read_values(rng, progress))
+                    loading.source.leave_out(ranks.all_gather("read ahead", lambda: loading.read_ahead(progress)))
                 ranks.all_gather("verify", lambda: loading.source.verify(ranks.rank, ranks.size, progress))
         with loading.progress("loading") as progress:
-            ranks.all_gather("values", lambda: loading.read_values(rng, progress))
+            if not once:
+                ranks.all_gather("values", lambda: loading.read_values(rng, progress))
             ranks.all_gather("reading", lambda: loading.restore.fill(progress))
             ranks.all_gather("finish", loading.restore.finish)
     except BaseException:
+        loading.give_up()
         for optimizer in loading.optimizers:  # frees the disk space that was reserved for state that is not loaded
             if optimizer.disk is not None and optimizer.disk.is_open:
                 optimizer.disk.hold([])
@@ -136,6 +142,16 @@ class Loading:
             self.restore = Restore(target, target.layout.source(self.source), lossy)
         with reject_invalid(self.path):
             self.targets = check_targets(extra, self.source.values.get("extra") or {}, self.ranks)
+
+    def read_ahead(self, progress: Progress) -> bytes:
+        """Reads what may be read before all was checked; returns what that has checked."""
+        self.restore.read_ahead(progress)
+        return self.source.checked()
+
+    def give_up(self) -> None:
+        """Frees what was read ahead, if it was not taken."""
+        if hasattr(self, "restore"):
+            self.restore.give_up()
 
     def progress(self, what: str) -> Progress:
         """Returns a Progress that shows the share of the first rank."""

@@ -40,6 +40,12 @@ class AnyOptimizer:
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt: Any = opt
+        self._made: list[dict[str, Tensor]] | None = None  # state by parameter, ready to be taken
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is state that a load would replace."""
+        return bool(self.opt.state)
 
     @property
     def late(self) -> bool:
@@ -64,9 +70,10 @@ class AnyOptimizer:
     def entries(self) -> list[dict[str, Any] | None]:
         """Returns the state of each parameter."""
         entries: list[dict[str, Any] | None] = []
-        for param in self.params:
+        made = [self.opt.state.get(param) for param in self.params] if self._made is None else self._made
+        for param, own in zip(self.params, made, strict=True):
             home = shard_of(param)
-            entry = {key: value for key, value in (self.opt.state.get(param) or {}).items() if value is not None}
+            entry = {key: value for key, value in (own or {}).items() if value is not None}
             if home is not None and param is home.piece:
                 entry = {
                     key: home.show(key, value)
@@ -104,8 +111,25 @@ class AnyOptimizer:
             made.append((own, frozenset()))
         return made
 
+    def prepare(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        """Allocates state for an optimizer without any. It has none of it until `lay_out`; `entries` shows it."""
+        self._made = self._allocate(entries)
+
+    def give_up(self) -> None:
+        """Frees what was prepared and not taken by `lay_out`."""
+        self._made = None
+
+    def _allocate(self, entries: Sequence[Wanted | None]) -> list[dict[str, Tensor]]:
+        owners = [group for group in self.opt.param_groups for _ in group["params"]]
+        rows = zip(self.params, entries, owners, strict=True)
+        return [
+            {key: _zeros(param, group, key, *spec) for key, spec in (wanted or {}).items()}
+            for param, wanted, group in rows
+        ]
+
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        """Takes over the param_groups and allocates state; until `complete`, the optimizer refuses to step."""
+        """Takes over the param_groups, and the state that was prepared, or allocates it; until `complete`, the
+        optimizer refuses to step."""
         opt = self.opt
         if getattr(opt, "_zk_half_loaded", None) is None:
             opt._zk_half_loaded = opt.register_step_pre_hook(_refuse_half_loaded)
@@ -114,11 +138,12 @@ class AnyOptimizer:
         kept = opt.state
         opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
         opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
-        owners = [group for group in opt.param_groups for _ in group["params"]]
-        for param, wanted, group in zip(self.params, entries, owners, strict=True):
+        for param in self.params:
             opt.state.pop(param, None)
-            if wanted:
-                opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
+        made, self._made = self._made, None
+        for param, state in zip(self.params, self._allocate(entries) if made is None else made, strict=True):
+            if state:
+                opt.state[param] = state
 
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
@@ -188,12 +213,17 @@ class OurOptimizer(Exchange, AnyOptimizer):
             made.append(({slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional))
         return made
 
+    def prepare(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        self.make_ready(groups, self._placeholders(entries))
+
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        made = [
+        self.take_room(groups, self._placeholders(entries))
+
+    def _placeholders(self, entries: Sequence[Wanted | None]) -> list[dict[str, Any] | None]:
+        return [
             {key: _placeholder(param, *spec) for key, spec in wanted.items()} if wanted else None
             for param, wanted in zip(self.params, entries, strict=True)
         ]
-        self.take_room(groups, made)
 
     def complete(self) -> None:
         self.filled(self._counters)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import zlib
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +92,7 @@ class Source(ABC):
     values: dict[str, Any]
     numbered = False
     has_checksums = True  # whether all of its bytes have checksums; some writers leave them out
+    counts_checked = False  # whether `find_damage` leaves out what a read has checked already
 
     @abstractmethod
     def read(self, items: Items, report: Report = no_report) -> None:
@@ -97,6 +101,13 @@ class Source(ABC):
     @abstractmethod
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         """Yields an error for everything that is damaged in this rank's share of the bytes."""
+
+    def checked(self) -> bytes:
+        """Returns what reads have checked so far, for `leave_out`."""
+        return b""
+
+    def leave_out(self, checked: Sequence[bytes]) -> None:
+        """Leaves out of `find_damage` what was `checked` on these ranks."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -157,11 +168,15 @@ class Saved(Source):
     """A checkpoint of zk.save. Reads overlap and go straight into the tensors; every block is checked."""
 
     kind = "zerokern"
+    counts_checked = True
 
     def __init__(self, published: Published) -> None:
         self.published, self.path, self.index = published, published.folder, published.index
         self.tensors, self.values = self.index.tensors, self.index.values
         self._slots: Slots | None = None  # that it all passes through, until `close`
+        ends = list(itertools.accumulate(file.blocks for file in self.index.files))
+        self._begins = [0, *ends]  # of each file, its first block among all
+        self._checked = bytearray(self._begins[-1])  # by block: 1 once it has been read whole
 
     def read(self, items: Items, report: Report = no_report) -> None:
         of_file: dict[int, list[BoxRead]] = {}
@@ -171,7 +186,8 @@ class Saved(Source):
             for number, some in sorted(of_file.items()):
                 try:
                     with self._reader(number) as reader:
-                        reader.read(span for read in some for span in read.spans(report))
+                        for block in reader.read(span for read in some for span in read.spans(report)):
+                            self._checked[self._begins[number] + block] = 1
                 except IoError as error:
                     raise self._with_keys(error, number) from error
         finally:  # what came from the processor's own copying is unknown to torch
@@ -186,21 +202,27 @@ class Saved(Source):
         """Yields an error for each damaged block of this rank's share, with file, offset and keys."""
         if not 0 <= rank < world:
             raise ValueError(got("rank", rank, f"0 to {world - 1}"))
-        files = self.index.files
-        total = sum(file.blocks for file in files)
-        begin, end = total * rank // world, total * (rank + 1) // world
-        before = 0
-        for number, file in enumerate(files):
-            first, behind = max(begin - before, 0), min(end - before, file.blocks)
-            before += file.blocks
+        left = [block for block, known in enumerate(self._checked) if not known]
+        mine = left[len(left) * rank // world : len(left) * (rank + 1) // world]
+        for number, begin in enumerate(self._begins[:-1]):
+            first, behind = bisect_left(mine, begin), bisect_left(mine, self._begins[number + 1])
             if first >= behind:
                 continue
             try:
                 with self._reader(number) as reader:
-                    for error in reader.find_damage(range(first, behind), report):
+                    for error in reader.find_damage((block - begin for block in mine[first:behind]), report):
                         yield self._with_keys(error, number)
             except IoError as error:
                 yield self._with_keys(error, number)
+
+    def checked(self) -> bytes:
+        return zlib.compress(self._checked, 1)  # long runs of blocks: a few bytes for each, to be sent to all ranks
+
+    def leave_out(self, checked: Sequence[bytes]) -> None:
+        found = 0
+        for one in checked:
+            found |= int.from_bytes(zlib.decompress(one), "little")
+        self._checked = bytearray(found.to_bytes(len(self._checked), "little"))
 
     def _with_keys(self, error: IoError, number: int) -> IoError:
         """Returns the same error with the keys of the tensors that it concerns."""

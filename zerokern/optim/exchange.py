@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -67,62 +68,109 @@ def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) ->
     return merged
 
 
+@dataclass
+class Incoming:
+    """What an optimizer is about to take over: groups, and room for state, in which all is undefined or written."""
+
+    shards: Shards
+    merged: list[dict[str, Any]]
+    entries: dict[Any, Any]  # by what is updated
+    others: dict[Any, Any]
+    pending: dict[int, Tensor]
+    late: bool
+    before: Any  # the host copies that there were
+    new: list[Tensor]  # owners that had no room in host memory
+
+
 def take_over(
     here: Holdings, runner: StepRunner, groups: Groups, state_dict: dict[str, Any], *, filled: bool = True
 ) -> None:
     """Gives an optimizer the groups and the state of a state_dict; not `filled`: room for that state."""
     here.refuse_elsewhere()
     runner.drop(groups)
+    _publish(here, runner, groups, _make_ready(here, groups, state_dict, filled=filled), filled=filled)
+
+
+def _make_ready(
+    here: Holdings, groups: Groups, state_dict: dict[str, Any], *, filled: bool, apart: bool = False
+) -> Incoming:
+    """Checks a state_dict, and makes room for its state. `apart`: of an optimizer that has none; it changes nothing."""
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
+    before = here.host
     # an update may be pending of parameters that have no other state; copies that there are forget theirs
     shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
     own, loaded, state_dict = shards.localize(groups, merged, state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
     here.placing.turns = shards.turns
-    with torch.no_grad():
-        mine = _held(here, entries, filled=filled)
-    state = {**{param: entry for (param, _, _), entry in zip(entries, mine, strict=True)}, **others}
-    for group, other in zip(groups, merged, strict=True):
+    new = [] if here.room is None else [param for param, _, _ in entries if not here.room.keeps(param)]
+    ready = Incoming(shards, merged, {}, others, pending, any(said) if said else bool(pending), before, new)
+    try:
+        with torch.no_grad():
+            mine = _held(here, entries, filled=filled, apart=apart)
+    except BaseException:
+        if apart:
+            _forget(here, ready)
+        raise
+    ready.entries = {param: entry for (param, _, _), entry in zip(entries, mine, strict=True)}
+    return ready
+
+
+def _publish(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming, *, filled: bool) -> None:
+    """Makes what is ready the optimizer's own."""
+    shards, state = ready.shards, {**ready.entries, **ready.others}
+    for group, other in zip(groups, ready.merged, strict=True):
         group.update(other)
     here.shards = Shards(()) if shards.stand_alone else shards  # which would keep parameters that leave the groups
-    here.state = WatchedState(shards.take_loaded(state, pending))
+    here.state = WatchedState(shards.take_loaded(state, ready.pending))
     here.renew(loaded=filled)
-    runner.set_late(any(said) if said else bool(pending))
+    runner.set_late(ready.late)
 
 
-def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
+def _forget(here: Holdings, ready: Incoming) -> None:
+    """Frees the room of what was made ready and is not published."""
+    if here.host is not None and here.host is not ready.before:
+        ready.new += [copy.values for copy in here.host.copies.values()]
+    here.host = ready.before
+    if here.room is not None:
+        here.room.forget(ready.new)
+    if here.disk is not None and here.disk.is_open:
+        here.disk.sweep(all_on_disk(here.held))
+
+
+def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bool = False) -> list[Entry]:
     """Returns the optimizer's own copies of checked entries, in memory or on disk.
 
-    From the first write on the optimizer is torn until the load has ended.
+    Unless they are set `apart`, the optimizer is torn from the first write on, until the load has ended.
     """
     kinds = here.placing.choose(here.held, [(param, layout.nbytes_of(param)) for param, _, layout in entries])
     there = [kind == "disk" for kind in kinds]
     far = [entry for entry, gone in zip(entries, there, strict=True) if gone]
     near = [entry for entry, gone in zip(entries, there, strict=True) if not gone]
-    stored = [] if here.disk is None else _stored(here, here.disk, far, filled=filled)
-    made = {True: iter(stored), False: iter(_kept(here, near, filled=filled))}
+    stored = [] if here.disk is None else _stored(here, here.disk, far, filled=filled, apart=apart)
+    made = {True: iter(stored), False: iter(_kept(here, near, filled=filled, apart=apart))}
     return [next(made[gone]) for gone in there]
 
 
-def _stored(here: Holdings, disk: Disk, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
+def _stored(here: Holdings, disk: Disk, entries: Sequence[Checked], *, filled: bool, apart: bool) -> list[Entry]:
     """Returns the optimizer's own copies, on disk, of checked entries."""
     mine = make_room(disk, entries, here.held)
-    here.tear()
+    if not apart:
+        here.tear()
     mark_loaded(mine, entries)
     if filled:
         write_entries(disk, mine, entries)
     return mine
 
 
-def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
+def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bool) -> list[Entry]:
     """Returns the optimizer's own copies, in memory, of checked entries."""
     room = here.room if not entries or any(param.is_cpu for param, _, _ in entries) else None
-    if room is not None or not filled:
+    if (room is not None or not filled) and not apart:
         here.tear()
-    if here.room is None and not filled:  # what was there goes first, so that there is never twice the state
+    if here.room is None and not filled and not apart:  # what was there goes first, so that there is never twice the state
         here.bound = Bound()
         for state in (here.held, here.state):
             state.clear()
@@ -200,6 +248,7 @@ class Exchange:
     def __init__(self, opt: Any) -> None:
         self.opt = opt
         self._here, self._runner = opt.holdings, opt.runner
+        self._ready: Incoming | None = None
 
     @property
     def params(self) -> list[Tensor]:
@@ -220,25 +269,33 @@ class Exchange:
         """Waits until the state is that of the last step; raises if it is torn."""
         self._runner.wait_until_whole(self.opt.param_groups)
 
+    def _shown(self) -> tuple[Shards, Mapping[Any, Any]]:
+        """Returns shards, and state by what is updated: those that are ready, or the optimizer's."""
+        if self._ready is not None:
+            return self._ready.shards, self._ready.entries
+        return self._here.shards, self._here.held
+
     def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
         """Returns each parameter of the groups with the tensor that an update changes, its shard, and its state."""
-        shards, state = self._here.shards, self._here.held
+        shards, state = self._shown()
         triples = [] if shards.stand_alone else zip(shards.params, shards.updated, shards.shards, strict=True)
         known = {id(param): (piece, shard) for param, piece, shard in triples}
         found: list[tuple[Tensor, Tensor, Shard, Entry | None]] = []
         for param in self.params:
             piece, shard = known.get(id(param), (param, None))
             # no step has read the state of a parameter without a shard: it is as its user assigned it
-            entry = state.get(piece) if shard is not None or shards.stand_alone else self._here.state.get(param)
+            known_here = shard is not None or shards.stand_alone or self._ready is not None
+            entry = state.get(piece) if known_here else self._here.state.get(param)
             found.append((param, piece, plain_shard("", param) if shard is None else shard, entry))
         return found
 
     def entries(self) -> list[dict[str, Any] | None]:
         """Returns the state of each parameter: tensors in memory as users see them, those on disk as columns."""
-        here, held = self._here, self._here.held
+        here, (_, held) = self._here, self._shown()
         owners = all_on_disk(held)
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
-        made = dict(held) if here.bound.binding is None else dict(here.bound.binding.shown(held))
+        binding = here.bound.binding if self._ready is None else None
+        made = dict(held) if binding is None else dict(binding.shown(held))
         optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
         for _, piece, home, own in self.held():
@@ -267,19 +324,47 @@ class Exchange:
         """Returns the groups with saved hyperparameters, which are checked."""
         return merged_groups(self._here.algorithm, self.opt.param_groups, saved)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is state that a load would replace."""
+        return bool(self._here.held) or bool(self._here.state)
+
+    def make_ready(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
+        """Makes room as `take_room` does, for an optimizer without state, which goes on as it is until `take_room`.
+
+        Until then `entries`, `held` and `room_on_disk` show what is ready. `give_up` frees it.
+        """
+        self._here.refuse_elsewhere()
+        state_dict = self._as_state_dict(saved, entries)
+        self._ready = _make_ready(self._here, self.opt.param_groups, state_dict, filled=False, apart=True)
+
+    def give_up(self) -> None:
+        """Frees what is ready and was not taken."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            _forget(self._here, ready)
+
     def take_room(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
         """Takes over groups, and makes room for state like these entries; what is in it is undefined.
 
-        The optimizer counts as torn until `filled`.
+        What is ready already is taken, with what is in it. The optimizer counts as torn until `filled`.
         """
+        here, runner, groups = self._here, self._runner, self.opt.param_groups
+        ready, self._ready = self._ready, None
+        if ready is None:
+            take_over(here, runner, groups, self._as_state_dict(saved, entries), filled=False)
+        else:
+            runner.drop(groups)
+            _publish(here, runner, groups, ready, filled=False)
+        here.tear()
+
+    def _as_state_dict(self, saved: Groups, entries: Sequence[Entry | None]) -> dict[str, Any]:
         numbers = iter(range(len(entries)))
         groups = [
             {**group, "params": [next(numbers) for _ in own["params"]]}
             for group, own in zip(saved, self.opt.param_groups, strict=True)
         ]
-        state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
-        take_over(self._here, self._runner, self.opt.param_groups, state_dict, filled=False)
-        self._here.tear()
+        return {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
 
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
