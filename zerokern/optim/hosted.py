@@ -7,6 +7,7 @@ Gradients of zk.shard are fetched during backward already, bucket by bucket (`Ea
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -29,6 +30,7 @@ from zerokern.memory.staging import driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
+from zerokern.optim.returned import GivingBack
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of
 from zerokern.zero.reducing import GradReady, Sumsq
@@ -70,6 +72,7 @@ class HostCopy:
     sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
+    left: weakref.WeakMethod | None = None  # brings the device's gradient back, whose memory there was given up
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
@@ -88,6 +91,11 @@ class HostCopy:
 
     def agree(self) -> None:
         self.seen = (self.local._version, self.local.data_ptr())
+
+    def bring_back(self) -> None:
+        """Brings a gradient back to the device that has its values here alone."""
+        if self.left is not None and (land := self.left()) is not None:
+            land()
 
     def keeps(self, grad: Tensor) -> bool:
         """Whether the last step had the same gradient tensor, as far as is known: then the program writes into it."""
@@ -152,6 +160,8 @@ class HostCopies:
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
         present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
         gone = [copy for key, copy in self.copies.items() if key not in present]
+        for copy in gone:
+            copy.bring_back()
         self.room.forget([copy.values for copy in gone])  # before others are placed
         if new:
             missing = set(new)
@@ -360,7 +370,7 @@ class HostCopies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if copy.stays is not None:
                 copy.grad = copy.local  # the gradient is the program's
-            elif self._poisons:
+            elif self._poisons and copy.left is None:
                 copy.grad.fill_(torch.nan)
             copy.sumsq = None
             copy.free = True  # last: from now on the next one may be fetched
@@ -451,7 +461,7 @@ class EarlyFetch:
     """Copies gradients of one part to the host before `step()`: at once, or when the update has read the last ones."""
 
     def __init__(self, host: HostCopies, pairs: list[tuple[HostCopy, Tensor]], handed_out: Callable[[], bool]) -> None:
-        self._host, self._pairs, self._handed_out = host, pairs, handed_out
+        self._host, self.pairs, self._handed_out = host, pairs, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
         self._found = host.measure(pairs)
         self._mark = host.here()
@@ -459,8 +469,8 @@ class EarlyFetch:
 
     def launch_if_free(self) -> None:
         """Starts the copies, once, unless an update has yet to read what is where they go."""
-        if self.ticket is None and all(copy.free for copy, _ in self._pairs):
-            self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark, found=self._found)
+        if self.ticket is None and all(copy.free for copy, _ in self.pairs):
+            self.ticket = self._host.fetch(self.pairs, left_as=self._versions, ready=self._mark, found=self._found)
 
     def compare(self) -> None:
         """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""
@@ -469,7 +479,7 @@ class EarlyFetch:
 
     def forget(self) -> None:
         """Has all gradients of the part fetched again."""
-        for copy, _ in self._pairs:
+        for copy, _ in self.pairs:
             copy.fetched = None
 
 
@@ -484,12 +494,15 @@ class EarlyFetches:
     `shards`: a `Shards`; `parts`: each a `Part` of the update, as `parts_of` returns them.
     """
 
-    def __init__(self, shards: Any, parts: Sequence[Any], early: bool, last: EarlyFetches | None) -> None:
-        """Listens to these parameters, and no more to those of `last`."""
+    def __init__(
+        self, shards: Any, parts: Sequence[Any], early: bool, last: EarlyFetches | None, passes: int = 0
+    ) -> None:
+        """Listens to these parameters, and no more to those of `last`. `passes`: expected before the next step."""
         if last is not None:
             last.remove()
         self.shards = shards
-        self._expected: Counter[int] = Counter()
+        self.giving = GivingBack(shards.host.link)
+        self._expected: Counter[int] = Counter({id(part): passes for part in parts})
         self._arrived: Counter[int] = Counter()
         self._fetches: dict[str, EarlyFetch] = {}
         self._lock = threading.Lock()  # between a look at what is free and the word that something has become so
@@ -509,9 +522,11 @@ class EarlyFetches:
         self._removers.clear()
         for fetch in self._fetches.values():
             fetch.forget()
+        self.giving.end()
 
     def __del__(self) -> None:
-        self.remove()
+        with contextlib.suppress(Exception):  # a device that is gone
+            self.remove()
 
     def _reduced(self, part: Any, ready: GradReady) -> None:
         """Fetches a bucket that zk.shard has reduced, if as many passes as in the last step have come."""
@@ -522,6 +537,7 @@ class EarlyFetches:
                 fetch = self._fetches.pop(part.name, None)
                 if fetch is not None:
                     fetch.forget()
+            self.giving.drop(part.sharding.gradient_buckets[part.bucket])
             return
         places = [place for place in part.members if self.shards.local[place].requires_grad]
         grads = [ready.pieces[self.shards.shards[place].place] for place in places]
@@ -534,6 +550,8 @@ class EarlyFetches:
         with self._lock:
             self._fetches[part.name] = fetch
             fetch.launch_if_free()
+        self.giving.add(part, [self.shards.shards[place].place for place in places], fetch.pairs, fetch)
+        self.giving.sweep()
 
     def _launch(self) -> None:
         with self._lock:

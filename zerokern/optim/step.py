@@ -123,6 +123,20 @@ class StepRunner:
                 departure.forget()
         shards.take_copies(grads)
 
+    def expect(self, groups: Groups) -> None:
+        """As the first backward pass begins: gradients of the first step leave as they come, too.
+
+        Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
+        """
+        here = self._holdings
+        if self.leaving is not None or here.closed or here.torn:
+            return
+        with contextlib.suppress(Exception):
+            if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
+                shards = self.find_shards(groups)
+                shards.host.measures = True
+                self.leaving = EarlyFetches(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
+
     def _fetch(
         self,
         shards: Shards,
@@ -140,13 +154,19 @@ class StepRunner:
         for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
+            bucket = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket]
+            if bucket is not None and bucket.returned.is_away and not all(copy.holds(grad) for copy, grad in pairs):
+                bucket.returned.come_back(bucket)  # with what the copies have, before others are fetched there
             again = host.fetch(pairs)
             ticket = again if again is not None or left is None else left.ticket  # of one stream: the last ends last
             if ticket is None:
                 continue
             self._fetched[part.name] = ticket
-            if part.sharding is not None:
-                part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
+            if bucket is not None:
+                bucket.reads_until(ticket.gate)
+                if not bucket.returned.is_away and self.leaving is not None:
+                    places = [shards.shards[place].place for place in part.members if place in grads]
+                    self.leaving.giving.fetched(part, places, pairs, ticket)
                 continue
             shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
@@ -181,6 +201,8 @@ class StepRunner:
         if inline or lazily or first or not survey.params or shards.accord.meets:
             for ticket in reversed(self._fetched.values()):  # the last ends last: others are not waited for any more
                 ticket.wait()
+            if self.leaving is not None:
+                self.leaving.giving.sweep()
             if self._decision.take() is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
