@@ -58,7 +58,8 @@ class TestPlanned:
         late = zk.plan("1B", tier="cpu", schedule=zk.Delayed(after=40))
         assert late.tiers == {"device": 6 * 10**9, "cpu": 14 * 10**9}
         assert late.roles["shadow"] == 2 * 10**9
-        assert zk.plan("1B", tier="cpu", schedule="overlap").tiers == exact.tiers
+        beside = zk.plan("1B", tier="cpu", schedule="overlap")  # three buckets of gradients, instead of all
+        assert beside.tiers == {"device": 2 * 10**9 + 3 * (32 << 20), "cpu": 14 * 10**9}
 
     @pytest.mark.parametrize("master, nbytes", [(None, 10), ("fp32", 12)])
     def test_state_on_disk_of_parameters_on_a_device(self, master: str | None, nbytes: int) -> None:

@@ -210,9 +210,7 @@ class Restore:
         """Yields batches for the state of an optimizer that is converted, or lies on disk."""
         on_disk = optimizer.room_on_disk()
         states = [state for number, state in plans.items() if state.converts and number not in on_disk]
-        yield from _bounded(
-            fill for state in states for fill in _convert_in_memory(state, entries[state.number] or {})
-        )
+        yield from _bounded(fill for state in states for fill in _convert_in_memory(state, entries[state.number] or {}))
         yield from _fill_disk(optimizer, plans)
 
     def batches(self) -> Iterator[Batch]:

@@ -91,6 +91,11 @@ class Copy:
         known = getattr(self._mark, "times", None)
         return None if known is None else known()
 
+    def references_to(self, memory: Tensor) -> int:
+        """Returns how many tensors over the same memory the copies keep, until they have ended."""
+        storage = memory.untyped_storage()._cdata
+        return sum(one.untyped_storage()._cdata == storage for pair in self._pairs for one in pair)
+
     def gate(self) -> None:
         """Makes later work of the current stream wait for the copies; the host does not wait."""
         if not self._ended:

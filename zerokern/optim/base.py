@@ -31,11 +31,13 @@ from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.step import StepRunner
-from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.zero import checks as zero_checks
-from zerokern.zero.hooks import import_compiler
+from zerokern.zero.hooks import import_compiler, weakly
+from zerokern.zero.kinds import shardings_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.publishing import without_waiting
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import refuse
 
@@ -60,7 +62,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be
-    exchanged until then. A step is one native call for all parameters.
+    exchanged until then; where gradients of zk.shard leave a device during backward, before the first such pass. A step
+    is one native call for all parameters.
 
     `holdings`: its state, and where that lies. `decision`: whether a step is carried out. `runner`: when, and
     what becomes of it.
@@ -79,6 +82,12 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         self.max_grad_norm = given["max_grad_norm"]
         super().__init__(params, {name: value for name, value in given.items() if name not in _NOT_OF_GROUPS})
         self.state = WatchedState()
+        if self.tier != "device" and self.schedule != "sync" and given["group"] is None:
+            for sharding in shardings_of(map(shard_of, params_of(self.param_groups))):
+                sharding.reduction.expecting.append(weakly(self._expect))
+
+    def _expect(self) -> None:
+        self.runner.expect(self.param_groups)
 
     def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any) -> None:
         self.decision = decision

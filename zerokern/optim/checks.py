@@ -167,8 +167,11 @@ def parameter(name: str, param: Tensor, other: str, device_of_other: torch.devic
         raise ValueError(got(name, "an inference tensor", "a parameter made outside of torch.inference_mode()"))
 
 
-def gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    """Raises unless a gradient is dense, contiguous and real, and has its parameter's shape and device."""
+def gradient(name: str, param: Tensor, grad: Tensor, *, away: bool = False) -> None:
+    """Raises unless a gradient is dense, contiguous and real, and has its parameter's shape and device.
+
+    `away`: its memory was given back, for its values are in host memory.
+    """
     name = f"{name}.grad"
     if grad.layout is not torch.strided:
         raise TypeError(got(f"{name}.layout", grad.layout, "torch.strided", "sparse gradients: use grad.to_dense()"))
@@ -181,7 +184,8 @@ def gradient(name: str, param: Tensor, grad: Tensor) -> None:
     if not grad.is_contiguous():
         do = f"{name} = {name}.contiguous()"
         raise ValueError(got(f"{name}.stride()", tuple(grad.stride()), "a contiguous gradient", do))
-    memory(name, grad)
+    if not away:
+        memory(name, grad)
 
 
 def memory(name: str, tensor: Tensor) -> None:

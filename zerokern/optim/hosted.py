@@ -7,6 +7,7 @@ Gradients of zk.shard are fetched during backward already, bucket by bucket (`Ea
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -29,6 +30,7 @@ from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
+from zerokern.optim.returned import GivingBack
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of
 from zerokern.zero.reducing import GradReady, Sumsq
@@ -72,6 +74,7 @@ class HostCopy:
     sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
+    left: weakref.WeakMethod | None = None  # brings the device's gradient back, whose memory there was given up
 
     @property
     def owns_values(self) -> bool:
@@ -95,6 +98,11 @@ class HostCopy:
 
     def agree(self) -> None:
         self.seen = (self.local._version, self.local.data_ptr())
+
+    def bring_back(self) -> None:
+        """Brings a gradient back to the device that has its values here alone."""
+        if self.left is not None and (land := self.left()) is not None:
+            land()
 
     def keeps(self, grad: Tensor) -> bool:
         """Whether the last step had the same gradient tensor, as far as is known: then the program writes into it."""
@@ -159,6 +167,8 @@ class HostCopies:
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
         present = set(map(id, local))  # frozen ones keep theirs: they may be trained again
         gone = [copy for key, copy in self.copies.items() if key not in present]
+        for copy in gone:
+            copy.bring_back()
         self.room.forget([copy.values for copy in gone])  # before others are placed
         if new:
             missing = set(new)
@@ -395,7 +405,7 @@ class HostCopies:
             copy.pending, copy.fetched = copy.pending or (updated and self.delays), None
             if copy.stays is not None:
                 copy.grad = copy.local  # nobody keeps the program's gradient
-            elif self._poisons:
+            elif self._poisons and copy.left is None:
                 copy.grad.fill_(torch.nan)
             copy.sumsq = None
             copy.free = True  # last: from now on the next one may be fetched
@@ -498,7 +508,7 @@ class EarlyFetch:
         pieces: Sequence[Piece],
         handed_out: Callable[[], bool],
     ) -> None:
-        self._host, self._pairs, self._pieces, self._handed_out = host, pairs, pieces, handed_out
+        self._host, self.pairs, self._pieces, self._handed_out = host, pairs, pieces, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
         self._found = host.measure(pairs)
         self._mark = host.here()
@@ -506,9 +516,9 @@ class EarlyFetch:
 
     def launch_if_free(self) -> None:
         """Starts the copies, once, unless an update has yet to read what is where they go."""
-        if not self.tickets and all(copy.free for copy, _ in self._pairs):
+        if not self.tickets and all(copy.free for copy, _ in self.pairs):
             self.tickets = self._host.fetch(
-                self._pairs, left_as=self._versions, ready=self._mark, found=self._found, pieces=self._pieces
+                self.pairs, left_as=self._versions, ready=self._mark, found=self._found, pieces=self._pieces
             )
 
     def compare(self) -> None:
@@ -518,7 +528,7 @@ class EarlyFetch:
 
     def forget(self) -> None:
         """Has all gradients of the part fetched again."""
-        for copy, _ in self._pairs:
+        for copy, _ in self.pairs:
             copy.fetched = None
 
 
@@ -533,12 +543,15 @@ class EarlyFetches:
     `shards`: a `Shards`; `parts`: each a `Part` of the update, as `parts_of` returns them.
     """
 
-    def __init__(self, shards: Any, parts: Sequence[Any], early: bool, last: EarlyFetches | None) -> None:
-        """Listens to these parameters, and no more to those of `last`."""
+    def __init__(
+        self, shards: Any, parts: Sequence[Any], early: bool, last: EarlyFetches | None, passes: int = 0
+    ) -> None:
+        """Listens to these parameters, and no more to those of `last`. `passes`: expected before the next step."""
         if last is not None:
             last.remove()
         self.shards = shards
-        self._expected: Counter[int] = Counter()
+        self.giving = GivingBack(shards.host.link)
+        self._expected: Counter[int] = Counter({id(part): passes for part in parts})
         self._arrived: Counter[int] = Counter()
         self._fetches: dict[str, EarlyFetch] = {}
         self._lock = threading.Lock()  # between a look at what is free and the word that something has become so
@@ -558,9 +571,11 @@ class EarlyFetches:
         self._removers.clear()
         for fetch in self._fetches.values():
             fetch.forget()
+        self.giving.end()
 
     def __del__(self) -> None:
-        self.remove()
+        with contextlib.suppress(Exception):  # a device that is gone
+            self.remove()
 
     def _reduced(self, part: Any, ready: GradReady) -> None:
         """Fetches a bucket that zk.shard has reduced, if as many passes as in the last step have come."""
@@ -571,6 +586,7 @@ class EarlyFetches:
                 fetch = self._fetches.pop(part.name, None)
                 if fetch is not None:
                     fetch.forget()
+            self.giving.drop(part.sharding.gradient_buckets[part.bucket])
             return
         places = [place for place in part.members if self.shards.local[place].requires_grad]
         grads = [ready.pieces[self.shards.shards[place].place] for place in places]
@@ -584,6 +600,8 @@ class EarlyFetches:
         with self._lock:
             self._fetches[part.name] = fetch
             fetch.launch_if_free()
+        self.giving.add(part, [self.shards.shards[place].place for place in places], fetch.pairs, fetch)
+        self.giving.sweep()
 
     def _launch(self) -> None:
         with self._lock:

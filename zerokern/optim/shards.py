@@ -95,6 +95,7 @@ class Shards:
         self.accord = Accord(self.shardings, party, self._aside())
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
+        self._buckets = buckets
         self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
@@ -151,7 +152,7 @@ class Shards:
         """Returns the dtypes of gradients, as far as they are known before there are any."""
         made = []
         for param, shard, near in zip(self.params, self.shards, self.local, strict=True):
-            found = shard.local_gradient(param)
+            found = shard.local_gradient(param, landed=False)
             made.append(found.dtype if found is not None else getattr(near, "grad_dtype", None) or near.dtype)
         return made
 
@@ -180,12 +181,16 @@ class Shards:
     def gradients(self) -> dict[int, Tensor]:
         """Returns this rank's gradients by the parameter's place, after checking them."""
         found: dict[int, Tensor] = {}
-        for place, (grad, local) in enumerate(zip(self._local_gradients(), self.local, strict=True)):
+        # over a link they are copied: what has left already need not come back for that
+        found_here = self._local_gradients(landed=self.host.link is None)
+        for place, (grad, local) in enumerate(zip(found_here, self.local, strict=True)):
             if grad is None:
                 continue
             plain = grad.dtype == local.dtype and grad.shape == local.shape and grad.is_contiguous()
             if not plain or grad.device != local.device or grad.layout is not torch.strided:
-                checks.gradient(self.shards[place].name, local, grad)
+                bucket = self.shards[place].gradients
+                away = bucket is not None and bucket.returned.is_away
+                checks.gradient(self.shards[place].name, local, grad, away=away)
             found[place] = grad
         self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
         return found
@@ -234,6 +239,9 @@ class Shards:
 
     def take_gradients(self) -> None:
         """Sets `grads` to this rank's gradients, in the memory that they lie in."""
+        for bucket in self._buckets:
+            if bucket.returned.is_away:  # another optimizer has fetched them
+                bucket.land()
         with without_waiting():
             self.look()
             spans = [one.shown_spans() for one in self._reductions]

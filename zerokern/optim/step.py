@@ -124,6 +124,20 @@ class StepRunner:
                 departure.forget()
         shards.take_copies(grads)
 
+    def expect(self, groups: Groups) -> None:
+        """As the first backward pass begins: gradients of the first step leave as they come, too.
+
+        Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
+        """
+        here = self._holdings
+        if self.leaving is not None or here.closed or here.torn:
+            return
+        with contextlib.suppress(Exception):
+            if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
+                shards = self.find_shards(groups)
+                shards.host.measures = True
+                self.leaving = EarlyFetches(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
+
     def _fetch(
         self,
         shards: Shards,
@@ -141,6 +155,9 @@ class StepRunner:
         for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
+            bucket = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket]
+            if bucket is not None and bucket.returned.is_away and not all(copy.holds(grad) for copy, grad in pairs):
+                bucket.returned.come_back(bucket)  # with what the copies have, before others are fetched there
             tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
             if left is not None:  # of one stream: what is fetched again ends last
                 tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
@@ -148,8 +165,11 @@ class StepRunner:
             if not tickets:
                 continue
             self._fetched[part.name] = tickets
-            if part.sharding is not None:
-                part.sharding.gradient_buckets[part.bucket].reads_until(tickets[-1].gate)
+            if bucket is not None:
+                bucket.reads_until(tickets[-1].gate)
+                if not bucket.returned.is_away and self.leaving is not None:
+                    places = [shards.shards[place].place for place in part.members if place in grads]
+                    self.leaving.giving.fetched(part, places, pairs, tickets)
                 continue
             shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
@@ -189,6 +209,8 @@ class StepRunner:
             # the last ends last: others are not waited for any more; of pieces, the first has brought the squares
             for tickets in reversed(self._fetched.values()):
                 tickets[0].wait()
+            if self.leaving is not None:
+                self.leaving.giving.sweep()
             if self._decision.take() is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()

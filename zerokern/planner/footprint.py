@@ -7,6 +7,7 @@ the last unit of forward, and parameters of no unit. A test compares the bytes o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -392,10 +393,12 @@ def _states(run: Footprint) -> Iterator[Holding]:
     for kind in run.buckets.kinds:
         numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
         yield Holding("parameters", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+    most = _leaving_nbytes(run)
     for kind in trained:
         wire = recipe.wire_dtype(kind.dtype)
         nbytes = _gradient_numel(kind, run) * itemsize(wire)
-        yield Holding("gradients", short(wire), "nvme" if settings.spills else host, nbytes)
+        yield Holding("gradients", short(wire), "nvme" if settings.spills else host, min(nbytes, most))
+        most -= min(nbytes, most)
     yield from _optimizer_state(run)
     has_copies = recipe.has_host_copies(settings.device)
     for kind in trained if has_copies else ():
@@ -419,6 +422,19 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
         for role, nbytes in one.tensors if one.tier != run.recipe.tier else ():
             yield Holding(role.role, role.format, run.recipe.tier, -nbytes)
             yield Holding(role.role, role.format, one.tier, nbytes)
+
+
+def _leaving_nbytes(run: Footprint) -> int:
+    """Returns the most bytes of gradients on a device that they leave bucket by bucket during backward: of those on
+    their way, and of one that is filled. Without a limit where they stay until `step()`, or another pass adds to them.
+    """
+    recipe, settings = run.recipe, run.settings
+    leaves = settings.device != "cpu" and recipe.has_host_copies(settings.device) and recipe.schedule == "overlap"
+    if not leaves or run.placed or settings.accumulate > 1 or not shards_state(run.stage):
+        return sys.maxsize
+    parts = run.world if shards_gradients(run.stage) else 1
+    sizes = [kind.largest_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in run.buckets.trained]
+    return (BUFFERS + 1) * -(-max(sizes) // parts)
 
 
 def _gradient_numel(kind: BucketSize, run: Footprint) -> int:

@@ -205,11 +205,16 @@ def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
     return grad
 
 
-def mixed(name: str) -> NoReturn:
-    """Within a pass that did not come through the model's forward."""
+def mixed(bucket: Any, place: int, *, scaled: bool) -> None:
+    """Refuses a first gradient of a pass, not through the model's forward, that was added to one not scaled yet."""
+    grad = bucket.leaves[place].grad
+    again = scaled or bucket.summing.counts_again
+    if not (bucket.replicated and again and grad is not None and bucket.shows(place, grad)):
+        return
     raise StateError(
-        f"a gradient of {name!r} was added to the one that is there, which has yet to be scaled; call zero_grad() "
-        "before a backward pass that does not go through the model's forward, or run such a forward first"
+        f"a gradient of {bucket.entries[place].name!r} was added to the one that is there, which has yet to be scaled; "
+        "call zero_grad() before a backward pass that does not go through the model's forward, or run such a forward "
+        "first"
     )
 
 
@@ -221,9 +226,12 @@ def thawed(name: str) -> NoReturn:
     )
 
 
-def unreduced(names: Sequence[str]) -> NoReturn:
-    """Gradients that no other rank knows of, in a step."""
-    listed = ", ".join(map(repr, names[:3]))
+def unreduced(bucket: Any) -> None:
+    """Refuses a step on gradients of passes under no_sync alone, of which other ranks know nothing."""
+    apart = not bucket.replicated or bucket.summing.counts_again  # as in DDP, means at stage 0 are each rank's affair
+    if not (bucket.local and apart and bucket.summing.needed):
+        return
+    listed = ", ".join(repr(bucket.entries[place].name) for place in sorted(bucket.local)[:3])
     raise StateError(
         f"gradients of {listed} were accumulated under zk.no_sync and never reduced; run the last backward "
         "before step() outside of it, or drop them with zero_grad()"

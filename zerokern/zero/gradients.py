@@ -24,6 +24,7 @@ from zerokern.zero.params import BucketEntry, BucketMemory, gather_full
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
+from zerokern.zero.returning import ReturnedMemory
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
 from zerokern.zero.tiers import fetched
@@ -55,13 +56,14 @@ class GradientBucket:
         self.stays = self.replicated or (self.group.alone and memory.host is None)
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.host_reducer = None if memory.host is None else HostReducer(self.group, memory.host)
+        self.returned = ReturnedMemory(memory.pool)
         self.summing = Summing(self.group, losses, whole=self.stays, host=self.host_reducer)
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
         # memory and the cache serve the next, and small ones that waited between large ones would fragment the heap.
         on_device = memory.device.type != "cpu"
         together = on_device or all(one.place.numel * dtype.itemsize <= SMALL for one in memory.entries)
         self.waits = [together and one.placed is None for one in memory.entries]
-        self.opened = self.closed = self.launched = self.adds = False
+        self.running = self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
         self.absent: set[int] = set()  # places that nothing will arrive at in this pass
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
@@ -79,7 +81,6 @@ class GradientBucket:
         self.params: list[Tensor] = [one.param for one in memory.entries]
         self.lands_in_params = stage < 3
         self._user_hooks = [hooks for shard in shards for hooks in shard.hooks]
-        self.running = False
         self.arrived_places: tuple[int, ...] = ()
         self.from_other_leaves: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
         self.after_launch: Tensor | None = None  # what came after the buffer was sent: reduced at the end of the pass
@@ -93,7 +94,7 @@ class GradientBucket:
         self.times_shown = 0  # how often other tensors were made to show what is reduced
         self._clean_since: object = None  # the last hand-out of any tensor when none of the pieces was handed out
         self._versions_of = TensorBodies([]).versions
-        self._references: References | None = None
+        self.references: References | None = None
         # where each lies in a buffer, which begins its storage
         self._spots = [(entry.shape, contiguous_strides(entry.shape), entry.place.offset) for entry in self.entries]
         self._spans: list[Tensor] = []  # of the buffer, by place
@@ -101,6 +102,7 @@ class GradientBucket:
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
         self._settle_shown = weakly(self._settle_all)  # what is shown must not keep the bucket that shows it
+        self._land_shown = weakly(self.land)
         self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
         self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
@@ -125,13 +127,12 @@ class GradientBucket:
             return
         if shows_none:
             return
-        leaves = self.leaves
-        for place, grad in enumerate(list(map(_grad_of, leaves))):
+        for place, grad in enumerate(list(map(_grad_of, self.leaves))):
             if grad is None:
                 continue
             if place != arrived:
                 self._aside[place] = grad
-                leaves[place].grad = None
+                self.leaves[place].grad = None
             elif self._arrived_gradient(place) is None:
                 self._aside[place] = grad
 
@@ -234,12 +235,6 @@ class GradientBucket:
     def _checked(self, place: int, grad: Tensor) -> Tensor:
         entry = self.entries[place]
         return checks.gradient(entry.name, grad, entry.placed)
-
-    def refuse_mixed(self, place: int, *, scaled: bool) -> None:
-        """Refuses a first gradient that was added to a shown one before that could be scaled."""
-        grad = self.leaves[place].grad
-        if self.replicated and (scaled or self.summing.counts_again) and grad is not None and self.shows(place, grad):
-            checks.mixed(self.entries[place].name)
 
     def _write(self, place: int, grad: Tensor) -> None:
         there = place in self._kept or place in self._stored
@@ -351,15 +346,16 @@ class GradientBucket:
     def spare_kept_gradients(self) -> None:
         """Moves to other memory if the program has kept a gradient that `.grad` shows no more (gradient surgery)."""
         self.ready = None
-        if self.reduced is None or self._references is None:
+        if self.reduced is None or self.references is None:
             return
         live = {at for at, grad in self.kept_gradients().items() if self.exposed or grad is self.shown[at]}
         views = len(live) if self.exposed and self.replicated else 0
-        if self._references.has_more(self.reduced, live, views):
+        if self.references.has_more(self.reduced, live, views):
             self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
         """Moves what is reduced to other memory, with what is shown of it; `out` of the buffer, if it lies there."""
+        self.returned.come_back(self)
         if self.in_place and not out:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
@@ -382,6 +378,7 @@ class GradientBucket:
         self._guard()
         self._guards.clear()
         self.ready = None
+        self.returned.begin(self)
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             if self.running and not self.lands_in_params and not self._showed_none:
@@ -469,6 +466,7 @@ class GradientBucket:
         """Adds what arrived after the launch, on any rank, to what is reduced."""
         unsent = self._zeros() if self.after_launch is None else self.after_launch
         self._guard()
+        self.returned.come_back(self)
         assert self.reduced is not None
         self.ready, squares = None, self.squares.wanted()
         (self.summing.begin(unsent, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
@@ -508,18 +506,16 @@ class GradientBucket:
             local.zk_handed_out = False
             named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
             named.settle = self._settle_shown
-            if self.host_reducer is not None:
-                named.land = weakly(self.host_reducer.wait)
+            named.land = self._land_shown
             named.receive = None if self.receive is None else partial(self.receive, number)
             named.gather_full = partial(gather_full, self.group, self.bucket.shard_numel, entry.place, entry.placed)
             self.shown.append(named)
             del named, local
         self.times_shown += 1
         self._clean_since = Sharded.last_hand_out
-        of_all = map(self.reduced_span, range(len(self.shown)))
-        self.pieces = [] if self.replicated else list(of_all)
+        self.pieces = [] if self.replicated else list(map(self.reduced_span, range(len(self.shown))))
         self._versions_of = TensorBodies(self.pieces).versions
-        self._references = References(self.reduced, self.shown)
+        self.references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
         """Tells listeners that what is reduced is there, on a device for the current stream."""
@@ -534,9 +530,17 @@ class GradientBucket:
             listener(self.ready)
 
     def land(self) -> None:
-        """Waits until what was reduced is in host memory, where it goes there: for who reads or writes it there."""
+        """Returns once what was reduced is in its memory, on the host or on the device: for who reads or writes it."""
+        self.returned.used = True
+        self.returned.come_back(self)
         if self.host_reducer is not None:
             self.host_reducer.wait()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its memory is needed here: for a pass, by who uses gradients after each, or was handed out."""
+        used = self.returned.stays or self.returned.used or self.local or (self.opened and not self.launched)
+        return bool(used) or self.references is None or self.handed_out()
 
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
@@ -578,10 +582,8 @@ class GradientBucket:
             self.shards[place].call_hooks(self.shards[place].piece if self.exposed else self.entries[place].param)
 
     def refuse_unreduced(self) -> None:
-        """Refuses a step on gradients of passes under no_sync alone, of which other ranks know nothing."""
-        apart = not self.replicated or self.summing.counts_again  # as in DDP, means at stage 0 are each rank's affair
-        if self.local and apart and self.summing.needed:
-            checks.unreduced([self.entries[place].name for place in sorted(self.local)])
+        """Refuses a step on gradients of passes under no_sync alone."""
+        checks.unreduced(self)
 
     def reset(self) -> None:
         """Ends a pass, whether it finished or not."""

@@ -42,6 +42,7 @@ __all__ = [
     "Sumsq",
     "measured",
     "shares",
+    "storage_references",
     "sumsq_of_each",
 ]
 
@@ -378,12 +379,12 @@ class References:
         self._shown = list(shown)
         self._parts = [local_of(one) if is_divided(one) else None for one in shown]
         self._whole = [one for one in self._parts if one is not None]
-        self._to_memory = _to_memory(memory)
+        self.to_memory = storage_references(memory)
         self._to_all = _to_tensors(self._shown) + _to_tensors(self._whole)
 
     def has_more(self, memory: Tensor, live: AbstractSet[int], views: int = 0) -> bool:
         """Whether there are more references now: to gradients not `live`, by place, or by more than these `views`."""
-        if _to_memory(memory) > self._to_memory + views:
+        if storage_references(memory) > self.to_memory + views:
             return True
         if not live:
             return _to_tensors(self._shown) + _to_tensors(self._whole) > self._to_all
@@ -394,7 +395,12 @@ class References:
         return _to_tensors(some) + _to_tensors(parts) - len(some) - len(parts) > each * len(some)
 
 
-def _to_memory(tensor: Tensor) -> int:
+def storage_references(tensor: Tensor) -> int:
+    """Returns how many tensors there are over a tensor's memory.
+
+    >>> one = torch.zeros(2); before = storage_references(one); view = one[1:]; storage_references(one) - before
+    1
+    """
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 

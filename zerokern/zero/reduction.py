@@ -26,7 +26,7 @@ from zerokern.core.units import BUFFERS
 from zerokern.kernels.triton.backend import capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import TensorBodies
-from zerokern.zero import hooks
+from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.units import RankGroups
@@ -112,6 +112,7 @@ class Reduction:
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
         self._read_in_graphs: list[float | Tensor] = []  # factors that replays read
+        self.expecting: list[Callable[[], object]] = []  # called once, as the first pass begins: gradients are coming
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -185,6 +186,8 @@ class Reduction:
     def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
             hooks.refuse_gradients()
+        while self.expecting:
+            self.expecting.pop(0)()
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
@@ -208,7 +211,7 @@ class Reduction:
         self.factor = _of_a_step(self.factor)
         if first is not None:
             factor = self.factor * self.applied
-            first.refuse_mixed(place, scaled=isinstance(factor, Tensor) or factor != 1.0)
+            checks.mixed(first, place, scaled=isinstance(factor, Tensor) or factor != 1.0)
         self.settle()
         self.active, self._task = True, hooks.current_pass()
         self._by_unit = self.turns is not None and self.turns.takes_turns
