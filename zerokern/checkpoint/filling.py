@@ -112,6 +112,8 @@ class Restore:
         self._plan = LoadPlan(target, source, lossy)
         self._plan.refuse_differences()
         for optimizer, plans in zip(target.optimizers, self._plan.states, strict=True):
+            if plans:
+                optimizer.check_room()
             _reserve_disk(optimizer, plans)
 
     def fill(self, report: Report = no_report) -> None:

@@ -120,6 +120,9 @@ class AnyOptimizer:
             if wanted:
                 opt.state[param] = {key: _zeros(param, group, key, *spec) for key, spec in wanted.items()}
 
+    def check_room(self) -> None:
+        """Raises where the state cannot be placed yet."""
+
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
         return []

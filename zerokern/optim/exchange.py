@@ -72,6 +72,8 @@ def take_over(
 ) -> None:
     """Gives an optimizer the groups and the state of a state_dict; not `filled`: room for that state."""
     here.refuse_elsewhere()
+    if state_dict["state"]:
+        here.refuse_early(groups)
     runner.drop(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
@@ -280,6 +282,10 @@ class Exchange:
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
         take_over(self._here, self._runner, self.opt.param_groups, state_dict, filled=False)
         self._here.tear()
+
+    def check_room(self) -> None:
+        """Raises where nobody knows yet how much room there is for state."""
+        self._here.refuse_early(self.opt.param_groups)
 
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
