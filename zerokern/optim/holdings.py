@@ -332,7 +332,7 @@ class Holdings:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         if self.placing.there and "device" in self.order.tiers and self.host is not None:
-            compute = SplitCompute(self.host.driver)
+            compute = SplitCompute(self.host)
         if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)

@@ -286,7 +286,7 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
-    if name in (NO_OFFLOAD, PLAIN):
+    if name == NO_OFFLOAD:
         spans = [replace(span, measured=False) for span in spans]
         return resident(shape.at_once(spans))
     on_disk = shape.plan.recipe.tier == "nvme"

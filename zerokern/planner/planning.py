@@ -129,7 +129,7 @@ class Plan(Footprint):
 
         >>> found = plan("1B", state_format="int8", master_format="split8").predict("h200-pcie", tokens=[16_384])
         >>> [f"{row.schedule} {row.of_resident:.0%}" for row in found.rows]
-        ['no offload 100%', 'sync 51%', 'overlap, plain 61%', 'overlap 80%', 'delayed 101%']
+        ['no offload 100%', 'sync 51%', 'overlap, plain 56%', 'overlap 80%', 'delayed 101%']
         """
         self._refuse_untimed()
         return forecast(self, machine_of(machine), USUAL if tokens is None else tokens)
