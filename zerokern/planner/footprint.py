@@ -24,7 +24,7 @@ from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shard
 
 __all__ = [
     "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling", "lanes_to",
-    "staying_numel", "with_recipe",
+    "share_filled", "staying_numel", "with_recipe",
 ]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
@@ -35,8 +35,7 @@ LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "wri
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
 _GB = 10**9
-_FILLED_BARE = 0.75
-"""of a device's memory, as far as state may fill it where activations, which nobody has said, come on top"""
+_FILLED_BARE = 0.75  # of a device, as far as state may fill it where activations, which nobody has said, come on top
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
 
@@ -203,23 +202,13 @@ class Footprint(HeldMemory):
         """The tiers that are filled before `recipe.tier`, each with the most bytes of state there.
 
         >>> run = zk.plan("8B", tier=["device:auto", "cpu"], device_memory="80GB")
-        >>> run.budgets, run.free_for_state  # 0.75 * 80 GB less parameters and gradients, and what has been filled
-        ((('device', 28000000000),), 0)
+        >>> run.budgets  # 0.75 * 80 GB less parameters and gradients
+        (('device', 28000000000),)
         """
         asked, free = self.recipe.budgets, 0
         if any(budget == AUTO for _, budget in asked):
-            free = max(0, replace(self, recipe=replace(self.recipe, budgets=())).free_for_state)
+            free = max(0, _free_for_state(replace(self, recipe=replace(self.recipe, budgets=()))))
         return tuple((tier, free if budget == AUTO else budget) for tier, budget in asked)
-
-    @property
-    def filled(self) -> float:
-        """The share of a device that state may fill, beside what a step needs there."""
-        return FILLED if self.subject.activated else _FILLED_BARE
-
-    @property
-    def free_for_state(self) -> int:
-        """Bytes that the smallest device has left at a step's peak, up to its share `filled`."""
-        return int(self.filled * min(self.device_memory.values(), default=0)) - self.total
 
     @cached_property
     def placed(self) -> list[StatePiece]:
@@ -392,6 +381,16 @@ def staying_numel(run: Footprint, dtype: str | None = None) -> int:
     return sum(one.numel for one in kept if dtype in (None, one.dtype))
 
 
+def share_filled(run: Footprint) -> float:
+    """Returns the share of a device that state may fill, beside what a step needs there."""
+    return FILLED if run.subject.activated else _FILLED_BARE
+
+
+def _free_for_state(run: Footprint) -> int:
+    """Returns the bytes that the smallest device has left at a step's peak, up to that share."""
+    return int(share_filled(run) * min(run.device_memory.values(), default=0)) - run.total
+
+
 def filling(run: _F) -> _F:
     """Returns the same run with as much state as there is room for, in whole GB, on the device, then in host memory,
     before what its tier is: as `["device:28GB", "cpu:40GB", zk.Nvme(path)]` has it.
@@ -409,7 +408,7 @@ def filling(run: _F) -> _F:
             budgets.append((tier, whole))
 
     if run.settings.device != "cpu" and not recipe.rests and not recipe.delays:
-        room("device", run.free_for_state)
+        room("device", _free_for_state(run))
     if recipe.tier == "nvme" and "cpu" in run.budget:
         beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
         room("cpu", run.budget["cpu"] - beside._of_host)

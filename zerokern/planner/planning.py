@@ -13,7 +13,7 @@ from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import AUTO, RING_NBYTES
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
-from zerokern.planner.footprint import Footprint, filling, with_recipe
+from zerokern.planner.footprint import Footprint, filling, share_filled, with_recipe
 from zerokern.planner.forecast import USUAL, Forecast, forecast, in_seconds, step_seconds
 from zerokern.planner.model import model_spec
 from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
@@ -469,7 +469,7 @@ def _assumed(plan: Plan) -> str:
     else:
         said.append("activations come on top" + (" (no --batch and --seq)" if plan.subject.transformer else ""))
     if any(tier == "device" for tier, _ in plan.budgets):
-        share = f"state fills the device up to {plan.filled:.0%} of it"
+        share = f"state fills the device up to {share_filled(plan):.0%} of it"
         said.append(share if shape else f"{share}, which leaves the rest to activations")
     for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "the disk", "--disk")):
         if plan.tiers.get(tier, 0) and tier != plan.settings.device and tier not in plan.budget:
@@ -479,7 +479,7 @@ def _assumed(plan: Plan) -> str:
 
 def _next_stage(plan: Plan, most: int) -> str:
     """Names the next stage, which moves as much and takes less, if little room is left for what is not counted."""
-    if plan.ranks == 1 or plan.stage > 1 or plan.total < plan.filled * most:
+    if plan.ranks == 1 or plan.stage > 1 or plan.total < share_filled(plan) * most:
         return ""
     stage = plan.stage + 1
     spilled = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
