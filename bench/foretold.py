@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from zerokern.core.errors import got
+
 from .machine import birth, today
 from .report import SCHEMA, columns, write_json
 from .timers import Estimate
@@ -29,6 +31,17 @@ class Named(Protocol):
     def schedule(self) -> str: ...
 
 
+CaseT = TypeVar("CaseT", bound=Named)
+
+
+def named(cases: Sequence[CaseT], word: str | bool) -> Sequence[CaseT]:
+    """Returns the cases whose name has a word; all of them where none is said."""
+    found = [case for case in cases if word is True or str(word) in case.name]
+    if not found:
+        raise ValueError(got("hidden", word, f"a word of {', '.join(dict.fromkeys(case.name for case in cases))}"))
+    return found
+
+
 class Alone(Protocol):
     """What this machine does in a second."""
 
@@ -36,7 +49,6 @@ class Alone(Protocol):
     def update_numel_s(self) -> float: ...
 
 
-CaseT = TypeVar("CaseT", bound=Named)
 RatesT = TypeVar("RatesT", bound=Alone)
 
 

@@ -177,7 +177,8 @@ class PlayedDevice:
     `down_gb_s` and `up_gb_s`: what the link carries to and from the host; None: as fast as memory is. `latency_us`
     comes before each batch of copies. `stretch`: seconds by which work is prolonged at random, for all streams or by
     their names ("compute" and those of `staging.STREAMS`), so that races are lost; `seed` says how. `poison`: what a
-    copy is about to fill holds ruins until it is filled.
+    copy is about to fill holds ruins until it is filled. `memory_nbytes`: what it has; `peak_nbytes`: what of that a
+    step is told to use at its peak.
 
     A copy reads and writes one half at its begin and the other at its end.
 
@@ -203,6 +204,8 @@ class PlayedDevice:
         stretch: float | Mapping[str, float] = 0.0,
         seed: int = 0,
         poison: bool = False,
+        memory_nbytes: int = 80 << 30,
+        peak_nbytes: int = 0,
     ) -> None:
         for argument, rate in (("down_gb_s", down_gb_s), ("up_gb_s", up_gb_s)):
             if rate is not None and not rate > 0:
@@ -213,6 +216,7 @@ class PlayedDevice:
         if set(stretches) - set(STREAMS):
             raise ValueError(got("stretch", stretch, f"seconds by {', '.join(STREAMS)}"))
         self.poison, self.latency_us = poison, latency_us
+        self.memory_nbytes, self.peak_nbytes = memory_nbytes, peak_nbytes
         self._rates = {"down": down_gb_s, "up": up_gb_s}
         self._stretches, self._seed = stretches, seed
         self._process = os.getpid()
@@ -323,6 +327,10 @@ class PlayedDevice:
     def pinned(self, tensor: Tensor) -> bool:
         """Whether copies to and from this host tensor run beside the program: all do."""
         return True
+
+    def memory(self) -> tuple[int, int]:
+        """The bytes that it has, and those that are in use at the peak of a step, as it was told."""
+        return self.memory_nbytes, self.peak_nbytes
 
     def _this_or_current(self, stream: PlayedStream | None) -> PlayedStream:
         """The compute stream is every thread's current one, but where that is `aside`."""

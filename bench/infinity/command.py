@@ -95,6 +95,7 @@ def _measure_hidden(args: argparse.Namespace, console: Any, command: str) -> dic
     from . import hidden
 
     cases, steps = (hidden.SMOKE, 2) if args.smoke else (hidden.CASES, args.pairs or hidden.STEPS)
+    cases = foretold.named(cases, args.hidden)
     told_to = args.json and args.json.with_suffix(".foretold.json")
     with tempfile.TemporaryDirectory(prefix="zerokern-bench-", dir=args.path) as place:
         outcome = hidden.measure(cases, steps, Path(place), lambda text: console.print(text, markup=False), told_to)

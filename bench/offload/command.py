@@ -26,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stages = arguments.numbers("stage", "a list of 1, 2, 3", most=3)
     parser.add_argument("--stage", type=stages, metavar="N,N", help=f"offload: {STAGES} (2)")
     parser.add_argument(
-        "--hidden", action="store_true", help="offload, infinity: compute is played; against what was foretold"
+        "--hidden",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="WORD",
+        help="offload, infinity: compute is played; against what was foretold (cases whose name has the word)",
     )
 
 
@@ -58,12 +63,14 @@ def _measure_hidden(args: argparse.Namespace, console: Any, command: str) -> dic
     """A step on a played device; what the simulator says of it lies beside the JSON before anything runs."""
     from zerokern.core import native
 
+    from .. import foretold
     from . import hidden
 
     native.set_threads(args.threads or max(1, native.threads() - 1))  # one CPU plays the device
     cases, pairs = (hidden.SMOKE, 1) if args.smoke else (hidden.CASES, args.pairs or PAIRS)
-    foretold = args.json and args.json.with_suffix(".foretold.json")
-    outcome = hidden.measure(cases, pairs * hidden.PERIOD, lambda text: console.print(text, markup=False), foretold)
+    cases = foretold.named(cases, args.hidden)
+    told_to = args.json and args.json.with_suffix(".foretold.json")
+    outcome = hidden.measure(cases, pairs * hidden.PERIOD, lambda text: console.print(text, markup=False), told_to)
     for line in ("", *hidden.lines(outcome)):
         console.print(line, markup=False)
     return hidden.document(outcome, command)

@@ -187,12 +187,12 @@ def program_for(case: Case, rates: Rates) -> StepProgram:
             state_nbytes=0,
             forward_flops=FLOPS_S * sum(forward[unit] for unit in part.members),
             backward_flops=FLOPS_S * sum(backward[unit] for unit in part.members),
-            measured=count
-            > 1,  # the rate of the norm is that of one which reads nothing, but it waits for what it reads
+            measured=True,
             pieces=count,
         )
         updated = moved / rates.update_numel_s * rates.norm_gb_s * 1e9
-        there = (numel - moved) / rates.update_numel_s * rates.device_gb_s * 1e9  # its native calls are the host's
+        # its native calls are the host's; and its gradients are read there for the norm, as those are that leave
+        there = (numel - moved) * (rates.device_gb_s * 1e9 / rates.update_numel_s + 2)
         spans.append(dataclasses.replace(span, step_nbytes=round(updated), there_nbytes=round(there)))
     return program_of(SCHEDULES[case.schedule], spans, at_once=case.schedule == "overlap")
 

@@ -30,11 +30,10 @@ def by_hand(case: hidden.Case) -> float:
     count, numel = len(case.units), case.units[0]
     compute = count * (case.forward_ms + case.backward_ms) / 1e3
     down, up = (2 * numel / rate / 1e9 for rate in (case.down_gb_s, case.up_gb_s))
-    norm, update = 2 * count * numel / RATES.norm_gb_s / 1e9, numel / RATES.update_numel_s
+    norm, update = 2 * count * numel / RATES.device_gb_s / 1e9, numel / RATES.update_numel_s  # gradients are read there
     if case.schedule == "sync":
         return compute + count * (down + update + up) + norm
-    late = max(0.0, count * down - (count - 1) * case.backward_ms / 1e3 - down)  # of the fetches, behind backward
-    return compute + late + down + norm + max(update + count * up, count * update + up)
+    return compute + count * down + norm + max(update + count * up, count * update + up)  # plain tensors: in step()
 
 
 @each("index", [0, 1, 2, 3])

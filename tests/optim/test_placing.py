@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from worlds import World, alone, anywhere, on_threads
 import zerokern as zk
 from zerokern.checkpoint.storage import SavePlanner
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.table import DeviceTable
 from zerokern.memory.here import boxes, write_items
 from zerokern.optim import beside
@@ -507,3 +509,36 @@ def as_planned(world: World, stage: int, budgets: list[str], disk: Any) -> None:
 def test_what_stays_on_a_device_was_planned(stage: int, budgets: list[str], tier: Tier) -> None:
     """What crosses the link in a step, and what lies where."""
     alone(as_planned, stage, budgets, tier())
+
+
+def test_a_copy_does_not_wait_for_what_is_updated_on_the_device(
+    devices: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is busy with its part until the host's part has been stored."""
+    stored = threading.Event()
+
+    class Storing(PlayedDevice):
+        def copy(self, stream: Any, pairs: Any) -> None:
+            super().copy(stream, pairs)
+            if stream.name == "up":
+                self._give(stream, lambda _: stored.set())
+
+    device, run = devices(Storing), StepTable.run
+    late: list[bool] = []
+
+    def waits(self: Any, *given: Any) -> None:
+        if threading.current_thread() is device.compute.thread:
+            late.append(stored.wait(10.0))
+        run(self, *given)
+
+    weights = [device.own(nn.Parameter(torch.full((64, 64), 2.0))) for _ in range(2)]
+    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], schedule="overlap", max_grad_norm=1.0)
+    monkeypatch.setattr(StepTable, "run", waits)
+    for _ in range(2):
+        stored.clear()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        opt.step()
+        opt.flush()
+        device.synchronize()
+    assert late == [True, True] and same_bits(*weights)

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tables import each
 
 import zerokern as zk
 from zerokern.cli.main import main
 from zerokern.cli.plan import plain
 from zerokern.planner import from_config, preset
 from zerokern.planner.amounts import gigabytes
+from zerokern.planner.forecast import in_seconds, step_seconds
+from zerokern.planner.table import tier_said
 from zerokern.planner.transformer import PRESETS
+from zerokern.schedule import machine_of
 
 # as their publishers state them
 PUBLISHED = {
@@ -66,6 +70,91 @@ def test_a_config_has_the_count_of_the_module(tmp_path: Path) -> None:
             config.save_pretrained(tmp_path)
             found = from_config(tmp_path / "config.json").numel
             assert found == sum(param.numel() for param in model.parameters()), (kind, tied)
+
+
+@each("world, memory, host, wanted", [
+    (1, "80GB", None, '["device:28GB", "cpu"]'),  # 60 GB less parameters and gradients, 16 GB each
+    (1, "80GB", "64GB", '["device:28GB", "cpu:43GB", zk.Nvme(path)]'),
+    (1, "40GB", None, '"cpu"'),  # parameters and gradients are more than 0.75 of it
+    (1, "40GB", "64GB", '["cpu:31GB", zk.Nvme(path)]'),
+    (4, "24GB", "128GB", '["device:5GB", "cpu:21GB", zk.Nvme(path)]'),
+])  # fmt: skip
+def test_state_fills_the_device_then_host_memory_then_the_disk(world: int, memory: str, host: str, wanted: str) -> None:
+    """What is written is what is planned, and a GB more would be more than the device's share, or the host's."""
+    model = "8B" if world == 1 else "12B"
+    asked = {"world": world, "device_memory": memory, "host_memory": host, "ranks_per_host": world}
+    (one,) = zk.plan(model, **asked).advised()
+    assert f"tier={wanted}" in code(model, **asked)
+    most = 0.75 * one.device_memory[memory]
+    assert not one.missing and (one.total <= most or not one.budgets or one.budgets[0][0] == "cpu")
+    said = "state fills the device up to 75% of it, which leaves the rest to activations"
+    assert (said in lines(model, **asked)[-1]) == ("device" in wanted)
+    written = [word.strip(' "[]').replace("zk.Nvme(path)", "nvme") for word in wanted.split(",")]
+    again = zk.plan(model, stage=one.stage, tier=written, schedule="overlap", **asked)
+    assert again.tiers == one.tiers and again.pinned == one.pinned
+    for tier, _ in one.budgets:
+        larger = f"{tier}:{dict(one.budgets)[tier] + 2 * 10**9}"
+        more = [larger if word.startswith(tier) else word for word in written]
+        other = zk.plan(model, stage=one.stage, tier=more, schedule="overlap", **asked)
+        assert other.total > most or other.missing, "what is left is too little for more"
+
+
+def test_activations_that_are_known_leave_more_to_state() -> None:
+    """0.9 of the device, less what a step needs at its peak; state on ranks that are CPUs has no such place."""
+    shape = preset("llama-3-8b", batch=1, seq=4096)
+    (one,) = zk.plan(shape, device_memory="80GB").advised()
+    assert one.budgets == (("device", 6 * 10**9),) and 71e9 < one.total <= 72e9
+    assert "state fills the device up to 90% of it;" in lines(shape, device_memory="80GB")[-1]
+    host = zk.plan("8B", device="cpu", device_memory="40GB", host_memory="40GB")
+    assert all(tier != "device" for one in host.advised() for tier, _ in one.budgets)
+
+
+def test_on_a_machine_the_fastest_is_named() -> None:
+    """More than the order of prices: units that are computed again leave room for state that crosses no link."""
+    shape = preset("llama-3-8b", batch=1, seq=4096)
+    asked, machine = zk.plan(shape, device_memory="80GB", host_memory="256GB"), machine_of("h100-pcie")
+    (cheapest,), (fastest,) = asked.advised(), asked.advised(machine)
+    assert (cheapest.recipe.keep, fastest.recipe.keep) == (None, "device")
+    took = [step_seconds(one, machine, 4096, plain=one.recipe.keep is None) for one in (cheapest, fastest)]
+    assert took[1] < 0.95 * took[0]
+    told = asked.advice("h100-pcie").splitlines()
+    assert told[0].startswith("Fastest exact configuration that fits: one rank, ")
+    assert told[0].endswith(f", {in_seconds(took[1])} for a step of 4,096 tokens on h100-pcie")
+    assert 'keep="device"); opt = zk.AdamW(model.parameters(), tier=["device:31GB", "cpu"]' in told[1]
+    for tier in ("cpu", ["device:16GB", "cpu"], ["device:31GB", "cpu:16GB", "nvme"]):
+        other = zk.plan(shape, stage=0, tier=tier, keep="device", schedule="overlap")
+        assert step_seconds(other, machine, 4096) > took[1]
+
+
+def test_ranks_on_a_machine_divide_what_the_host_updates() -> None:
+    asked = zk.plan("8B", world=2, device_memory="40GB")
+    assert [one.stage for one in asked.advised()] == [1]
+    (one,) = asked.advised("dgx2-v100")
+    assert one.stage == 3 and one.budgets == (("device", 13 * 10**9),)
+    with pytest.raises(ValueError, match="net_gb_s"):
+        asked.advice("h100-pcie")
+    with pytest.raises(ValueError, match="None without a machine"):
+        asked.advice(tokens=4096)
+    with pytest.raises(ValueError, match="wait for each other"):
+        zk.plan("8B", mesh={"tp": 2}, device_memory="80GB").advice("dgx2-v100")
+
+
+def test_what_is_free_is_what_the_advice_fills() -> None:
+    """device:auto is the advice's rule, to the byte, at each stage."""
+    plan = zk.plan("8B", stage=0, tier=["device:auto", "cpu"], device_memory="80GB")
+    assert plan.budgets == (("device", 28 * 10**9),) and '"device:28GB", "cpu"' in tier_said(plan)
+    shape = preset("llama-3-8b", batch=1, seq=4096)
+    found = [zk.plan(shape, stage=n, world=4, tier=["device:auto", "cpu"], device_memory="80GB") for n in (1, 2, 3)]
+    for one in found:
+        assert one.at(3).budgets == found[2].budgets, "a stage has what it leaves itself"
+        assert one.total <= 72e9, "fills what it is given"
+    assert dict(found[0].budgets)["device"] < dict(found[2].budgets)["device"]
+    with pytest.raises(ValueError, match="the device's memory for tier='device:auto'"):
+        zk.plan("8B", tier=["device:auto", "cpu"])
+    host = zk.plan("8B", tier=["device:auto", "cpu:8GB", "nvme"], device="cpu")
+    assert host.budgets == (("cpu", 8 * 10**9),), "a CPU has no memory beside the host's"
+    rests = zk.plan("8B", stage=3, param_tier="cpu", tier=["device:auto", "nvme"], device_memory="80GB")
+    assert rests.budgets == () and rests.recipe.tier == "nvme"
 
 
 def test_the_cheapest_is_named() -> None:

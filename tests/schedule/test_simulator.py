@@ -55,8 +55,10 @@ class TestByHand:
 
     def test_overlap_of_plain_tensors(self) -> None:
         timeline = simulate(program_of("overlap", [span("a"), span("b")], at_once=True), EVEN)
-        assert times(timeline, 1)["Forward a"] == (14, 15)
-        assert timeline.step_seconds == 14 and timeline.hidden == pytest.approx(1 / 10)
+        first = times(timeline, 0)
+        assert [first[op] for op in ("Fetch b", "Fetch a", "Norm all")] == [(6, 7), (7, 8), (8, 10)]
+        assert times(timeline, 1)["Forward a"] == (15, 16), "nothing is beside compute"
+        assert timeline.step_seconds == 15 and timeline.hidden == 0
 
     def test_pieces(self) -> None:
         """Four of a second each: what stood in a row, 4 down, 8 of update and 4 up, takes the longest and a piece."""

@@ -115,6 +115,8 @@ class Restore:
         self._plan = LoadPlan(target, source, lossy)
         self._plan.refuse_differences()
         for optimizer, plans in zip(target.optimizers, self._plan.states, strict=True):
+            if plans:
+                optimizer.check_room()
             _reserve_disk(optimizer, plans)
         self._ahead: dict[int, list[dict[str, Any] | None]] = {}  # state that is ready, by the id of its optimizer
         self._apart: dict[tuple[str, int], list[Tensor]] = {}  # copies of parameters, box by box

@@ -145,6 +145,9 @@ class AnyOptimizer:
             if state:
                 opt.state[param] = state
 
+    def check_room(self) -> None:
+        """Raises where the state cannot be placed yet."""
+
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
         return []

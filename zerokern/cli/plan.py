@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             numbers[-1]["forecast"] = forecast.to_dict()
         print(json.dumps(numbers, indent=1))
     else:
-        page = shown(plans, everything=args.all, program=args.program)
+        page = shown(plans, args)
         if forecast is not None:
             page += f"\n\n{forecast}"
         print(page if args.markdown or not sys.stdout.isatty() else plain(page, get_terminal_size().columns))
@@ -138,23 +138,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def shown(plans: list[Plan], *, everything: bool, program: bool) -> str:
+def shown(plans: list[Plan], args: argparse.Namespace) -> str:
     """Returns advice for each plan, and one table of all numbers of ranks; of the last plan also the tables of what is
     advised, and where nothing is, or all is asked for, its own."""
     from zerokern.planner import table
     from zerokern.planner.program import line_of
 
-    last = plans[-1]
-    parts = [plan.advice() for plan in plans] if last.device_memory else []
+    last, everything = plans[-1], args.all
+    where = args.hardware, args.tokens and min(args.tokens)
+    parts = [plan.advice(*where) for plan in plans] if last.device_memory else []
     if len(plans) > 1:
         parts.append(table.worlds_page(plans))
-    advised = [table.stage_page(plan) for plan in last.advised()]
+    advised = [table.stage_page(plan) for plan in last.advised(*where)]
     parts += dict.fromkeys(advised)
     if everything or not advised:
         parts.append(last.page(formats=everything))
     if not everything:
         parts.append("--all adds what was asked for, at every stage and in other formats.")
-    if program:
+    if args.program:
         parts.append(f"A step at stage {last.stage}:")
         parts.append("\n".join(f"    {line_of(op)}" for op in last.program.ops))
     return "\n\n".join(parts)

@@ -33,6 +33,11 @@ MASTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 STATE_FORMATS = get_args(StateFormat)
 BUFFERS = 2
 """of gradients: one is filled by backward while the other is reduced"""
+AUTO: Literal["auto"] = "auto"
+"""the budget in "device:auto": what a step leaves free on the device, less a margin"""
+FILLED = 0.9
+"""of a device's memory: as far as state may fill it beside a step's peak; beyond that, fragments of the allocator and
+buffers of libraries may not fit"""
 RING_NBYTES = 64 << 20
 """of host memory that state on a disk streams through, unless told otherwise"""
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -54,6 +54,9 @@ class Driver(Protocol):
     def pinned(self, tensor: Tensor) -> bool:
         """Returns whether copies to and from this host tensor run asynchronously."""
 
+    def memory(self) -> tuple[int, int]:
+        """Returns the bytes that the device has, and those that were in use at the peak so far, by all who use it."""
+
 
 class Copy:
     """The ticket of copies that were requested together.

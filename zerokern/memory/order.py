@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zerokern.core.errors import got
-from zerokern.core.units import parse_nbytes
+from zerokern.core.units import AUTO, parse_nbytes
 from zerokern.memory.tier import AnyTier, TierConfig, check_tier, config_of, name_of
 
-__all__ = ["TierOrder", "place", "read_order"]
+__all__ = ["Budget", "TierOrder", "place", "read_order"]
+
+Budget = int | Literal["auto"] | None
+"""bytes | what a step leaves free | what there is"""
 
 _IN_MEMORY = ("device", "cpu")
 _ORDER = [*_IN_MEMORY, "disk"]
@@ -30,12 +33,12 @@ class TierOrder:
 
     said: Any
     tiers: tuple[AnyTier, ...]
-    budgets: tuple[int | None, ...]
+    budgets: tuple[Budget, ...]
 
     @staticmethod
-    def of(argument: str, value: object) -> TierOrder:
+    def of(argument: str, value: object, *, auto: bool = False) -> TierOrder:
         """Returns the order that was asked for, or raises an error that says what there is."""
-        pairs = read_order(argument, value)
+        pairs = read_order(argument, value, auto=auto)
         return TierOrder(value, tuple(tier for tier, _ in pairs), tuple(budget for _, budget in pairs))
 
     @property
@@ -50,14 +53,16 @@ class TierOrder:
 
 
 def read_order(
-    argument: str, value: Any, check: Callable[[str, Any], Any] = check_tier
-) -> list[tuple[Any, int | None]]:
+    argument: str, value: Any, check: Callable[[str, Any], Any] = check_tier, *, auto: bool = False
+) -> list[tuple[Any, Budget]]:
     """Returns each tier, as `check` has it, with its budget; raises where they cannot be filled one after the other.
 
-    >>> read_order("tier", ["device:2GiB", "cpu"])
-    [('device', 2147483648), ('cpu', None)]
+    `auto`: whether "device:auto" has a meaning here.
+
+    >>> read_order("tier", ["device:2GiB", "cpu"]), read_order("tier", ["device:auto", "cpu"], auto=True)
+    ([('device', 2147483648), ('cpu', None)], [('device', 'auto'), ('cpu', None)])
     """
-    listed = [_split(argument, one) for one in (value if isinstance(value, list | tuple) else [value])]
+    listed = [_split(argument, one, auto) for one in (value if isinstance(value, list | tuple) else [value])]
     pairs = [(check(argument, tier), budget) for tier, budget in listed]
     names = [tier if tier in _IN_MEMORY else "disk" for tier, _ in listed]
     do = "" if pairs else "It is empty"
@@ -73,8 +78,10 @@ def read_order(
     return pairs
 
 
-def _split(argument: str, value: Any) -> tuple[Any, int | None]:
+def _split(argument: str, value: Any, auto: bool) -> tuple[Any, Budget]:
     name, _, budget = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if auto and (name, budget) == ("device", AUTO):
+        return name, AUTO
     return (name, parse_nbytes(f"the budget in {argument}", budget)) if name in _IN_MEMORY and budget else (value, None)
 
 

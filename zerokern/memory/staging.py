@@ -202,6 +202,13 @@ class CudaDriver:
         """Returns whether CUDA knows the memory: only then is a copy asynchronous."""
         return tensor.is_pinned()
 
+    def memory(self) -> tuple[int, int]:
+        """Returns the bytes that the device has, and those that were in use at the peak so far: what this process'
+        allocator has held at most, and what everything else holds now."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        held, most = torch.cuda.memory_reserved(self.device), torch.cuda.max_memory_reserved(self.device)
+        return total, total - free - held + most
+
     def _this_or_current(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is None else stream
 

@@ -76,7 +76,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
-        TierOrder.of("tier", given["tier"])
+        TierOrder.of("tier", given["tier"], auto=True)
         import_compiler()  # which torch's class asks for, below frames that know this optimizer
         self._furnish(given["tier"], given["schedule"], Decision(), given["group"])
         self.max_grad_norm = given["max_grad_norm"]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.backend import launching
-from zerokern.memory.copies import Driver
 from zerokern.optim import device
 from zerokern.optim.binding import HostCompute, Member, TableGroup, set_groups, table_of
+from zerokern.optim.hosted import HostCopies
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey
 
@@ -26,9 +26,10 @@ class SplitCompute(HostCompute):
     parameters comes after it.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, host: HostCopies) -> None:
         super().__init__()
-        self._place, self._driver = driver.device, driver
+        self._place, self._host = host.driver.device, host
+        self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
         self._there: Any = None  # the table of what stays
         self._groups_there: list[TableGroup] = []
         self.launched = self.began = False
@@ -54,6 +55,8 @@ class SplitCompute(HostCompute):
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         super().prepare(settings, pointers[: self._here])
+        if self._last is not None:
+            self._last.wait()
         set_groups(self._there, self._groups_there, settings)
         self._there.columns["grad"][:] = pointers[self._here :]
         self.launched = self.began = False
@@ -72,12 +75,13 @@ class SplitCompute(HostCompute):
                     self.began = self._there.begun
             return
 
-        def update() -> None:
-            self.began = True
-            self._there.run(scale)
+        table, held = self._there, [copy.grad for copy in self._host.copies.values() if copy.stays is not None]
 
-        played: Any = self._driver
-        played.launch(update).wait()  # a device that is played reads the table when it comes to it
+        def update() -> None:
+            table.run(scale)
+            held.clear()  # which nobody else may have
+
+        self.began, self._last = True, self._host.driver.launch(update)
 
     def count(self, tier: StateTier) -> None:
         for group in self._groups_there:

@@ -87,6 +87,8 @@ def take_over(
 ) -> None:
     """Gives an optimizer the groups and the state of a state_dict; not `filled`: room for that state."""
     here.refuse_elsewhere()
+    if state_dict["state"]:
+        here.refuse_early(groups)
     runner.drop(groups)
     _publish(here, runner, groups, _make_ready(here, groups, state_dict, filled=filled), filled=filled)
 
@@ -367,6 +369,10 @@ class Exchange:
             for group, own in zip(saved, self.opt.param_groups, strict=True)
         ]
         return {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
+
+    def check_room(self) -> None:
+        """Raises where nobody knows yet how much room there is for state."""
+        self._here.refuse_early(self.opt.param_groups)
 
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""

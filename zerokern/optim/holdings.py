@@ -38,6 +38,11 @@ _TORN = (
     "a step or a load was broken off while parameters and state were being written, so that they may be of "
     "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
 )
+_TOO_EARLY = (
+    "tier={tier!r} takes what a step leaves free on the device, and no backward pass has shown that; load after one "
+    "step, which the load overwrites, or say bytes, such as 'device:8GiB' (statistics() of the run that was saved has "
+    "them, as state_budget_bytes/device)"
+)
 _NOTHING_TO_OVERLAP = (
     'schedule="overlap" hides nothing here, and the update runs as with "sync": these parameters are complete when '
     "step() returns. zk.shard(model), on one rank too, makes each forward wait for its own parameters alone; for a "
@@ -104,7 +109,7 @@ class Holdings:
     def __init__(self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
-        self.order = TierOrder.of("tier", tier)
+        self.order = TierOrder.of("tier", tier, auto=True)
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -227,6 +232,12 @@ class Holdings:
             raise ValueError(got("schedule", self.schedule, allowed, do))
         return self.delays or (there and not self.rests_on_device)
 
+    def refuse_early(self, groups: Groups) -> None:
+        """Raises where state is to be placed by what is free on the device, before any gradient has come."""
+        waits = self.placing.waits and self.is_apart(groups)
+        if waits and all(param.grad is None for group in groups for param in group["params"]):
+            raise StateError(_TOO_EARLY.format(tier=self.tier))
+
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
         """Returns what makes host copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
@@ -241,6 +252,9 @@ class Holdings:
         self.placing.there, host = is_apart(trained), self.host
 
         def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot] | int]:
+            if self.placing.there:
+                self.refuse_early(groups)
+                self.placing.measure(host.driver)
             layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
             sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
             kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in host.copies.values()))
@@ -320,7 +334,7 @@ class Holdings:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         if self.has_both and self.host is not None:
-            compute = SplitCompute(self.host.driver)
+            compute = SplitCompute(self.host)
         if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
+from zerokern.memory.copies import Driver
 from zerokern.memory.order import TierOrder, place
 from zerokern.memory.tier import config_of
 from zerokern.optim.device import is_apart
@@ -15,11 +18,14 @@ from zerokern.optim.disk import on_disk_of
 
 __all__ = ["Placing"]
 
+_log = logging.getLogger("zerokern")
+
 
 class Placing:
     """Chooses by the budgets of `order`; what was placed once stays where it is.
 
-    `room`: host memory that state lies in. `there`: parameters lie on a device with memory of its own.
+    `room`: host memory that state lies in. `there`: parameters lie on a device with memory of its own. `free`: the
+    bytes that "device:auto" is, once they are known; they do not change any more.
 
     >>> import torch
     >>> placing = Placing(TierOrder.of("tier", "cpu"), HostTier("example"))
@@ -29,6 +35,7 @@ class Placing:
 
     def __init__(self, order: TierOrder, room: HostTier | None) -> None:
         self._order, self.room, self.there = order, room, False
+        self.free: int | None = None
         self.turns: Mapping[int, int] = {}  # by a parameter's id, when forwards need it; others as they are asked for
 
     def choose(self, state: Mapping[Any, Any], wanted: Sequence[tuple[Tensor, int]]) -> list[str]:
@@ -46,6 +53,20 @@ class Placing:
             found[number] = kind
         return [kind for kind in found if kind is not None]
 
+    @property
+    def waits(self) -> bool:
+        """Whether a budget is what a step leaves free, and no step has shown that yet."""
+        return AUTO in self._order.budgets and self.free is None
+
+    def measure(self, driver: Driver) -> None:
+        """Sets what is free on the device, once: its share that state may fill, less what was in use at the peak."""
+        if not self.waits:
+            return
+        total, peak = driver.memory()
+        self.free = max(0, int(FILLED * total) - peak)
+        text = "tier='device:auto': state takes %d bytes of %s, %d %% of %d bytes less %d at the peak so far"
+        _log.info(text, self.free, driver.device, round(100 * FILLED), total, peak)
+
     def divide(self, sizes: Sequence[int], held_there: int) -> list[str]:
         """Returns where state of so many bytes rests, of parameters in the order in which forwards need them.
 
@@ -59,9 +80,13 @@ class Placing:
         return [kinds[number] for number in place(sizes, list(tiers.values()), held)]
 
     def _tiers(self) -> dict[str, int | None]:
-        """Returns the tiers with their budgets. Where a device has no memory of its own, its budget is the host's."""
+        """Returns the tiers with their budgets. Where a device has no memory of its own, its budget is the host's, and
+        "auto" is nothing."""
         pairs = zip(self._order.tiers, self._order.budgets, strict=True)
-        tiers = {"disk" if config_of(tier) else str(tier): budget for tier, budget in pairs}
+        tiers = {
+            "disk" if config_of(tier) else str(tier): (self.free or 0) if budget == AUTO else budget
+            for tier, budget in pairs
+        }
         if not self.there and {"device", "cpu"} <= tiers.keys():
             memory = tiers.pop("device"), tiers.pop("cpu")
             tiers = {"cpu": None if None in memory else sum(filter(None, memory)), **tiers}

@@ -39,6 +39,7 @@ class Reporting:
         in which somebody, the update's own thread mostly, waited for a copy between host and device, for the disk of
         `tier=zk.Nvme(path)`, for other ranks' parts of parameters. `state_bytes/device`, `/cpu` and `/disk`: what
         state this rank has, and where; with `zk.Delayed` also the parameters that wait to be published.
+        `state_budget_bytes/device`: what "device:auto" has become.
 
         Asking waits for the decision to step, and on a GPU for the step.
 
@@ -89,4 +90,6 @@ def _bytes_of(holdings: Holdings) -> dict[str, float]:
         owner = on_disk_of(entry)
         if owner is not None:
             found["disk"] += owner.nbytes
-    return {f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}
+    free = holdings.placing.free
+    budget = {} if free is None else {"state_budget_bytes/device": float(free)}
+    return {**{f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}, **budget}

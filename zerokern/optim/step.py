@@ -130,7 +130,7 @@ class StepRunner:
         Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
         """
         here = self._holdings
-        if self.leaving is not None or here.closed or here.torn:
+        if self.leaving is not None or here.closed or here.torn or here.placing.waits:
             return
         with contextlib.suppress(Exception):
             if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):

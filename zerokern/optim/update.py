@@ -57,7 +57,8 @@ class Update:
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
-        self._launched: Any = None  # a ticket for what stays on the device
+        self._before: Any = None  # a ticket for what the program had launched by then
+        self._launched: Any = None  # and one for what stays on the device
 
     def count(self) -> None:
         """Counts it as made, once."""
@@ -85,6 +86,7 @@ class Update:
     def launch(self, host: HostCopies) -> None:
         """Launches the update of what stays on the device; what the program does next comes after it."""
         scale = self.decision.scale
+        self._before = host.here()
         if scale is not None:
             self.binding.launch(scale)
         self._launched = host.here()
@@ -147,7 +149,8 @@ class Update:
         """
         if program.has("Norm", ALL):
             yield ("Norm", ALL), partial(_decide, self.decision)
-        ready = shards.host.here()
+        # what is updated on the device are others: no copy waits for that
+        ready = shards.host.here() if self._before is None else self._before
         for part in self.parts:
             yield from self._actions_of(part, program, shards, tickets.get(part.name, ()), ready, inline)
             if lazily and gathers(part):

@@ -15,7 +15,7 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 from zerokern.core.errors import got
-from zerokern.core.units import BUFFERS, itemsize
+from zerokern.core.units import AUTO, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
@@ -24,8 +24,8 @@ from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling_memory", "lanes_to",
-    "staying_numel", "with_recipe",
+    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling", "lanes_to",
+    "share_filled", "staying_numel", "with_recipe",
 ]  # fmt: skip
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
@@ -36,6 +36,7 @@ LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "wri
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
 _GB = 10**9
+_FILLED_BARE = 0.75  # of a device, as far as state may fill it where activations, which nobody has said, come on top
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
 
@@ -198,6 +199,19 @@ class Footprint(HeldMemory):
         return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
 
     @cached_property
+    def budgets(self) -> tuple[tuple[str, int], ...]:
+        """The tiers that are filled before `recipe.tier`, each with the most bytes of state there.
+
+        >>> run = zk.plan("8B", tier=["device:auto", "cpu"], device_memory="80GB")
+        >>> run.budgets  # 0.75 * 80 GB less parameters and gradients
+        (('device', 28000000000),)
+        """
+        asked, free = self.recipe.budgets, 0
+        if any(budget == AUTO for _, budget in asked):
+            free = max(0, _free_for_state(replace(self, recipe=replace(self.recipe, budgets=()))))
+        return tuple((tier, free if budget == AUTO else budget) for tier, budget in asked)
+
+    @cached_property
     def placed(self) -> list[StatePiece]:
         """The tier of each piece of the state, in the order in which forwards need them, where `tier=` has budgets."""
         recipe = self.recipe
@@ -210,7 +224,7 @@ class Footprint(HeldMemory):
             [(role, nbytes) for role in recipe.state_of(dtype) for _, nbytes in role.tensors(numel)]
             for numel, dtype in pieces
         ]
-        tiers, budgets = zip(*recipe.budgets, (recipe.tier, None), strict=True)
+        tiers, budgets = zip(*self.budgets, (recipe.tier, None), strict=True)
         places = place([sum(nbytes for _, nbytes in some) for some in tensors], budgets)
         rows = zip(places, pieces, tensors, strict=True)
         return [StatePiece(tiers[number], numel, dtype, tuple(some)) for number, (numel, dtype), some in rows]
@@ -368,17 +382,38 @@ def staying_numel(run: Footprint, dtype: str | None = None) -> int:
     return sum(one.numel for one in kept if dtype in (None, one.dtype))
 
 
-def filling_memory(run: _F) -> _F:
-    """Returns the same run with as much state in host memory as there is room for, in whole GB, before the disk.
+def share_filled(run: Footprint) -> float:
+    """Returns the share of a device that state may fill, beside what a step needs there."""
+    return FILLED if run.subject.activated else _FILLED_BARE
 
-    >>> run = filling_memory(zk.plan("8B", tier="nvme", host_memory="80GB"))
-    >>> run.recipe.budgets, run.tiers["nvme"] // 10**9, zk.plan("8B", tier="nvme").tiers["nvme"] // 10**9
-    ((('cpu', 47000000000),), 33, 80)
+
+def _free_for_state(run: Footprint) -> int:
+    """Returns the bytes that the smallest device has left at a step's peak, up to that share."""
+    return int(share_filled(run) * min(run.device_memory.values(), default=0)) - run.total
+
+
+def filling(run: _F) -> _F:
+    """Returns the same run with as much state as there is room for, in whole GB, on the device, then in host memory,
+    before what its tier is: as `["device:28GB", "cpu:40GB", zk.Nvme(path)]` has it.
+
+    >>> filling(zk.plan("8B", tier="nvme", device_memory="80GB", host_memory="64GB")).budgets
+    (('device', 28000000000), ('cpu', 43000000000))
     """
-    most = run.budget.get("cpu")
-    if run.recipe.tier != "nvme" or most is None or (left := (most - run._of_host) // _GB * _GB) <= 0:
+    recipe = run.recipe
+    budgets: list[tuple[str, int]] = []
+    if recipe.tier == "device" or recipe.optimizer == "none":
         return run
-    return replace(run, recipe=replace(run.recipe, budgets=(("cpu", left),)))
+
+    def room(tier: str, nbytes: int) -> None:
+        if (whole := nbytes // _GB * _GB) > 0:
+            budgets.append((tier, whole))
+
+    if run.settings.device != "cpu" and not recipe.rests and not recipe.delays:
+        room("device", _free_for_state(run))
+    if recipe.tier == "nvme" and "cpu" in run.budget:
+        beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
+        room("cpu", run.budget["cpu"] - beside._of_host)
+    return replace(run, recipe=replace(recipe, budgets=tuple(budgets)))
 
 
 def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:

@@ -19,7 +19,7 @@ from zerokern.zero.partition import shards_parameters, shards_state
 
 __all__ = [
     "NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Hiding", "Prediction", "efficiency", "forecast", "hiding",
-    "step_program",
+    "in_seconds", "step_program", "step_seconds",
 ]  # fmt: skip
 
 NO_OFFLOAD, PLAIN = "no offload", "overlap, plain"
@@ -190,7 +190,7 @@ class Forecast:
     def __str__(self) -> str:
         rows = []
         for row in self.rows:
-            cells = [f"{row.tokens:,}", row.schedule, _time(row.step_seconds), f"{row.tokens_s:,.0f}"]
+            cells = [f"{row.tokens:,}", row.schedule, in_seconds(row.step_seconds), f"{row.tokens_s:,.0f}"]
             alone = row.schedule == NO_OFFLOAD
             cells += ["-" if alone else f"{row.hidden:.0%}", f"{row.of_resident:.0%}"]
             if self.hidings:
@@ -226,7 +226,7 @@ def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
         for link in hidings:
             key = link.what, link.nbytes
             whose.setdefault(key, []).append(name)
-            rows[key] = [link.what, gigabytes(link.nbytes), _time(link.seconds), f"{link.tokens:,.0f}"]
+            rows[key] = [link.what, gigabytes(link.nbytes), in_seconds(link.seconds), f"{link.tokens:,.0f}"]
     told = [["all" if len(whose[key]) == len(found) else ", ".join(whose[key]), *row] for key, row in rows.items()]
     header = ["schedule", "what moves in a step", "GB", "takes", "hides from T* tokens"]
     return ["What has to hide beside compute, alone and at the machine's rates:", table_of(header, told, left=2)]
@@ -261,6 +261,24 @@ def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None 
     return _program(StepShape(plan, spans or _spans_of(plan)), schedule, tokens)
 
 
+def step_seconds(plan: Footprint, machine: Machine, tokens: int, *, plain: bool = False) -> float:
+    """Predicts a step of a plan on its own tiers and schedule, to compare plans. `plain`: without zk.shard.
+
+    >>> from zerokern.schedule import machine_of
+    >>> plans = [zk.plan("8B", tier=[f"device:{size}GB", "cpu"], schedule="overlap") for size in (1, 28, 56)]
+    >>> [round(step_seconds(plan, machine_of("h100-pcie"), 4096), 2) for plan in plans]
+    [1.83, 1.24, 0.71]
+    """
+    recipe = plan.recipe
+    name = "delayed" if recipe.delays else str(recipe.schedule)
+    if recipe.tier == "device" and not recipe.rests:
+        name = NO_OFFLOAD
+    elif plain and name == "overlap":
+        name = PLAIN
+    program = _program(StepShape(plan, _spans_of(plan) // 2), name, tokens)
+    return simulate(program, machine.shared_by(plan.ranks), steps=1).step_seconds
+
+
 def _spans_of(plan: Footprint) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
@@ -269,9 +287,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
-    if name in (NO_OFFLOAD, PLAIN):
-        spans = [replace(span, measured=False) for span in spans]
     if name == NO_OFFLOAD:
+        spans = [replace(span, measured=False) for span in spans]
         return resident(shape.at_once(spans))
     if isinstance(SCHEDULES[name], Delayed):  # what stays on the device is put in place there
         shadows = [there * itemsize(part.dtype) for there, part in zip(shape.there, shape.parts, strict=True)]
@@ -342,9 +359,9 @@ def _least(computes: Callable[[int], float], share: float) -> int | None:
     return high
 
 
-def _time(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
     """
-    >>> _time(0.0123), _time(12.3)
+    >>> in_seconds(0.0123), in_seconds(12.3)
     ('12.3 ms', '12.3 s')
     """
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

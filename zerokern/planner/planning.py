@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 from zerokern.core.errors import BudgetError, got
-from zerokern.core.units import RING_NBYTES
+from zerokern.core.units import AUTO, RING_NBYTES
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
-from zerokern.planner.footprint import Footprint, filling_memory, with_recipe
-from zerokern.planner.forecast import USUAL, Forecast, forecast
+from zerokern.planner.footprint import Footprint, filling, share_filled, with_recipe
+from zerokern.planner.forecast import USUAL, Forecast, forecast, in_seconds, step_seconds
 from zerokern.planner.model import model_spec
 from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
 from zerokern.planner.transformer import named
@@ -26,10 +26,11 @@ __all__ = ["Plan", "plan"]
 _BUCKET_BYTES = 32 << 20
 _RANKS_PER_HOST = 8  # of a usual node, unless it is said
 _MOST_RANKS = 4096
-_CHEAPEST = "Cheapest exact configuration that fits"
+_CHEAPEST, _FASTEST = "Cheapest exact configuration that fits", "Fastest exact configuration that fits"
 _IN_SLICES = ", which zk.recompute(head_and_loss, ..., micro=) computes in slices (docs/offload.md)"
-_MOST_WITHOUT_ACTIVATIONS = 0.75  # of a device, where activations come on top
-_MOST_WITH_ACTIVATIONS = 0.9  # of a device: beyond it fragments and buffers of libraries may not fit
+_AS_FAST = 1.01  # of the fastest: of configurations that differ by less the simplest is named
+_Seconds = Callable[["Plan"], float] | None
+"""What a step is predicted to take; None: nobody said where it runs."""
 _PLACES = (  # tiers of parameters and of state, the cheapest first
     ("device", "device"),
     ("device", "cpu"),
@@ -66,11 +67,14 @@ class Plan(Footprint):
         if self.missing:
             raise BudgetError(f"{table.title(self)} do not fit: {table.lacks(self)} are missing\n\n{self}")
 
-    def advice(self) -> str:
+    def advice(self, machine: str | os.PathLike[str] | Machine | None = None, tokens: int | None = None) -> str:
         """Says the cheapest exact configuration that fits into `device_memory`, over all stages and tiers: the answer,
         its code and its assumptions, on three lines.
 
-        Where nothing fits: what would, with fewer activations, in lossy formats, or on more ranks.
+        State fills what is free of the device, then host memory (`host_memory`), then the disk. With a `machine`, as
+        `predict` takes it, the configuration is the one whose step is predicted to be the shortest, of `tokens` on each
+        rank (default: those of the model's batch and seq, else 4,096). Where nothing fits: what would, with fewer
+        activations, in lossy formats, or on more ranks.
 
         >>> print(plan("8B", world=8, device_memory="80GB").advice())
         Cheapest exact configuration that fits: stage 1 on 8 ranks, 42.0 of 80.0 GB before activations
@@ -79,16 +83,35 @@ class Plan(Footprint):
         """
         if not self.device_memory:
             return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
-        found = {name: _advice(single) for name, single in _on_each_device(self)}
+        seconds, said = self._seconds(machine, tokens)
+        found = {name: _advice(single, seconds, said) for name, single in _on_each_device(self)}
         return "\n".join(f"{name}: {said}" if len(found) > 1 else said for name, said in found.items())
 
-    def advised(self) -> list[Plan]:
+    def advised(self, machine: str | os.PathLike[str] | Machine | None = None, tokens: int | None = None) -> list[Plan]:
         """Returns the plan that `advice` names first, for each device in `device_memory`; none where nothing would fit.
 
         >>> [(one.stage, one.fits("80GB")) for one in plan("8B", world=8, device_memory="80GB").advised()]
         [(1, True)]
         """
-        return [found[0][1] for _, single in _on_each_device(self) if (found := _advised(single))]
+        seconds, _ = self._seconds(machine, tokens)
+        return [found[0][1] for _, single in _on_each_device(self) if (found := _advised(single, seconds))]
+
+    def _seconds(self, machine: str | os.PathLike[str] | Machine | None, tokens: int | None) -> tuple[_Seconds, str]:
+        """Returns what predicts the step of a plan on a machine, and how that is told."""
+        if machine is None:
+            if tokens is not None:
+                raise ValueError(got("tokens", tokens, "None without a machine, on which they are computed"))
+            return None, ""
+        self._refuse_untimed()
+        there, shape = machine_of(machine), self.subject.activated
+        passes = self.settings.accumulate
+        number = tokens or ((shape.batch or 1) * shape.seq * passes if shape and shape.seq else USUAL[0])
+        return partial(_step_seconds, machine=there, tokens=number), f"{number:,} tokens on {there.name}"
+
+    def _refuse_untimed(self) -> None:
+        if self.settings.tp * self.settings.pp > 1:
+            do = "A step of one part alone: zk.plan(part, world=...)"
+            raise ValueError(got("mesh", self.settings.mesh, "dp and replicate: others wait for each other", do))
 
     def page(self, *, formats: bool = True) -> str:
         """Returns the plan as text, as `str` has it; or without what it would take in other formats.
@@ -106,11 +129,9 @@ class Plan(Footprint):
 
         >>> found = plan("1B", state_format="int8", master_format="split8").predict("h200-pcie", tokens=[16_384])
         >>> [f"{row.schedule} {row.of_resident:.0%}" for row in found.rows]
-        ['no offload 100%', 'sync 51%', 'overlap, plain 61%', 'overlap 80%', 'delayed 101%']
+        ['no offload 100%', 'sync 51%', 'overlap, plain 56%', 'overlap 80%', 'delayed 101%']
         """
-        if self.settings.tp * self.settings.pp > 1:
-            do = "A step of one part alone: zk.plan(part, world=...)"
-            raise ValueError(got("mesh", self.settings.mesh, "dp and replicate: others wait for each other", do))
+        self._refuse_untimed()
         return forecast(self, machine_of(machine), USUAL if tokens is None else tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,6 +232,9 @@ def plan(
     settings = replace(settings, tp=subject.tp, device=device or subject.device)
     if settings.pp > 1 and accumulate > 1:
         settings = replace(settings, no_sync=True)  # as zk.PipelineStage has it
+    if any(budget == AUTO for _, budget in recipe.budgets) and not memory and settings.device != "cpu":
+        do = "It fills what a plan leaves of the device"
+        raise ValueError(got("device_memory", device_memory, "the device's memory for tier='device:auto'", do))
     recipe = recipe.on(settings.device, stage)
     if recipe.rests and settings.no_sync:
         allowed = "False for parameters at rest, whose gradients would gather on the device"
@@ -233,13 +257,18 @@ def _budget(
     return {tier: parse_memory(name, memory) // ranks for tier, (name, memory) in asked.items() if memory is not None}
 
 
-def _advice(plan: Plan) -> str:
+def _step_seconds(plan: Plan, machine: Machine, tokens: int) -> float:
+    return step_seconds(plan, machine, tokens, plain=not _is_sharded(plan))
+
+
+def _advice(plan: Plan, seconds: _Seconds, said: str) -> str:
     """Returns the answer for the one device that a plan has."""
-    found = _advised(plan)
-    fits = bool(found) and found[0][0] == _CHEAPEST
+    found = _advised(plan, seconds)
+    fits = bool(found) and found[0][0] in (_CHEAPEST, _FASTEST)
     lines = [] if fits else [f"No exact configuration fits on {_ranks_of(plan)}."]
     for heading, answer in found:
-        lines += [f"{heading}: {_summary(answer, plan)}", f"Code: {_code(answer)}"]
+        takes = "" if seconds is None else f", {in_seconds(seconds(answer))} for a step of {said}"
+        lines += [f"{heading}: {_summary(answer, plan)}{takes}", f"Code: {_code(answer)}"]
     if not found:
         most = max(_MOST_RANKS, plan.world)
         lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_why_nothing_fits(plan)}")
@@ -255,17 +284,17 @@ def _on_each_device(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield name, replace(plan, device_memory={name: most})
 
 
-def _advised(plan: Plan) -> list[tuple[str, Plan]]:
+def _advised(plan: Plan, seconds: _Seconds) -> list[tuple[str, Plan]]:
     """Returns the cheapest exact plan for the plan's one device, or else what would fit."""
-    exact = _cheapest(plan)
+    exact = _cheapest(plan, seconds)
     if exact is not None:
-        return [(_CHEAPEST, exact)]
+        return [(_CHEAPEST if seconds is None else _FASTEST, exact)]
     others = (
         ("Exact, with fewer activations on the device", _fewer_activations),
         ("Lossy, and fits", partial(_cheapest, lossy=True)),
         ("Exact, with more ranks", _more_ranks),
     )
-    return [(heading, answer) for heading, find in others if (answer := find(plan)) is not None]
+    return [(heading, answer) for heading, find in others if (answer := find(plan, seconds)) is not None]
 
 
 def _why_nothing_fits(plan: Plan) -> str:
@@ -288,14 +317,20 @@ def _why_nothing_fits(plan: Plan) -> str:
     )
 
 
-def _cheapest(plan: Plan, *, lossy: bool = False) -> Plan | None:
-    """Returns the cheapest plan that fits."""
-    return next((candidate for candidate in _candidates(plan, lossy=lossy) if not candidate.missing), None)
+def _cheapest(plan: Plan, seconds: _Seconds = None, *, lossy: bool = False) -> Plan | None:
+    """Returns the cheapest plan that fits: the fastest, where a step can be predicted."""
+    fitting = (candidate for candidate in _candidates(plan, lossy=lossy) if not candidate.missing)
+    if seconds is None:
+        return next(fitting, None)
+    timed = [(seconds(candidate), candidate) for candidate in fitting]
+    soonest = min((taken for taken, _ in timed), default=0.0)
+    return next((candidate for taken, candidate in timed if taken <= soonest * _AS_FAST), None)
 
 
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
-    """Yields plans by what they cost: state and parameters on the device first, then in host memory, then on a disk; of
-    each without recomputation before with it, and the stage that communicates least, and divides least.
+    """Yields plans by what they cost: state and parameters on the device first, then in host memory, then on a disk,
+    each filled before the next; of each without recomputation before with it, and the stage that communicates least,
+    and divides least. Of stage 1 on ranks divide what each updates in host memory.
 
     The schedule is the best of those that publish in their own step, since the one asked for may not be allowed for
     state on the device.
@@ -313,11 +348,16 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
             keep_ring_nbytes=recipe.keep_ring_nbytes,
             schedule="sync" if tier == "device" else "overlap",
         )
-        for stage in (3,) if param_tier != "device" else (0, 1, 2, 3) if plan.ranks > 1 else (0,):
-            yield filling_memory(with_recipe(plan, here.on(plan.settings.device, stage), stage))
+        stages: tuple[int, ...] = (0, 1, 2, 3) if plan.ranks > 1 else (0,)
+        if param_tier != "device":
+            stages = (3,)
+        elif tier != "device" and plan.world > 1:
+            stages = (1, 2, 3)
+        for stage in stages:
+            yield filling(with_recipe(plan, here.on(plan.settings.device, stage), stage))
 
 
-def _fewer_activations(plan: Plan) -> Plan | None:
+def _fewer_activations(plan: Plan, seconds: _Seconds = None) -> Plan | None:
     """Returns the first exact plan that fits with the batch in slices: by powers of two, or one for each sequence.
 
     Units in slices, which fetch parameters once, come before fewer sequences in a backward pass and more of these in a
@@ -333,7 +373,7 @@ def _fewer_activations(plan: Plan) -> Plan | None:
         for here in (in_slices, _with_micro_batches(plan, batch, slices)) if slices > 1 else (plan,):
             for keep in keeps:
                 recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
-                found = _cheapest(replace(here, recipe=recipe))
+                found = _cheapest(replace(here, recipe=recipe), seconds)
                 if found is not None:
                     return found
     return None
@@ -375,12 +415,12 @@ def _lora(plan: Plan) -> str | None:
     return None
 
 
-def _more_ranks(plan: Plan) -> Plan | None:
+def _more_ranks(plan: Plan, seconds: _Seconds = None) -> Plan | None:
     """Returns the exact plan that fits on the fewest ranks, doubling them; each rank keeps its share of host memory."""
     world = plan.world
     while (world := 2 * world) <= _MOST_RANKS:
         wider = replace(plan, settings=replace(plan.settings, world=world))
-        found = _cheapest(wider)
+        found = _cheapest(wider, seconds)
         if found is not None:
             return found
     return None
@@ -428,6 +468,9 @@ def _assumed(plan: Plan) -> str:
         said.append(loss)
     else:
         said.append("activations come on top" + (" (no --batch and --seq)" if plan.subject.transformer else ""))
+    if any(tier == "device" for tier, _ in plan.budgets):
+        share = f"state fills the device up to {share_filled(plan):.0%} of it"
+        said.append(share if shape else f"{share}, which leaves the rest to activations")
     for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "the disk", "--disk")):
         if plan.tiers.get(tier, 0) and tier != plan.settings.device and tier not in plan.budget:
             said.append(f"{called} is large enough (no {option})")
@@ -436,14 +479,18 @@ def _assumed(plan: Plan) -> str:
 
 def _next_stage(plan: Plan, most: int) -> str:
     """Names the next stage, which moves as much and takes less, if little room is left for what is not counted."""
-    share = _MOST_WITH_ACTIVATIONS if plan.subject.activated else _MOST_WITHOUT_ACTIVATIONS
-    if plan.ranks == 1 or plan.stage > 1 or plan.total < share * most:
+    if plan.ranks == 1 or plan.stage > 1 or plan.total < share_filled(plan) * most:
         return ""
     stage = plan.stage + 1
     spilled = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
     return (
         f" (stage {stage} moves as much and takes {gigabytes(spilled.total)} GB)" if spilled.total < plan.total else ""
     )
+
+
+def _is_sharded(plan: Plan) -> bool:
+    """Returns whether the plan's code has zk.shard."""
+    return plan.ranks > 1 or plan.recipe.rests or plan.recipe.keep is not None or plan.settings.micro > 1
 
 
 def _code(plan: Plan) -> str:
@@ -459,11 +506,11 @@ def _code(plan: Plan) -> str:
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
-    options = f", tier={table.tier_said(recipe, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    options = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
     options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
-    lines = [shard] if plan.ranks > 1 or recipe.rests or recomputed else []
+    lines = [shard] if _is_sharded(plan) else []
     lines += [f"opt = {recipe.optimizer_class}(model.parameters(){options})"] if recipe.optimizer != "none" else []
     return "; ".join(lines) or "none, the model is trained as it is"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS
+from zerokern.core.units import AUTO, BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
@@ -78,8 +78,9 @@ class Recipe:
     param_ring_nbytes: int = 0
     keep: str | None = None
     keep_ring_nbytes: int = 0
-    budgets: tuple[tuple[str, int], ...] = ()
-    """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left"""
+    budgets: tuple[tuple[str, int | Literal["auto"]], ...] = ()
+    """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left; "auto": what a plan
+    leaves (`Footprint.budgets`)"""
 
     @classmethod
     def of(
@@ -148,13 +149,13 @@ class Recipe:
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
         here = self
+        if self.budgets and (device == "cpu" or self.rests):  # all is host memory, to which "auto" adds nothing
+            budget = sum(budget for _, budget in self.budgets if budget != AUTO)
+            budgets = (("cpu", budget),) if self.tier == "nvme" and budget else ()
+            here = replace(here, budgets=budgets, tier="nvme" if self.tier == "nvme" else "cpu")
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
             here = replace(here, keep="device") if self.keep == "cpu" else here
-            if self.budgets:
-                budget = sum(budget for _, budget in self.budgets)
-                on_disk = self.tier == "nvme"
-                here = replace(here, budgets=(("cpu", budget),)) if on_disk else replace(here, tier="cpu", budgets=())
         if not here.rests:
             return here
         if not shards_parameters(stage):
@@ -348,13 +349,13 @@ def _state_formats(optimizer: str) -> tuple[str, ...]:
     return tuple(name for name in STATE_FORMATS if name != "int8" or optimizer not in _WITHOUT_INT8)
 
 
-def _tiers(argument: str, tier: Any) -> tuple[tuple[str, int], tuple[tuple[str, int], ...]]:
+def _tiers(argument: str, tier: Any) -> tuple[tuple[str, int], tuple[tuple[str, int | Literal["auto"]], ...]]:
     """Returns the last of several tiers, as `_tier` does, and the others with their budgets."""
     if not isinstance(tier, list | tuple):
         return _tier(argument, tier), ()
     from zerokern.memory.order import read_order  # its package needs torch, other plans do not
 
-    named = read_order(argument, tier, _tier)
+    named = read_order(argument, tier, _tier, auto=True)
     return named[-1][0], tuple((name, budget) for (name, _), budget in named[:-1] if budget is not None)
 
 

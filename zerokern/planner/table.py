@@ -7,7 +7,7 @@ from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import LANES, STATES, WORKING, Footprint, HeldMemory, Holding, lanes_to
-from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
+from zerokern.planner.recipe import OPTIMIZERS, short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters
 
@@ -136,7 +136,7 @@ def settings(plan: Footprint) -> str:
         words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
         master = recipe.master_of(dtype)
         words += [] if master == "own" else [f'master_format="{master}"']
-        before = [f"{TIERS[tier]} up to {gigabytes(budget)} GB, then" for tier, budget in recipe.budgets]
+        before = [f"{TIERS[tier]} up to {gigabytes(budget)} GB, then" for tier, budget in plan.budgets]
         words += [] if recipe.tier == "device" else [" ".join(["state", *before, TIERS[recipe.tier]])]
     words += [f"parameters at rest {TIERS[recipe.param_tier]}"] if recipe.rests else []
     if recipe.optimizer != "none":
@@ -359,24 +359,23 @@ def _placement(plan: Footprint) -> str:
     'param_tier="cpu", tier="nvme"'
     """
     recipe = plan.recipe
-    words = [f'param_tier="{recipe.param_tier}"', f"tier={tier_said(recipe)}"]
+    words = [f'param_tier="{recipe.param_tier}"', f"tier={tier_said(plan)}"]
     words += [f'keep="{recipe.keep}"'] if recipe.keep else []
     words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
     words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
     return ", ".join(words)
 
 
-def tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
+def tier_said(plan: Footprint, disk: str = '"nvme"') -> str:
     """Returns what `tier=` is given.
 
-    >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]).recipe)
+    >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]))
     '["cpu:1GB", "nvme"]'
     """
     words = [
-        f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"'
-        for tier, budget in recipe.budgets
+        f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"' for tier, budget in plan.budgets
     ]
-    words.append(disk if recipe.tier == "nvme" else f'"{recipe.tier}"')
+    words.append(disk if plan.recipe.tier == "nvme" else f'"{plan.recipe.tier}"')
     return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
 
 
@@ -483,7 +482,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "state_format": recipe.state_format,
         "master_format": None if recipe.optimizer == "none" else recipe.master_of(dtype),
         "tier": recipe.tier,
-        "budgets": dict(recipe.budgets),
+        "budgets": dict(plan.budgets),
         "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
         "device_memory": dict(plan.device_memory),
         "param_tier": recipe.param_tier,

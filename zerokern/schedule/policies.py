@@ -67,9 +67,9 @@ def program_of(
     """Builds the program of one optimizer step over spans in forward order.
 
     `shadow`: with Delayed, updated parameters wait on the device until they are published; otherwise on the host.
-    `at_once`: with "overlap", no forward begins before every span is published, as with plain tensors. `on_disk`: state
-    is on disk, and the step ends when all of it is stored. `passes`: the number of micro-batches, each of which fetches
-    resting parameters anew.
+    `at_once`: with "overlap", gradients leave when all are there, and no forward begins before every span is published,
+    as with plain tensors. `on_disk`: state is on disk, and the step ends when all of it is stored. `passes`: the number
+    of micro-batches, each of which fetches resting parameters anew.
 
     A Delayed program is that of a step after the exact ones. References to a step that ran another program, or that
     never ran, count as done.
@@ -166,7 +166,10 @@ def _sync(spans: Sequence[Span], on_disk: bool, resting: int) -> StepProgram:
 
 
 def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool, resting: int) -> StepProgram:
-    """Builds it so that gradients leave during backward, and each forward waits only for its own parameters."""
+    """Builds it so that gradients leave during backward, and each forward waits only for its own parameters.
+
+    `at_once`: gradients leave behind backward, and forwards wait for all.
+    """
     published: list[OpKey] = [OpKey("Publish", span.name, 1) for span in spans]
 
     def begin(place: int) -> list[OpKey]:
@@ -178,7 +181,10 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool, resting: int) 
     if resting:
         compute_resting(builder, spans, begin, resting, hands_over=True)
     else:
-        builder.compute(spans, begin, fetched=True)
+        builder.compute(spans, begin, fetched=not at_once)
+        left = [reduced(span) for span in spans]
+        for span in reversed(spans) if at_once else ():  # by step() itself, which nothing tells of gradients before
+            left = builder.fetch(span, left) or left
     norm = builder.norm(spans, gradients(spans, resting) if resting else map(fetched, spans))
     for span in spans:
         last = builder.step(span, norm, ahead=[*norm, *spilled(span, resting)])
