@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from nvme_cases import row_of, small
 from offload_cases import SCHEDULES, Row
-from optim_cases import MAKERS
+from optim_cases import MAKERS, same_bits
 from tables import each
 from test_offload_played import SLOW, compare, played, the_same
 from test_programs_ran import every_edge_held, submitted, the_same_ops
@@ -133,6 +134,25 @@ def test_a_norm_that_the_host_measures_waits_for_all_pieces(
     monkeypatch.setattr(HostCopies, "measure", lambda self, pairs: None)
     device = devices(**SLOW["the link"], poison=True)
     the_same(*played(device, SCHEDULES[schedule], dtype=torch.bfloat16, steps=4))
+    assert any(cut)
+
+
+def test_gradients_may_be_written_once_step_has_returned(devices: Callable, cut: list[int]) -> None:
+    """Pieces may be on their way then: what the device does next comes behind them."""
+    device = devices(down_gb_s=0.002)
+    training = PlayedTraining(device, (9000, 3000), dtype=torch.bfloat16)
+    plain = training.reference()
+    ours = zk.AdamW(training.parameters, tier="cpu", schedule="overlap", max_grad_norm=1.0)
+    twin = zk.AdamW(plain.parameters, max_grad_norm=1.0)
+    for one, optimizer in ((training, ours), (plain, twin)):
+        for _ in range(3):
+            one.backward(one.forward())
+            optimizer.step()
+            for param in one.parameters:
+                one._launch(partial(param.grad.data.fill_, torch.nan))
+                param.grad = None
+        optimizer.flush()
+    assert training.losses() == plain.losses() and same_bits(training.values(), plain.values())
     assert any(cut)
 
 

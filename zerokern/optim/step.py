@@ -148,6 +148,8 @@ class StepRunner:
             if not tickets:
                 continue
             self._fetched[part.name] = tickets
+            if len(tickets) > 1 and not self._holdings.delays:  # with a delay nobody waits for copies of whole parts
+                self._gates.append(tickets[-1])  # whole ones have ended when step() returns, and may be written then
             if part.sharding is not None:
                 part.sharding.gradient_buckets[part.bucket].reads_until(tickets[-1].gate)
                 continue
