@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -120,6 +119,23 @@ def test_pieces_of_two_ranks(schedule: str, row: Row, tiers: list[str], cut: lis
     assert any(cut)
 
 
+def test_a_first_unit_without_room_on_the_device_goes_in_pieces_and_others_stay(
+    devices: Callable, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1)
+    training = PlayedTraining(devices(**SLOW["the link"]), (9000, 700, 500))
+    plain = training.reference()
+    ours = zk.AdamW(training.parameters, tier=["device:16KiB", "cpu"], schedule="overlap", max_grad_norm=1.0)
+    twin = zk.AdamW(plain.parameters, max_grad_norm=1.0)
+    training.train(ours, 4)
+    plain.train(twin, 4)
+    ours.flush()
+    assert training.losses() == plain.losses() and same_bits(training.values(), plain.values())
+    copies = ours.holdings.host.of(ours.holdings.shards.local)
+    assert [copy.stays for copy in copies] == [None, 8 * 700, 8 * 500]
+    assert max(cut) == -(-4 * 9000 // SMALL)
+
+
 def test_what_streams_from_a_disk_goes_as_a_whole(tier: Callable, cut: list[int]) -> None:
     """Its records are the pieces, and the disk is slower than the link."""
     places = [["cpu:8KiB", where] for where in small(tier, 2)]
@@ -134,25 +150,6 @@ def test_a_norm_that_the_host_measures_waits_for_all_pieces(
     monkeypatch.setattr(HostCopies, "measure", lambda self, pairs: None)
     device = devices(**SLOW["the link"], poison=True)
     the_same(*played(device, SCHEDULES[schedule], dtype=torch.bfloat16, steps=4))
-    assert any(cut)
-
-
-def test_gradients_may_be_written_once_step_has_returned(devices: Callable, cut: list[int]) -> None:
-    """Pieces may be on their way then: what the device does next comes behind them."""
-    device = devices(down_gb_s=0.002)
-    training = PlayedTraining(device, (9000, 3000), dtype=torch.bfloat16)
-    plain = training.reference()
-    ours = zk.AdamW(training.parameters, tier="cpu", schedule="overlap", max_grad_norm=1.0)
-    twin = zk.AdamW(plain.parameters, max_grad_norm=1.0)
-    for one, optimizer in ((training, ours), (plain, twin)):
-        for _ in range(3):
-            one.backward(one.forward())
-            optimizer.step()
-            for param in one.parameters:
-                one._launch(partial(param.grad.data.fill_, torch.nan))
-                param.grad = None
-        optimizer.flush()
-    assert training.losses() == plain.losses() and same_bits(training.values(), plain.values())
     assert any(cut)
 
 
@@ -204,15 +201,15 @@ def test_the_first_piece_comes_back_before_the_last_has_left(monkeypatch: pytest
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1)
     whole, apart = (bare_ms_of_first_unit(count, monkeypatch) for count in (1, 8))
     assert whole[0] > 0.95 * sum(whole[1:]), "one after the other"
-    assert apart[0] < 0.75 * sum(apart[1:])
+    assert apart[0] < 0.9 * sum(apart[1:])
 
 
 def bare_ms_of_first_unit(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
-    """How long after the first unit's gradient its parameters are there, at a link that takes 40 ms each way, and how
+    """How long after the first unit's gradient its parameters are there, at a link that takes 84 ms each way, and how
     long its way down and its way up take."""
     numel = 4 << 20
     monkeypatch.setattr(program, "PIECE_NBYTES", 2 * numel // count)
-    device, recorder = PlayedDevice(down_gb_s=0.2, up_gb_s=0.2), Recorder()
+    device, recorder = PlayedDevice(down_gb_s=0.1, up_gb_s=0.1), Recorder()
     training = PlayedTraining(device, (numel, 1000), dtype=torch.bfloat16, light=True, recorder=recorder)
     optimizer = zk.AdamW(training.parameters, tier="cpu", schedule="overlap", max_grad_norm=1.0)
     optimizer.holdings.recorder = recorder
