@@ -165,6 +165,8 @@ class StepRunner:
             if not tickets:
                 continue
             self._fetched[part.name] = tickets
+            if len(tickets) > 1 and not self._holdings.delays:  # with a delay nobody waits for copies of whole parts
+                self._gates.append(tickets[-1])  # whole ones have ended when step() returns, and may be written then
             if bucket is not None:
                 bucket.reads_until(tickets[-1].gate)
                 if not bucket.returned.is_away and self.leaving is not None:
