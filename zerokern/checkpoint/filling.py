@@ -35,9 +35,10 @@ from zerokern.checkpoint.training_state import (
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
+from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
 from zerokern.memory.pages import on_huge_pages
-from zerokern.memory.room import memory_left
+from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.optim.disk import RecordWriter
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
@@ -122,6 +123,7 @@ class Restore:
         self._initials: list[tuple[Shard, Tensor, Tensor]] = []
         self._has_extra = False
 
+    @resident_later()
     def read_ahead(self, report: Report = no_report) -> None:
         """Reads what goes into memory or records that nobody uses yet: nothing has changed, and `give_up` frees it.
 
@@ -175,7 +177,7 @@ class Restore:
         is memory for them."""
         plans = [part for part in self._plan.tensors if not part.converts and rest_of(part.tensor) is None]
         nbytes = sum(local_of(part.tensor).nbytes for part in plans)
-        return plans if nbytes <= min(memory_left().values(), default=0) // 2 else []
+        return [] if exceeds_half_of_memory(nbytes) else plans
 
     def _read_extra(self, batch: Batch) -> None:
         """Reads what modules and shards keep besides; it is handed over at the end."""
