@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Where reads of data files begin."""
     begun: list[tuple[str, int]] = []
     start = Slots.start
@@ -62,7 +61,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         return start(self, op, slot, number, offset, nbytes, inside)
 
     monkeypatch.setattr(Slots, "start", counted)
-    yield begun
+    return begun
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +103,10 @@ def test_what_is_converted_is_converted_before_anything_changes(tmp_path: Path) 
     (data,) = (tmp_path / "x").glob("*.distcp")
     flip(data, data.stat().st_size - BLOCK // 2)
     broken = model_of(1).float()
-    opt, before = zk.AdamW(broken.parameters(), state_format="int8"), whole(broken, torch.optim.SGD(broken.parameters()))
+    opt, before = (
+        zk.AdamW(broken.parameters(), state_format="int8"),
+        whole(broken, torch.optim.SGD(broken.parameters())),
+    )
     with pytest.raises(IoError):
         load(tmp_path / "x", broken, opt, lossy=True)
     assert not opt.state and alike(dict(broken.state_dict()), before)
@@ -210,7 +212,7 @@ def test_without_memory_for_the_state_nothing_changes(tmp_path: Path, monkeypatc
         with pytest.raises(BudgetError, match="does not fit"):
             load(tmp_path / "x", other, opt)
     assert not opt.state and held(opt) == 0 and alike(dict(other.state_dict()), before)
-    load(tmp_path / "x", other, opt)
+    stepped(other, opt)  # it is not torn
 
 
 def test_memory_that_is_refused_while_it_is_touched_beside_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,9 @@ from zerokern.checkpoint.training_state import (
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
+from zerokern.memory import DeviceTier, Wanted
 from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
-from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.optim.disk import RecordWriter
 from zerokern.optim.shards import PENDING
@@ -137,12 +137,14 @@ class Restore:
                 self._ahead[id(optimizer)] = optimizer.entries()
         batch = Batch()
         self._read_extra(batch)
-        for plan in self._plans_apart():
-            apart = [(offsets, _like(target)) for offsets, target in boxes_of(plan.source, plan.tensor)]
+        copied = [(plan, list(boxes_of(plan.source, plan.tensor))) for plan in self._plans_apart()]
+        wanted = [Wanted("copies", one.shape, one.dtype) for _, parts in copied for _, one in parts]
+        made = iter(DeviceTier(torch.device("cpu"), "copies of parameters").lay_out(wanted))
+        for plan, parts in copied:
             targets = BoxTargets(plan.tensor.shape)
-            targets.boxes += apart
+            targets.boxes += [(tuple(offsets), next(made)) for offsets, _ in parts]
             batch.items.append((plan.source, targets))
-            self._apart[plan.source, id(plan.tensor)] = [made for _, made in apart]
+            self._apart[plan.source, id(plan.tensor)] = [one for _, one in targets.boxes]
         states = [
             (optimizer, plans, self._ahead[id(optimizer)])
             for optimizer, plans in zip(self._target.optimizers, self._plan.states, strict=True)
@@ -212,9 +214,7 @@ class Restore:
         """Yields batches for the state of an optimizer that is converted, or lies on disk."""
         on_disk = optimizer.room_on_disk()
         states = [state for number, state in plans.items() if state.converts and number not in on_disk]
-        yield from _bounded(
-            fill for state in states for fill in _convert_in_memory(state, entries[state.number] or {})
-        )
+        yield from _bounded(fill for state in states for fill in _convert_in_memory(state, entries[state.number] or {}))
         yield from _fill_disk(optimizer, plans)
 
     def batches(self) -> Iterator[Batch]:
@@ -267,11 +267,6 @@ class Restore:
         modules = extra_states(target.model)
         for name, kept in {**plan.extra_states, **self._extra_tensors}.items():
             modules[name].set_extra_state(kept)
-
-
-def _like(target: Tensor) -> Tensor:
-    """Returns host memory for as many elements, which nobody has touched yet."""
-    return on_huge_pages(torch.empty(target.shape, dtype=target.dtype, device="cpu"))
 
 
 def _copy_boxes(key: str, tensor: Tensor, apart: Sequence[Tensor]) -> None:

@@ -323,7 +323,8 @@ def resident_later() -> Iterator[None]:
     if getattr(_LATER, "touched", None) is not None:
         yield
         return
-    _LATER.touched = touched = []
+    touched: list[Future[None]] = []
+    _LATER.touched = touched
     try:
         with ThreadPoolExecutor(1) as _LATER.pool:
             yield

@@ -170,7 +170,9 @@ def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bo
     room = here.room if not entries or any(param.is_cpu for param, _, _ in entries) else None
     if (room is not None or not filled) and not apart:
         here.tear()
-    if here.room is None and not filled and not apart:  # what was there goes first, so that there is never twice the state
+    if (
+        here.room is None and not filled and not apart
+    ):  # what was there goes first, so that there is never twice the state
         here.bound = Bound()
         for state in (here.held, here.state):
             state.clear()
