@@ -132,7 +132,7 @@ class Arena:
         self.nodes = placement.bind(self.base, self.nbytes)
         self.locked = False
         if not touch_later(self._mapping, self._skip, self.nbytes, self._lock_memory):
-            _make_resident(self._mapping, self._skip, self.nbytes, env.usable_cpus())
+            _make_resident(self._mapping, self._skip, self.nbytes)
             self._lock_memory()
         self._offered_to_cuda = False
         self._free = FreeSpans(self.nbytes)
@@ -342,7 +342,7 @@ def touch_later(mapping: mmap.mmap, begin: int, nbytes: int, then: Callable[[], 
         return False
 
     def touch() -> None:
-        _make_resident(mapping, begin, nbytes, env.usable_cpus() - 1)  # one is left to whoever waits for nothing
+        _make_resident(mapping, begin, nbytes, spared=1)  # for the thread that goes on meanwhile
         if then is not None:
             then()
 
@@ -350,10 +350,10 @@ def touch_later(mapping: mmap.mmap, begin: int, nbytes: int, then: Callable[[], 
     return True
 
 
-def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int, threads: int) -> None:
+def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int, *, spared: int = 0) -> None:
     """Asks for huge pages and touches every page, so that no page fault comes once transfers run.
 
-    Many gigabytes are touched by several threads at once.
+    Many gigabytes are touched by several threads at once. `spared`: CPUs that are left to others.
     """
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
@@ -375,7 +375,8 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int, threads: int) ->
         elif error:
             check_fits(nbytes, "an arena", because=f"the system said {os.strerror(error)} while touching it")
 
-    if len(pieces) == 1 or threads <= 1:
+    threads = env.usable_cpus() - spared
+    if len(pieces) == 1 or (spared and threads <= 1):
         for piece in pieces:
             touch(piece)
         return
