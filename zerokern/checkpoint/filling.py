@@ -35,9 +35,10 @@ from zerokern.checkpoint.training_state import (
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
+from zerokern.memory import DeviceTier, Wanted
+from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
-from zerokern.memory.pages import on_huge_pages
-from zerokern.memory.room import memory_left
+from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.optim.disk import RecordWriter
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
@@ -124,6 +125,7 @@ class Restore:
         self._initials: list[tuple[Shard, Tensor, Tensor]] = []
         self._has_extra = False
 
+    @resident_later()
     def read_ahead(self, report: Report = no_report) -> None:
         """Reads what goes into memory or records that nobody uses yet: nothing has changed, and `give_up` frees it.
 
@@ -137,12 +139,14 @@ class Restore:
                 self._ahead[id(optimizer)] = optimizer.entries()
         batch = Batch()
         self._read_extra(batch)
-        for plan in self._plans_apart():
-            apart = [(offsets, _like(target)) for offsets, target in boxes_of(plan.source, plan.tensor)]
+        copied = [(plan, list(boxes_of(plan.source, plan.tensor))) for plan in self._plans_apart()]
+        wanted = [Wanted("copies", one.shape, one.dtype) for _, parts in copied for _, one in parts]
+        made = iter(DeviceTier(torch.device("cpu"), "copies of parameters").lay_out(wanted))
+        for plan, parts in copied:
             targets = BoxTargets(plan.tensor.shape)
-            targets.boxes += apart
+            targets.boxes += [(tuple(offsets), next(made)) for offsets, _ in parts]
             batch.items.append((plan.source, targets))
-            self._apart[plan.source, id(plan.tensor)] = [made for _, made in apart]
+            self._apart[plan.source, id(plan.tensor)] = [one for _, one in targets.boxes]
         states = [
             (optimizer, plans, self._ahead[id(optimizer)])
             for optimizer, plans in zip(self._target.optimizers, self._plan.states, strict=True)
@@ -177,7 +181,7 @@ class Restore:
         is memory for them."""
         plans = [part for part in self._plan.tensors if not part.converts and rest_of(part.tensor) is None]
         nbytes = sum(local_of(part.tensor).nbytes for part in plans)
-        return plans if nbytes <= min(memory_left().values(), default=0) // 2 else []
+        return [] if exceeds_half_of_memory(nbytes) else plans
 
     def _read_extra(self, batch: Batch) -> None:
         """Reads what modules and shards keep besides; it is handed over at the end."""
@@ -265,11 +269,6 @@ class Restore:
         modules = extra_states(target.model)
         for name, kept in {**plan.extra_states, **self._extra_tensors}.items():
             modules[name].set_extra_state(kept)
-
-
-def _like(target: Tensor) -> Tensor:
-    """Returns host memory for as many elements, which nobody has touched yet."""
-    return on_huge_pages(torch.empty(target.shape, dtype=target.dtype, device="cpu"))
 
 
 def _copy_boxes(key: str, tensor: Tensor, apart: Sequence[Tensor]) -> None:

@@ -49,8 +49,9 @@ def load(
         extra: objects with `load_state_dict` (schedulers, GradScaler, samplers) by the names they were saved under.
         lossy: whether state may be rounded into a narrower format (`state_format`, `master_format`); otherwise that is
             refused.
-        verify: "first" reads every byte once and compares checksums before anything is changed; "reading" compares
-            while loading, and leaves an optimizer that refuses to step where a checksum is found wrong.
+        verify: "first" compares all checksums, on every rank, before anything is changed. An optimizer without state
+            gets what was read then; what is there already is read again. "reading" compares while loading, and leaves
+            an optimizer that refuses to step where a checksum is found wrong.
         rng: whether the random generators go on from where they were, each rank's its own. A rank that was not there
             then gets a state of its own.
         group: the ranks that load, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.

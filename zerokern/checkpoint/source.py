@@ -108,6 +108,7 @@ class Source(ABC):
 
     def leave_out(self, checked: Sequence[bytes]) -> None:
         """Leaves out of `find_damage` what was `checked` on these ranks."""
+        return
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -7,6 +7,7 @@ unmapped only when nothing refers to it any more.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -16,8 +17,8 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from errno import EINVAL, errorcode
 from pathlib import Path
@@ -42,6 +43,7 @@ _STEP = 64 << 20  # bytes touched by one system call: Ctrl-C is heard in between
 _TOUCHING = 16  # threads that touch pages at most: more wait for each other
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LATER = threading.local()  # of the thread within `resident_later`: what touches its memory
 _CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process, and Mapped, for kernels to reach it
 
 
@@ -128,7 +130,16 @@ class Arena:
         self.base = start + self._skip
         os.register_at_fork(after_in_child=functools.partial(never_unmap, weakref.ref(self._mapping)))
         self.nodes = placement.bind(self.base, self.nbytes)
-        _make_resident(self._mapping, self._skip, self.nbytes)
+        self.locked = False
+        if not touch_later(self._mapping, self._skip, self.nbytes, self._lock_memory):
+            _make_resident(self._mapping, self._skip, self.nbytes)
+            self._lock_memory()
+        self._offered_to_cuda = False
+        self._free = FreeSpans(self.nbytes)
+        self._taken: dict[int, _Taken] = {}  # by address
+        self._ptrs: list[int] = []  # of the live leases, in order
+
+    def _lock_memory(self) -> None:
         refused = native.library().zk_memory_lock(self.base, self.nbytes)
         self.locked = not refused
         if refused:
@@ -136,10 +147,6 @@ class Arena:
                 "zerokern.memory",
                 f"arena memory is not locked (mlock: {_name(refused)}; see ulimit -l): the system may swap it out",
             )
-        self._offered_to_cuda = False
-        self._free = FreeSpans(self.nbytes)
-        self._taken: dict[int, _Taken] = {}  # by address
-        self._ptrs: list[int] = []  # of the live leases, in order
 
     @property
     def pinned(self) -> bool:
@@ -300,10 +307,53 @@ def _map(nbytes: int, usable: int) -> _Mapping:
     return mapping
 
 
-def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
+@contextlib.contextmanager
+def resident_later() -> Iterator[None]:
+    """Context manager: what this thread allocates becomes resident beside what it does, and is when it ends.
+
+    A disk fills new memory at its own speed then, instead of waiting until the system has cleared all of it. Whoever
+    writes first brings in pages by himself. Raises BudgetError at the end if there was no memory.
+
+    >>> with resident_later():
+    ...     arena = Arena(64 << 20)
+    ...     _ = arena.lease(100, "example").tensor().fill_(1)
+    >>> arena.nbytes
+    67108864
+    """
+    if getattr(_LATER, "touched", None) is not None:
+        yield
+        return
+    touched: list[Future[None]] = []
+    _LATER.touched = touched
+    try:
+        with ThreadPoolExecutor(1) as _LATER.pool:
+            yield
+    finally:
+        _LATER.touched = _LATER.pool = None
+    for one in touched:
+        one.result()
+
+
+def touch_later(mapping: mmap.mmap, begin: int, nbytes: int, then: Callable[[], object] | None = None) -> bool:
+    """Touches all pages, then calls `then`, in another thread within `resident_later`; elsewhere, or for few bytes,
+    returns False."""
+    touched: list[Future[None]] | None = getattr(_LATER, "touched", None)
+    if touched is None or nbytes < _STEP:
+        return False
+
+    def touch() -> None:
+        _make_resident(mapping, begin, nbytes, spared=1)  # for the thread that goes on meanwhile
+        if then is not None:
+            then()
+
+    touched.append(_LATER.pool.submit(touch))
+    return True
+
+
+def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int, *, spared: int = 0) -> None:
     """Asks for huge pages and touches every page, so that no page fault comes once transfers run.
 
-    Many gigabytes are touched by several threads at once.
+    Many gigabytes are touched by several threads at once. `spared`: CPUs that are left to others.
     """
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
@@ -325,11 +375,13 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
         elif error:
             check_fits(nbytes, "an arena", because=f"the system said {os.strerror(error)} while touching it")
 
-    if len(pieces) == 1:
-        touch(pieces[0])
+    threads = env.usable_cpus() - spared
+    if len(pieces) == 1 or (spared and threads <= 1):
+        for piece in pieces:
+            touch(piece)
         return
     # the system clears each page in the thread that asks: one core clears 100 GB in most of a minute
-    with ThreadPoolExecutor(min(len(pieces), env.usable_cpus(), _TOUCHING)) as pool:
+    with ThreadPoolExecutor(min(len(pieces), threads, _TOUCHING)) as pool:
         touched = [pool.submit(touch, piece) for piece in pieces]
         try:
             for one in touched:

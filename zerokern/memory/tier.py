@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import BudgetError, got
-from zerokern.memory.arena import HUGE_PAGE, Arena
+from zerokern.memory.arena import HUGE_PAGE, Arena, touch_later
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.pages import on_huge_pages
@@ -277,6 +277,7 @@ class DeviceTier(_InMemory):
             with contextlib.suppress(OSError):  # advice: a kernel without huge pages keeps small ones
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE if slack else 0
+        touch_later(mapping, start, nbytes)
         return self._add(
             wanted,
             [
