@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from offload_cases import local
 from tables import each
+from test_offload_played import HostComputes
 from torch import Tensor, nn
+from worlds import World, on_threads
 
 import zerokern as zk
 from zerokern.core.units import BUFFERS
@@ -22,11 +25,13 @@ WIDTH, LAYERS = 32, 8
 LAYER = (WIDTH * WIDTH + WIDTH) * 4
 
 
-def built(device: PlayedDevice, stage: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers)
-    zk.shard(model, stage=stage, bucket_bytes=LAYER)
+def built(device: PlayedDevice, stage: int, shard: Callable[..., Any] = zk.shard) -> nn.Sequential:
+    random = torch.Generator().manual_seed(0)  # threads that play ranks share the usual one
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.1 * torch.randn(param.shape, generator=random))
+    shard(model, stage=stage, bucket_bytes=LAYER)
     for param in model.parameters():
         shard = shard_of(param)
         device.own(param)
@@ -46,8 +51,7 @@ def held(model: nn.Module) -> int:
 def backward(model: nn.Module, number: int, micro: int = 1, *, once: bool = False) -> float:
     total = 0.0
     for at in range(micro):
-        torch.manual_seed(100 * number + at)
-        x = torch.randn(4, WIDTH)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + at))
         with zk.no_sync(model) if once and at < micro - 1 else torch.enable_grad():
             loss = model(x).square().mean()
             loss.backward()
@@ -118,6 +122,34 @@ def test_a_few_buckets_of_gradients_lie_on_the_device(device: PlayedDevice, peak
         assert max(peaks[step * count : (step + 1) * count]) <= (BUFFERS + 1) * largest
     assert held(ours[2]) <= BUFFERS * largest
     same(ours, trained(device, stage, tier="device", schedule="sync"))
+
+
+def of_ranks(world: World, stage: int) -> tuple[int, int]:
+    """Bytes of reduced gradients between backward and step, at most, and those of the largest bucket's."""
+    device, most, seen = HostComputes(stretch=0.001, poison=True), [0], []
+    for tier, schedule in (("cpu", "overlap"), ("device", "sync")):
+        model = built(device, stage, world.shard)
+        opt = zk.AdamW(model.parameters(), lr=1e-2, tier=tier, schedule=schedule, max_grad_norm=0.5)
+        for step in range(4):
+            device.synchronize()
+            backward(model, 2 * step + world.rank)
+            if tier == "cpu":
+                most.append(held(model))
+            opt.step()
+            model.zero_grad()
+        opt.flush()
+        device.synchronize()
+        seen.append([local(param).clone() for param in model.parameters()])
+    assert all(map(torch.equal, *seen))
+    sizes = [one.reduced.untyped_storage().nbytes() for one in buckets_of(model) if one.reduced is not None]
+    device.close()
+    return max(most), max(sizes)
+
+
+@each("stage", [1, 2, 3])
+def test_ranks_give_back_what_each_has(stage: int) -> None:
+    for most, largest in on_threads(2, of_ranks, stage):
+        assert 0 < most <= BUFFERS * largest
 
 
 @each("stage", [1, 2, 3])

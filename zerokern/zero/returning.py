@@ -83,7 +83,8 @@ class ReturnedMemory:
         with self._pool.lasting():
             storage.resize_(self._nbytes)
         get, self._fetch = self._fetch, None  # last: without memory for them they are where they were
-        torch.empty(0, dtype=torch.uint8, device=bucket.reduced.device).set_(storage).zero_()
+        if fetch:  # else a pass writes all of it: what was given, and zeros where nothing was
+            torch.empty(0, dtype=torch.uint8, device=bucket.reduced.device).set_(storage).zero_()
         if get is not None:
             get(bucket.pieces if fetch else None)
 
