@@ -70,6 +70,15 @@ def test_steps_are_counted_from_forward_to_forward(monkeypatch) -> None:
     assert (step.low, step.high) == ((290 - 150) / 4, (450 - 290) / 4)
 
 
+def test_some_of_the_cases(capsys) -> None:
+    """Those whose name has the word that is said."""
+    assert [case.stays for case in foretold.named(hidden.CASES, "stays")] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert list(foretold.named(hidden.CASES, True)) == list(hidden.CASES)
+    with pytest.raises(SystemExit):
+        main(["bench", "offload", "--hidden", "nonsense"])
+    assert "zerokern bench: hidden='nonsense': must be a word of compute, then the update |" in capsys.readouterr().err
+
+
 def test_a_small_run(tmp_path: Path, capsys) -> None:
     written = tmp_path / "hidden.json"
     assert main(["bench", "offload", "--hidden", "--smoke", "--json", str(written)]) == 0
