@@ -112,7 +112,7 @@ def test_every_split_with_a_device(
     on_threads(size, compare, row, SCHEDULES[schedule], places)
 
 
-@each("schedule", ["sync", "overlap"])
+@each("schedule", ["sync", "overlap", "delayed"])
 def test_what_stays_crosses_no_link_and_the_host_reads_nothing_of_it(schedule: str, devices: Callable) -> None:
     steps, settings = 4, {"steps": 4, "dtype": torch.bfloat16}
     with counted() as reads:
@@ -124,14 +124,15 @@ def test_what_stays_crosses_no_link_and_the_host_reads_nothing_of_it(schedule: s
     assert sum(device.moved.values()) == 0, "but for sums"
 
 
-@each("schedule", ["sync", "overlap"])
+@each("schedule", ["sync", "overlap", "delayed", "delayed after 2"])
 def test_a_launch_that_fails_leaves_all_as_it_was(
     schedule: str, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = [nn.Parameter(torch.full((64, 64), 2.0)) for _ in range(3)]
     for weight in weights:
         device.own(weight)
-    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], schedule=schedule, max_grad_norm=1.0)
+    settings = {"schedule": SCHEDULES[schedule], "max_grad_norm": 1.0}
+    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], **settings)
 
     def step() -> None:
         for weight in weights:
@@ -155,10 +156,10 @@ def test_a_launch_that_fails_leaves_all_as_it_was(
 def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch that a GPU gets, in Triton's interpreter."""
 
-    def trained(tier: Any) -> list[torch.Tensor]:
+    def trained(tier: Any, schedule: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         weights = [device.own(nn.Parameter(torch.randn(40, 3).bfloat16())) for _ in range(4)]
-        opt = zk.AdamW(weights, lr=0.1, tier=tier, max_grad_norm=1.0)
+        opt = zk.AdamW(weights, lr=0.1, tier=tier, max_grad_norm=1.0, schedule=schedule)
         for step in range(3):
             for weight in weights:
                 weight.grad = torch.full_like(weight, 1.0 + step)
@@ -166,11 +167,13 @@ def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeyp
             device.synchronize()
         return [weight.detach().clone() for weight in weights]
 
-    expected = trained("cpu")
+    schedules = "sync", zk.Delayed(after=1)
+    expected = [trained("cpu", schedule) for schedule in schedules]
     kernels = SimpleNamespace(table=DeviceTable)
     there = SimpleNamespace(serves=lambda place: True, kernels=lambda: kernels, is_apart=beside.device.is_apart)
     monkeypatch.setattr(beside, "device", there)
-    assert same_bits(trained(["device:3KB", "cpu"]), expected)
+    for schedule, one in zip(schedules, expected, strict=True):
+        assert same_bits(trained(["device:3KB", "cpu"], schedule), one)
 
 
 def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:
@@ -476,15 +479,15 @@ class Counting(PlayedDevice):
         super().copy(stream, pairs)
 
 
-def as_planned(world: World, stage: int, budgets: list[str], disk: Any) -> None:
+def as_planned(world: World, stage: int, budgets: list[str], schedule: str, disk: Any) -> None:
     device, model = Counting(), nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
     words = ["nvme" if one == "disk" else one for one in budgets]
-    plan = zk.plan(model, stage=stage, tier=words, schedule="overlap", device="cuda")
+    plan = zk.plan(model, stage=stage, tier=words, schedule=SCHEDULES[schedule], device="cuda")
     if stage:
         zk.shard(model, stage=stage, bucket_bytes=1 << 13)
     on_device(device, Row(f"stage {stage}" if stage else "plain"), model)
     tiers = [disk if one == "disk" else one for one in budgets]
-    opt = zk.AdamW(model.parameters(), tier=tiers, schedule="overlap", max_grad_norm=1.0)
+    opt = zk.AdamW(model.parameters(), tier=tiers, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
     for _ in range(2):
         device.synchronize()
         device.moved.clear()  # copies were made in the first step
@@ -503,12 +506,13 @@ def as_planned(world: World, stage: int, budgets: list[str], disk: Any) -> None:
     device.close()
 
 
-@each("stage, budgets", [
-    (0, ["device:100KB", "cpu"]), (1, ["device:100KB", "cpu"]), (2, ["device:60KB", "cpu:60KB", "disk"]),
+@each("stage, budgets, schedule", [
+    (0, ["device:100KB", "cpu"], "overlap"), (1, ["device:100KB", "cpu"], "overlap"),
+    (2, ["device:60KB", "cpu:60KB", "disk"], "overlap"), (2, ["device:60KB", "cpu:60KB", "disk"], "delayed"),
 ])  # fmt: skip
-def test_what_stays_on_a_device_was_planned(stage: int, budgets: list[str], tier: Tier) -> None:
+def test_what_stays_on_a_device_was_planned(stage: int, budgets: list[str], schedule: str, tier: Tier) -> None:
     """What crosses the link in a step, and what lies where."""
-    alone(as_planned, stage, budgets, tier())
+    alone(as_planned, stage, budgets, schedule, tier())
 
 
 def test_a_copy_does_not_wait_for_what_is_updated_on_the_device(

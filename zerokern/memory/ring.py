@@ -119,9 +119,11 @@ def flowing(
     store: Callable[[int, Slot], Ticket | None],
     progress: Callable[[int], object] | None = None,
     between: Callable[[], object] | None = None,
+    waits_first: bool = False,
 ) -> Generator[int, None, None]:
     """Does the same as `flow`, item by item: yields how many have been computed, while later ones are being fetched.
 
+    `waits_first`: yields once more before anything is computed, when the first item is there.
     Its end waits for the stores; `close` stops it early, and waits for all transfers. `between` is called before each
     item. Signals are not deferred: it is for threads that do not receive them.
 
@@ -167,6 +169,8 @@ def flowing(
                 slot.drained = None
             ring.waited_ns += time.perf_counter_ns() - began
             waiting = None
+            if waits_first and i == 0:
+                yield 0
             compute(i, slot)
             slot.drained = store(i, slot)
             if i + depth < count:

@@ -61,8 +61,12 @@ class SplitCompute(HostCompute):
         self._there.columns["grad"][:] = pointers[self._here :]
         self.launched = self.began = False
 
+    @property
+    def launches(self) -> bool:
+        return bool(self._groups_there)
+
     def launch(self, scale: float) -> None:
-        if self._groups_there:
+        if self.launches:
             self._run(scale)
         self.launched = True
 

@@ -138,6 +138,11 @@ class HostCompute:
         """Whether a parameter and its state stay on the device, and are updated by `launch`."""
         return False
 
+    @property
+    def launches(self) -> bool:
+        """Whether the update has something to launch."""
+        return False
+
     def launch(self, scale: float) -> None:
         """Launches the update of what stays on the device, once."""
 
@@ -370,7 +375,7 @@ class Binding:
                 self._update(i)
             return
         if self._flow is None:
-            self._flow = flowing(self._ring, len(self._batches), self._fetch, self._compute, self._store)
+            self._flow = self._flowing()
         with DeferredSignals() as signals:  # between two batches nothing is launched that nobody would wait for
             for _ in range(begin, end):
                 next(self._flow)
@@ -378,8 +383,19 @@ class Binding:
         if not self.tier.streams and end == len(self._batches):
             self.put_away()
 
+    def _flowing(self, *, waits_first: bool = False) -> Generator[int, None, None]:
+        count, acts = len(self._batches), (self._fetch, self._compute, self._store)
+        return flowing(self._ring, count, *acts, waits_first=waits_first)
+
     def launch(self, scale: float) -> None:
-        """Launches the update of what stays on the device. The update has been prepared, and no turn taken."""
+        """Launches the update of what stays on the device. The update has been prepared, and no turn taken.
+
+        The first batch is waited for: a disk that cannot be read shows before anything has changed.
+        """
+        if self.compute.launches and self.moves and self._batches:
+            self._flow = self._flowing(waits_first=True)
+            with DeferredSignals():
+                next(self._flow)
         try:
             self.compute.launch(scale)
         finally:

@@ -148,41 +148,28 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bo
     Unless they are set `apart`, the optimizer is torn from the first write on, until the load has ended.
     """
     kinds = here.placing.choose(here.held, [(param, layout.nbytes_of(param)) for param, _, layout in entries])
-    there = [kind == "disk" for kind in kinds]
+    there = [kind == "disk" and here.disk is not None for kind in kinds]
     far = [entry for entry, gone in zip(entries, there, strict=True) if gone]
     near = [entry for entry, gone in zip(entries, there, strict=True) if not gone]
-    stored = [] if here.disk is None else _stored(here, here.disk, far, filled=filled, apart=apart)
-    made = {True: iter(stored), False: iter(_kept(here, near, filled=filled, apart=apart))}
-    return [next(made[gone]) for gone in there]
-
-
-def _stored(here: Holdings, disk: Disk, entries: Sequence[Checked], *, filled: bool, apart: bool) -> list[Entry]:
-    """Returns the optimizer's own copies, on disk, of checked entries."""
-    mine = make_room(disk, entries, here.held)
-    if not apart:
-        here.tear()
-    mark_loaded(mine, entries)
-    if filled:
-        write_entries(disk, mine, entries)
-    return mine
-
-
-def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bool) -> list[Entry]:
-    """Returns the optimizer's own copies, in memory, of checked entries."""
-    room = here.room if not entries or any(param.is_cpu for param, _, _ in entries) else None
-    if (room is not None or not filled) and not apart:
-        here.tear()
-    if (
-        here.room is None and not filled and not apart
-    ):  # what was there goes first, so that there is never twice the state
+    room = here.room if not near or any(param.is_cpu for param, _, _ in near) else None
+    if here.room is None and not filled and not apart:
+        here.tear()  # what was there goes first, so that there is never twice the state
         here.bound = Bound()
         for state in (here.held, here.state):
             state.clear()
         here.shards.show_state(here.state)  # forgets what it has shown
-    mine = laid_out(entries, room)
+    kept = laid_out(near, room)  # all room is there before anything is written
+    stored = [] if here.disk is None else make_room(here.disk, far, here.held)
+    if (room is not None or here.disk is not None or not filled) and not apart:
+        here.tear()
+    if here.disk is not None:
+        mark_loaded(stored, far)
+        if filled:
+            write_entries(here.disk, stored, far)
     if filled:
-        copy_entries(entries, mine, room)
-    return mine
+        copy_entries(near, kept, room)
+    made = {True: iter(stored), False: iter(kept)}
+    return [next(made[gone]) for gone in there]
 
 
 def _checked(

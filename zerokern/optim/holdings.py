@@ -291,12 +291,14 @@ class Holdings:
 
     def shown(self) -> WatchedState:
         """Returns the state as it is saved."""
-        binding, made = self.bound.binding, self.held
+        binding, made, outer = self.bound.binding, self.held, self.state
         if self.disk is not None:
             made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
+            others = {} if self.shards.in_place else self.shards.others(outer)  # of parameters that no step has met
+            outer = WatchedState({**outer, **in_memory(self.disk, {key: _apart(one) for key, one in others.items()})})
         elif binding is not None and (shown := binding.shown(made)) is not made:
             made = WatchedState(shown)
-        return self.shards.saved(made, self.state)
+        return self.shards.saved(made, outer)
 
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""

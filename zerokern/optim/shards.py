@@ -283,7 +283,7 @@ class Shards:
                 else shard.take(key, value, own=True)
                 for key, value in entry.items()
             }
-        made.update(self._others(outer))
+        made.update(self.others(outer))
         for place, piece in enumerate(self.updated):
             entry = made.get(piece)
             if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
@@ -306,7 +306,7 @@ class Shards:
                     raise StateError(frozen if self.host.delays else NOT_DELAYED)
         return waits
 
-    def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
+    def others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns state under keys that are no parameters."""
         known = set(map(id, self.params))
         return {key: entry for key, entry in outer.items() if id(key) not in known}
@@ -315,7 +315,7 @@ class Shards:
         """Returns state as users see it; what `outer` shows already stays the same object."""
         if self.in_place:
             return state
-        made = self._others(outer)
+        made = self.others(outer)
         for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
             entry = state.get(piece)
             if entry is not None:
