@@ -382,6 +382,21 @@ def test_state_that_was_exchanged_with_a_parameter_without_a_gradient(tier: Tier
     assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
 
 
+def test_a_moment_that_is_first_needed_later_goes_where_there_is_room(tier: Tier) -> None:
+    """Of parameters that were in memory without any state."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+        opt = zk.SGD(params, lr=0.1, dampening=0.5, tier=where)
+        stepped(params, opt, 1.0, 2.0)
+        opt.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            stepped(params, opt, 1.0, 2.0)
+        state = opt.state_dict()["state"]
+        found.append([*params, *(state[number]["momentum_buffer"] for number in (0, 1))])
+    assert same_bits(*found)
+
+
 @each("where", ["plain", "copies"])
 def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) -> None:
     """With copies of parameters, as without; once closed, an optimizer has no memory."""

@@ -488,6 +488,7 @@ class StateOnDisk(StateTier):
             layout, owner = survey.layouts[i], on_disk_of(entry)
             if not gone:
                 continue
+            self.rows.pop(id(survey.params[i]), None)  # it had no state until now
             if owner is not None and {*layout.columns} <= {*owner.slots}:
                 owner.param, owner.layout = survey.params[i], layout
             elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
