@@ -397,6 +397,25 @@ def test_a_moment_that_is_first_needed_later_goes_where_there_is_room(tier: Tier
     assert same_bits(*found)
 
 
+def test_a_moment_that_has_not_started_is_in_no_state_dict(tier: Tier) -> None:
+    """Loaded zeros would be a moment that has, and the first gradient dampened."""
+    found = []
+    for where in (lambda: "device", lambda: ["cpu:5000", tier()]):
+        params = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(2)]
+        settings = {"lr": 0.1, "dampening": 0.5, "master_format": "fp32"}
+        opt = zk.SGD(params, tier=where(), **settings)
+        stepped(params, opt, 1.0, 2.0)
+        opt.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            state_dict = opt.state_dict()
+            assert [[*entry] for entry in state_dict["state"].values()] == [["master"], ["master"]]
+            opt = zk.SGD(params, tier=where(), **settings)
+            opt.load_state_dict(state_dict)
+        stepped(params, opt, 1.0, 2.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
 @each("where", ["plain", "copies"])
 def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) -> None:
     """With copies of parameters, as without; once closed, an optimizer has no memory."""

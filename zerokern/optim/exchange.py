@@ -239,7 +239,6 @@ class Exchange:
         owners = all_on_disk(held)
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
         made = dict(held) if here.bound.binding is None else dict(here.bound.binding.shown(held))
-        optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
         for _, piece, home, own in self.held():
             entry = made.get(piece, own)
@@ -250,7 +249,7 @@ class Exchange:
             for key, value in entry.items():
                 if isinstance(value, OnDisk):
                     assert stream is not None
-                    begun = [slot.key for slot in value.slots if not (value.first and slot.key in optional)]
+                    begun = [slot.key for slot in value.slots if slot.key not in value.first]
                     shown.update((name, Column(stream, value, name)) for name in begun)
                 elif key != PENDING or self.late:
                     shown[key] = home.show(key, value)
