@@ -383,6 +383,62 @@ def test_state_that_was_exchanged_with_a_parameter_without_a_gradient(tier: Tier
     assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
 
 
+def test_a_moment_that_is_first_needed_later_goes_where_there_is_room(tier: Tier) -> None:
+    """Of parameters that were in memory without any state."""
+    found = []
+    for where in ("device", ["cpu:5000", tier()]):
+        params = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+        opt = zk.SGD(params, lr=0.1, dampening=0.5, tier=where)
+        stepped(params, opt, 1.0, 2.0)
+        opt.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            stepped(params, opt, 1.0, 2.0)
+        state = opt.state_dict()["state"]
+        found.append([*params, *(state[number]["momentum_buffer"] for number in (0, 1))])
+    assert same_bits(*found)
+
+
+def test_a_moment_that_has_not_started_is_in_no_state_dict(tier: Tier) -> None:
+    """Loaded zeros would be a moment that has, and the first gradient dampened."""
+    found = []
+    for where in (lambda: "device", lambda: ["cpu:5000", tier()]):
+        params = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(2)]
+        settings = {"lr": 0.1, "dampening": 0.5, "master_format": "fp32"}
+        opt = zk.SGD(params, tier=where(), **settings)
+        stepped(params, opt, 1.0, 2.0)
+        opt.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            state_dict = opt.state_dict()
+            assert [[*entry] for entry in state_dict["state"].values()] == [["master"], ["master"]]
+            opt = zk.SGD(params, tier=where(), **settings)
+            opt.load_state_dict(state_dict)
+        stepped(params, opt, 1.0, 2.0)
+        found.append(params)
+    assert same_bits(*found)
+
+
+def test_what_is_loaded_or_saved_before_a_new_parameter_has_stepped(tier: Tier, tmp_path: Path) -> None:
+    """Beside copies of parameters: of one that replaced another, and of one that was added."""
+    found = []
+    for name, where in (("device", "device"), ("split", ["cpu:5000", tier()])):
+        params = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+        opt = zk.SGD(params, lr=0.1, momentum=0.9, tier=where, schedule=zk.Delayed(after=9))
+        stepped(params, opt, 1.0, 2.0)
+        before, params[1] = params[1], nn.Parameter(torch.ones(1000))
+        opt.param_groups[0]["params"] = [*params]
+        opt.state[params[1]] = opt.state.pop(before)
+        state = opt.state_dict()["state"]
+        shown = [state[number]["momentum_buffer"].clone() for number in (0, 1)]
+        params.append(nn.Parameter(torch.ones(500)))
+        opt.add_param_group({"params": params[2:]})
+        model = nn.ParameterList(params)
+        zk.save(tmp_path / name, model, opt)
+        zk.load(tmp_path / name, model, opt)
+        stepped(params, opt, 1.0, 2.0, 3.0)
+        found.append([*shown, *params])
+    assert same_bits(*found)
+
+
 @each("where", ["plain", "copies"])
 def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) -> None:
     """With copies of parameters, as without; once closed, an optimizer has no memory."""
@@ -419,6 +475,35 @@ def test_a_load_reserves_what_it_will_need(tier: Tier, tmp_path: Path) -> None:
         disk.hold = lambda spans: (hold(spans), reserved.extend(one.nbytes for one in disk._reserved))
         zk.load(tmp_path / "saved", model, opt)
         assert sum(reserved) == disk.held()["state"] > 0
+
+    alone(placed)
+
+
+@each("wrap", ["plain", "stage 2"])
+def test_a_load_into_copies_reserves_what_it_will_need(
+    wrap: str, device: PlayedDevice, tier: Tier, tmp_path: Path
+) -> None:
+    """What the device and host memory take is told apart before there are copies."""
+
+    def placed(world: World) -> None:
+        def training(where: Any) -> tuple[nn.Module, Any]:
+            model = nn.Sequential(*[nn.Linear(size, 64, bias=False) for size in (64, 32, 64, 32, 64)])
+            if wrap != "plain":
+                zk.shard(model, stage=2, bucket_bytes=17000)
+            on_device(device, Row(wrap), model)
+            return model, zk.AdamW(model.parameters(), tier=where)
+
+        model, opt = training("cpu")
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        opt.step()
+        zk.save(tmp_path / "saved", model, opt)
+        model, opt = training(["device:30KB", "cpu:30KB", tier()])
+        reserved: list[int] = []
+        hold, disk = opt.holdings.disk.hold, opt.holdings.disk
+        disk.hold = lambda spans: (hold(spans), reserved.extend(one.nbytes for one in disk._reserved))
+        zk.load(tmp_path / "saved", model, opt)
+        assert sum(reserved) == disk.held()["state"] == 8 * 3 * 64 * 64
 
     alone(placed)
 

@@ -54,9 +54,9 @@ class RecordSpan:
 class OnDisk:
     """Stands in `optimizer.state` for one parameter's tensors on disk; `state_dict` reads them.
 
-    `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
-    loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began with, for places yet
-    to begin.
+    `initial`: what moments begin with. `first`: keys of moments that are yet to start from the gradient. `kept`:
+    remainders were loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began
+    with, for places yet to begin.
     """
 
     __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
@@ -65,7 +65,8 @@ class OnDisk:
         self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
         self.slots = layout.columns
         self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
-        self.initial, self.first, self.kept = 0.0, False, False
+        self.initial, self.kept = 0.0, False
+        self.first: frozenset[str] = frozenset()
         self.exact: Tensor | None = None
         self.places: list[RecordSpan] = []
 
@@ -202,8 +203,8 @@ class Disk(Stream):
         self.evict([record for record in self.records.values() if id(record) not in live])
 
     def read(self, owners: Sequence[OnDisk]) -> list[dict[str, Tensor]]:
-        """Reads all tensors of each, by key, into memory of their own: as much as they have on disk."""
-        described = [owner.described() for owner in owners]
+        """Reads all tensors of each, by key, into memory of their own; none for moments that are yet to start."""
+        described = [{k: v for k, v in one.described().items() if k not in one.first} for one in owners]
         wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
         cut = iter(DeviceTier(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
@@ -391,7 +392,7 @@ def mark_loaded(mine: Sequence[Entry], entries: Sequence[Checked]) -> None:
     for one, (_, entry, _) in zip(mine, entries, strict=True):
         owner = on_disk_of(one)
         if owner is not None:
-            owner.first = any(entry.get(slot.key) is None for slot in owner.slots)
+            owner.first = frozenset(slot.key for slot in owner.slots if entry.get(slot.key) is None)
             owner.kept, owner.exact = False, None
 
 
@@ -488,6 +489,7 @@ class StateOnDisk(StateTier):
             layout, owner = survey.layouts[i], on_disk_of(entry)
             if not gone:
                 continue
+            self.rows.pop(id(survey.params[i]), None)  # it had no state until now
             if owner is not None and {*layout.columns} <= {*owner.slots}:
                 owner.param, owner.layout = survey.params[i], layout
             elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
@@ -511,7 +513,7 @@ class StateOnDisk(StateTier):
             if owner is None:
                 continue
             owner.initial = self._initial[survey.owners[i]]
-            owner.first = any(slot.key in optional for slot in owner.slots)
+            owner.first = optional.intersection(slot.key for slot in owner.slots)
             if self._exact is not None and owner.has_master:
                 owner.begin_with(self._exact(survey.params[i], kept=True))
         return entries
@@ -547,7 +549,7 @@ class StateOnDisk(StateTier):
         if owner is not None and place is not None:
             for slot, offset in zip(owner.slots, owner.offsets(place), strict=True):
                 pointers.setdefault(slot.column, cell.lease.ptr + offset)
-        return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
+        return SpanRow(layout, owner is not None and bool(owner.first), pointer_words(pointers))
 
     def fetch(self, record: Record | None, cell: Cell, after: Any) -> Any:
         if record is None or not record.stored:
@@ -578,7 +580,7 @@ class StateOnDisk(StateTier):
         super().started()
         for owner in self._owners:
             if owner is not None:
-                owner.first = False
+                owner.first = frozenset()
 
     def nbytes_of(self, param: Tensor) -> int:
         owner = on_disk_of(self.state.get(param))

@@ -287,7 +287,6 @@ class Exchange:
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
         binding = here.bound.binding if self._ready is None else None
         made = dict(held) if binding is None else dict(binding.shown(held))
-        optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
         for _, piece, home, own in self.held():
             entry = made.get(piece, own)
@@ -298,7 +297,7 @@ class Exchange:
             for key, value in entry.items():
                 if isinstance(value, OnDisk):
                     assert stream is not None
-                    begun = [slot.key for slot in value.slots if not (value.first and slot.key in optional)]
+                    begun = [slot.key for slot in value.slots if slot.key not in value.first]
                     shown.update((name, Column(stream, value, name)) for name in begun)
                 elif key != PENDING or self.late:
                     shown[key] = home.show(key, value)
@@ -363,16 +362,19 @@ class Exchange:
 
     def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
         """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
-        pieces, here = self.pieces(), self._here
-        homes = shards_of(self.params, names_of(self.opt.param_groups), here.shards.shards)
+        groups, pieces, here = self.opt.param_groups, self.pieces(), self._here
+        homes = shards_of(self.params, names_of(groups), here.shards.shards)
         order = needed_first([home.piece for home in homes], homes)  # which the load will follow, before any step too
         here.placing.turns = {id(pieces[number]): turn for turn, number in enumerate(order)}
-        kinds = here.placing.choose(here.held, [(pieces[number], size) for number, size in nbytes.items()])
-        return [number for number, kind in zip(nbytes, kinds, strict=True) if kind == "disk"]
+        kinds = here.kinds_of_copies(groups, [(number, homes[number].piece) for number in order])
+        asked = [number for number in nbytes if number not in kinds]
+        found = here.placing.choose(here.held, [(pieces[number], nbytes[number]) for number in asked])
+        kinds |= zip(asked, found, strict=True)
+        return [number for number in nbytes if kinds[number] == "disk"]
 
     def pieces(self) -> list[Tensor]:
         """Returns what an update changes of each parameter: itself, its piece, or a copy in host memory."""
-        return self.params if self._here.shards.stand_alone else self._here.shards.updated
+        return [piece for _, piece, _, _ in self.held()]
 
     def room_on_disk(self) -> dict[int, OnDisk]:
         """Returns the room on disk by the parameter's number: a `RecordWriter` fills it."""

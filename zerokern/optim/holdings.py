@@ -21,7 +21,7 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
-from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Slot
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout, Slot
 from zerokern.optim.hosted import ColumnsOf, HostCopies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing
@@ -247,23 +247,36 @@ class Holdings:
             self.host = HostCopies(self.room, self.delays, late=any(group.get(LATE, False) for group in groups))
         trained = next(param for group in groups for param in group["params"] if param.requires_grad)
         self.host.reach(trained, measured=self.recorder is not None)
-        owners = [group for group in groups for _ in group["params"]]
-
-        self.placing.there, host = is_apart(trained), self.host
+        self.placing.there = is_apart(trained)
 
         def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot] | int]:
-            if self.placing.there:
-                self.refuse_early(groups)
-                self.placing.measure(host.driver)
-            layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
-            sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
-            kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in host.copies.values()))
             found: list[Sequence[Slot] | int] = []
-            for kind, layout, nbytes in zip(kinds, layouts, sizes, strict=True):
+            for kind, layout, nbytes in self._divided(groups, new):
                 found.append(nbytes if kind == "device" and self.placing.there else layout.columns * (kind != "disk"))
             return found
 
         return self.host, columns_of
+
+    def _divided(self, groups: Groups, new: Sequence[tuple[int, Tensor]]) -> list[tuple[str, Layout, int]]:
+        """Returns where state of these (place, parameter) goes, its layout and its bytes. They have no copies."""
+        assert self.host is not None
+        if self.placing.there:
+            self.refuse_early(groups)
+            self.placing.measure(self.host.driver)
+        owners = [group for group in groups for _ in group["params"]]
+        layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
+        sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
+        kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in self.host.copies.values()))
+        return list(zip(kinds, layouts, sizes, strict=True))
+
+    def kinds_of_copies(self, groups: Groups, wanted: Sequence[tuple[int, Tensor]]) -> dict[int, str]:
+        """Returns by place where state will go of those of these (place, parameter) that are yet to have a copy."""
+        if self.hosting(groups) is None:
+            return {}
+        assert self.host is not None
+        new = [(n, one) for n, one in wanted if one.requires_grad and id(one) not in self.host.copies]
+        divided = zip(new, self._divided(groups, new), strict=True)
+        return {number: kind for (number, _), (kind, _, nbytes) in divided if nbytes}
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
         """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.

@@ -379,7 +379,8 @@ class Shards:
         for key, entry in waiting.items():
             with present(entry[PENDING]):
                 copies[key] = {**entry, PENDING: entry[PENDING].clone()}
-        return WatchedState(self.shown({**state, **copies}, outer))
+        others = {key: state.get(key, entry) for key, entry in self._others(outer).items()}  # a disk's have been read
+        return WatchedState({**self.shown({**state, **copies}, outer), **others})
 
     def refetch(self) -> None:
         """Copies all parameters to their host copies again, because writes may not have been counted."""
