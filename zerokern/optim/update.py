@@ -47,6 +47,7 @@ class Update:
         binding.arrange([part.members for part in parts], [part.name for part in parts])
         # whether gradients are read where the user's program has them, and could be edited
         self.in_place = not shards.is_hosted
+        self.reads_in_place = self.in_place or shards.host.has_near
         self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
         self.publish_when_done = False
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
@@ -93,9 +94,11 @@ class Update:
             self.binding.begun = True
             raise StateError(_EDITED)
 
-    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy]) -> None:
+    def make_part_on_host(
+        self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Sequence[tuple[Tensor, int]]
+    ) -> None:
         """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
-        self.make_part(turn)
+        self.make_part(turn, readings)
         host.consumed(copies, updated=self.decision.scale is not None)
 
     def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any) -> Any:
@@ -165,7 +168,8 @@ class Update:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
                 copy.free = False
-            yield ("Step", name), partial(self.make_part_on_host, turn, host, copies)
+            near = () if inline else shards.readings(m for m in part.members if m in rows and shards.copy(m).near)
+            yield ("Step", name), partial(self.make_part_on_host, turn, host, copies, near)
             if program.has("Store", name):
                 yield ("Store", name), partial(self.store, host, copies, ready)
         if program.has("Publish", name):
@@ -180,8 +184,9 @@ class Update:
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(turns[part.name]) if part.name in turns else {}
-            measured = shards.host.link is not None and shards.host.measures
-            others = {"measured": measured, "stored": self.copies_back, **moved}
+            crosses = self.in_place or not shards.host.are_near(shards.local[place] for place in part.members)
+            measured = crosses and shards.host.link is not None and shards.host.measures
+            others = {"measured": measured, "stored": crosses and self.copies_back, **moved}
             spans.append(_span_of(part, survey.row_of, binding, fetched=part.name in tickets, **others))
         spans = _with_others(spans, buckets_of(shards, taken))
         if self.parts[0].name == ALL:
