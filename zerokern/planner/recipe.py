@@ -80,6 +80,8 @@ class Recipe:
     keep_ring_nbytes: int = 0
     budgets: tuple[tuple[str, int], ...] = ()
     """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left"""
+    param_budgets: tuple[tuple[str, int], ...] = ()
+    """the same of parameters, before `param_tier`"""
 
     @classmethod
     def of(
@@ -115,10 +117,11 @@ class Recipe:
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
         state, budgets = _tiers("tier", tier)
-        params = _tier("param_tier", param_tier)
+        params, param_budgets = _tiers("param_tier", param_tier)
         kept = (None, 0) if keep is None else _tier("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
-        return replace(cls(name, param, reduce, state_format, master_format, *places), budgets=budgets)
+        made = cls(name, param, reduce, state_format, master_format, *places)
+        return replace(made, budgets=budgets, param_budgets=param_budgets)
 
     @property
     def rests(self) -> bool:
@@ -143,13 +146,17 @@ class Recipe:
         rings = [RING_NBYTES * (place == "nvme") for place in (tier, param_tier, keep)]
         names = ("ring_nbytes", "param_ring_nbytes", "keep_ring_nbytes")
         rings_by_name: dict[str, Any] = dict(zip(names, rings, strict=True))
-        return replace(self, tier=tier, param_tier=param_tier, keep=keep, budgets=(), **rings_by_name)
+        made = replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
+        return replace(made, budgets=(), param_budgets=())
 
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
         here = self
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
+            memory = sum(budget for _, budget in self.param_budgets)
+            on_disk = self.param_budgets and self.param_tier == "nvme"
+            here = replace(here, param_budgets=(("device", memory),) if on_disk else ())
             here = replace(here, keep="device") if self.keep == "cpu" else here
             if self.budgets:
                 budget = sum(budget for _, budget in self.budgets)
@@ -163,7 +170,17 @@ class Recipe:
         if device != "cpu" and self.tier == "device" and self.optimizer != "none":
             allowed = "'cpu' or 'nvme' (zk.Nvme(path)) for parameters that rest off the device"
             raise ValueError(got("tier", self.tier, allowed, "Their state is larger than they are"))
+        if here.is_on_both_sides(device) and self.budgets:
+            allowed = "'cpu' or 'nvme', one of them, where some parameters are on the device and others off it"
+            raise ValueError(got("tier", [*self.budgets, self.tier], allowed, "Such a split of both is not planned"))
+        if here.is_on_both_sides(device) and self.delays:
+            do = "Some parameters are on the device and others are not"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap'", do))
         return here
+
+    def is_on_both_sides(self, device: str) -> bool:
+        """Returns whether some parameters may be on a device with memory of its own, and others off it."""
+        return device != "cpu" and any(tier == "device" for tier, _ in self.param_budgets)
 
     def has_host_copies(self, device: str) -> bool:
         """Returns whether the optimizer updates copies in host memory of the parameters."""
