@@ -162,7 +162,7 @@ class Footprint(HeldMemory):
         places = place([one.shard_nbytes for one in each], budgets)
         return [(tiers[number], bucket) for number, bucket in zip(places, each, strict=True)]
 
-    def resting_in(self, *tiers: str) -> Buckets:
+    def _resting_in(self, *tiers: str) -> Buckets:
         """Returns the buckets of parameters that rest in these tiers."""
         return self.buckets.some([bucket for tier, bucket in self.lying if tier in tiers])
 
@@ -170,7 +170,7 @@ class Footprint(HeldMemory):
     def copied(self) -> list[BucketSize]:
         """The kinds of trained parameters that are updated in copies in host memory."""
         if self.recipe.is_on_both_sides(self.settings.device):
-            return self.resting_in("device").trained if self.recipe.optimizer != "none" else []
+            return self._resting_in("device").trained if self.recipe.optimizer != "none" else []
         return self.buckets.trained if self.recipe.has_host_copies(self.settings.device) else []
 
     @cached_property
@@ -402,12 +402,11 @@ def filling_memory(run: _F) -> _F:
     >>> run.recipe.budgets, run.tiers["nvme"] // 10**9, zk.plan("8B", tier="nvme").tiers["nvme"] // 10**9
     ((('cpu', 47000000000),), 33, 80)
     """
-    most = run.budget.get("cpu")
-    if run.recipe.is_on_both_sides(run.settings.device):
+    most, recipe = run.budget.get("cpu"), run.recipe
+    if recipe.tier != "nvme" or most is None or recipe.is_on_both_sides(run.settings.device):
         return run
-    if run.recipe.tier != "nvme" or most is None or (left := (most - run._of_host) // _GB * _GB) <= 0:
-        return run
-    return replace(run, recipe=replace(run.recipe, budgets=(("cpu", left),)))
+    left = (most - run._of_host) // _GB * _GB
+    return run if left <= 0 else replace(run, recipe=replace(recipe, budgets=(("cpu", left),)))
 
 
 def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
@@ -418,7 +417,7 @@ def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
 def _states(run: Footprint) -> Iterator[Holding]:
     """Yields parameters, gradients and optimizer state, by the tier that they rest in."""
     recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
-    tiers = {tier: run.resting_in(tier) for tier, _ in run.lying}
+    tiers = {tier: run._resting_in(tier) for tier, _ in run.lying}
     for tier, buckets in tiers.items():
         for kind in buckets.kinds:
             numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
@@ -430,14 +429,13 @@ def _states(run: Footprint) -> Iterator[Holding]:
             nbytes = _gradient_numel(kind, run) * itemsize(wire)
             yield Holding("gradients", short(wire), "nvme" if settings.spills else host, nbytes)
     yield from _optimizer_state(run)
-    has_copies = recipe.has_host_copies(settings.device)
     for kind in run.copied:
         wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
         numel -= staying_numel(run, kind.dtype)
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
         yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
     # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
-    waits = recipe.optimizer != "none" if recipe.rests else has_copies and settings.device != "cpu"
+    waits = recipe.optimizer != "none" if recipe.rests else run.copied and settings.device != "cpu"
     for kind in trained if recipe.delays and waits else ():
         numel, _ = kind.updated(shards_state(run.stage))
         yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
@@ -490,10 +488,10 @@ def _working_at_rest(run: Footprint) -> Iterator[Holding]:
     over) and gradients on their way out."""
     settings, buckets, recipe = run.settings, run.buckets, run.recipe
     if run.world == 1:  # the shard of what is on the device is whole
-        buckets = run.resting_in("cpu", "nvme")
+        buckets = run._resting_in("cpu", "nvme")
     if run.subject.units:
         hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
-        units_nbytes = (sum(bucket.shard_nbytes for bucket in u) for u in run.resting_in("nvme").beside_root)
+        units_nbytes = (sum(bucket.shard_nbytes for bucket in u) for u in run._resting_in("nvme").beside_root)
         handed = max(units_nbytes, default=0) if hands_over else 0
         yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
     wire = {kind.dtype: itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained}
@@ -574,18 +572,18 @@ def _moves_at_rest(run: Footprint) -> Iterator[Move]:
     those on disk are read to add to them and by the update."""
     recipe, settings, buckets = run.recipe, run.settings, run.buckets
     for tier in ("cpu", "nvme"):
-        here = run.resting_in(tier)
+        here = run._resting_in(tier)
         whole, root = (sum(bucket.shard_nbytes for bucket in some) for some in (here.sizes, here.root))
         for lane in lanes_to(tier, settings.device):
             yield Move("parameters", lane, settings.accumulate * (2 * whole - root - here.last_unit_nbytes))
     if recipe.optimizer != "none" and recipe.param_tier == "nvme":
-        updated = sum(kind.own_numel * kind.itemsize for kind in run.resting_in("nvme").trained)
+        updated = sum(kind.own_numel * kind.itemsize for kind in run._resting_in("nvme").trained)
         yield Move("parameters", "write", updated)
         if recipe.schedule != "overlap":  # which hands over what it has updated to the next forward
             yield Move("parameters", "read", updated)
     own = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained)
     if settings.device != "cpu":
-        leaving = run.resting_in("cpu", "nvme").trained
+        leaving = run._resting_in("cpu", "nvme").trained
         down = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in leaving)
         yield Move("gradients", "down", down * settings.accumulate)
     if settings.spills:
