@@ -105,8 +105,8 @@ def test_a_split_has_the_bits_of_one_tier(
 @each("state", ["device", "cpu", DISK, ["device:200KiB", "cpu:100KiB", DISK]])
 @each("dtype, formats", [(FP32, {}), (BF16, INT8), (BF16, {})])
 @each("budgets, plays, kinds", [
-    (["cpu:100KiB", DISK], False, ".d"), (["device:60KiB", "cpu"], True, ".h"), (["device:50KiB", DISK], True, ".d"),
-    (["device:40KiB", "cpu:40KiB", DISK], True, ".hd"), (["cpu:50KiB", DISK], True, "hd"),
+    (["cpu:40KiB", DISK], False, ".d"), (["device:40KiB", "cpu"], True, ".h"), (["device:40KiB", DISK], True, ".d"),
+    (["device:40KiB", "cpu:40KiB", DISK], True, ".hd"), (["cpu:40KiB", DISK], True, "hd"),
 ])  # fmt: skip
 def test_every_split(
     budgets: Any, plays: bool, kinds: str, dtype: Any, formats: dict, state: Any, size: int, settings: dict,
