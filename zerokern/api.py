@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.core.units import Reduce, Stage, Tier
 from zerokern.memory import TierConfig
 from zerokern.memory.heap import mmap_large_blocks, trim_heap
-from zerokern.memory.tier import config_of
+from zerokern.memory.order import TierOrder
 from zerokern.parallel.experts import groups_of
 from zerokern.parallel.halves import refuse_half_backwards
 from zerokern.zero import shard_of
@@ -50,7 +50,7 @@ def shard(
     stage: Stage = 2,
     mesh: Meshes = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    tier: Tier | TierConfig = "device",
+    tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
     keep: Tier | TierConfig | None = None,
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
@@ -80,7 +80,9 @@ def shard(
             computes, and host memory holds only the units at work and gradients. "cpu", for a model on a GPU: shards
             and reduced gradients lie in pinned host memory, so `param.device` is the CPU. Each unit is copied to the
             GPU one ahead of its turn, and the update runs on the host, whatever the optimizer's tier. `zk.Nvme(path)`
-            for a model on a GPU works the same way, through a pinned ring of `ring_nbytes`.
+            for a model on a GPU works the same way, through a pinned ring of `ring_nbytes`. A list is filled in its
+            order: `["device:2GiB", "cpu:16GiB", zk.Nvme(path)]`; a budget is bytes of shards that one rank keeps there.
+            Each bucket goes to the first tier that has room for all of it, in the order of the forward.
         keep: units keep only their inputs until backward, in this place ("device", "cpu", `zk.Nvme(path)`), and compute
             the rest again. See `zk.recompute`.
         micro: units compute in this many slices of the batch, so that the activations of one slice are alive at a time.
@@ -214,7 +216,7 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
     repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
         group = sharding_group(mesh, torch.get_default_device() if device is None else device)
-    if config_of(settings["tier"]) is not None and group.device.type == "cpu":
+    if TierOrder.of("tier", settings["tier"]).config is not None and group.device.type == "cpu":
         mmap_large_blocks()
     construction = Construction(group.device)
     module = construction.run(fn)

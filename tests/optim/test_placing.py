@@ -267,11 +267,6 @@ def test_a_disk_comes_last(tier: Tier) -> None:
         zk.AdamW([nn.Parameter(torch.ones(2))], tier=[tier(), "cpu"])
 
 
-def test_zk_shard_takes_one_tier() -> None:
-    with pytest.raises(ValueError, match="must be 'device', 'cpu' or"):
-        zk.shard(nn.Linear(2, 2), stage=3, tier=["cpu:1G", "device"])
-
-
 def test_a_step_that_was_planned(tier: Tier) -> None:
     """The bytes in memory and on disk are those of the plan, and so is what a step reads and writes."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)

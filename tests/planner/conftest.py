@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "comm"):
+for folder in (Path(__file__).parent, *(Path(__file__).parents[1] / name for name in ("comm", "zero"))):
     sys.path.insert(0, str(folder))
 
 

@@ -76,8 +76,16 @@ class TestBytes:
     @pytest.mark.parametrize("what", ["number", "module", "shape"])
     def test_the_program_moves_what_the_plan_says(self, what: str) -> None:
         subject = {"number": "3B", "module": model(), "shape": SHAPE}[what]
-        for asked in ({}, {"param_tier": "cpu"}, {"keep": "cpu"}, {"keep": "nvme", "accumulate": 3}):
+        share = {"number": "1GB", "module": "200KB", "shape": "300MB"}[what]
+        some, three = [f"cpu:{share}", "nvme"], [f"device:{share}", f"cpu:{share}", "nvme"]
+        for asked in (
+            {}, {"param_tier": "cpu"}, {"keep": "cpu"}, {"keep": "nvme", "accumulate": 3}, {"param_tier": some},
+            {"param_tier": some, "tier": some, "device": "cpu"}, {"param_tier": three},
+            {"param_tier": three, "world": 2},
+        ):  # fmt: skip
             for schedule in SCHEDULES:
+                if asked.get("param_tier") == three and isinstance(schedule, zk.Delayed):
+                    continue  # refused
                 plan = at_rest(subject, schedule=schedule, **asked)
                 program = step_program(plan, "delayed" if isinstance(schedule, zk.Delayed) else schedule, 3 * 8192)
                 for lane in LANES:

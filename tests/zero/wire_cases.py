@@ -31,6 +31,12 @@ def written() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
+def moved_by_disks() -> dict[str, int]:
+    """Bytes that this process has had read and written by disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(count) for name, count in (line.split(": ") for line in lines)}
+
+
 def step(model: Callable, optimizer: torch.optim.Optimizer, seed: int, micros: int, hold: Callable | None) -> None:
     for micro in range(micros):
         words = torch.randint(256, (2, SHAPE.context + 1), generator=torch.Generator().manual_seed(seed * 10 + micro))

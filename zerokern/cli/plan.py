@@ -90,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_tiers,
         help="where optimizer state lies: device, cpu, nvme; cpu:64GiB,nvme",
     )
-    add("--param-tier", default="device", metavar="TIER", help="where parameters rest at stage 3 (device)")
+    where = "where parameters rest at stage 3 (device); several as for --tier"
+    add("--param-tier", default="device", type=parse_tiers, metavar="TIER", help=where)
     add("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
     add("--micro", **count, default=1, help="slices of each batch (1)")
     add("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")

@@ -46,6 +46,21 @@ class TierOrder:
         """The tier that must be opened, if there is one."""
         return config_of(self.tiers[-1])
 
+    def kinds(self, *, apart: bool, free: int = 0) -> dict[str, int | None]:
+        """Returns the budgets by kind of tier: "device", "cpu" or "disk".
+
+        `apart`: the device that computes has memory of its own; else its budget is the host's. `free`: what "auto" is.
+
+        >>> TierOrder.of("tier", ["device:1KiB", "cpu:2KiB", zk.Nvme(".")]).kinds(apart=False)
+        {'cpu': 3072, 'disk': None}
+        """
+        pairs = zip(self.tiers, self.budgets, strict=True)
+        found = {"disk" if config_of(tier) else str(tier): free if budget == AUTO else budget for tier, budget in pairs}
+        if not apart and {"device", "cpu"} <= found.keys():
+            memory = found.pop("device"), found.pop("cpu")
+            found = {"cpu": None if None in memory else sum(filter(None, memory)), **found}
+        return found
+
     @property
     def name(self) -> str:
         """The kinds of its tiers, which are the same on all ranks; their paths and budgets may differ."""

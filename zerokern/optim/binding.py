@@ -334,8 +334,9 @@ class Binding:
         batches = [batch for batch, first in zip(self._batches, self._firsts, strict=True) if first == turn]
         survey = self.survey
         records = sum(batch.record.nbytes for batch in batches if batch.record is not None)
-        params = {i for batch in batches if batch.params for i, _ in batch.members}
-        spilled = {i for batch in batches if batch.gradients for i, _ in batch.members}
+        rows = {i for batch in batches for i, _ in batch.members}
+        params = [i for i in rows if rest_of(survey.params[i]) is not None]
+        spilled = [i for i in rows if survey.gradient_rests[i] is not None]
         return {
             "record_nbytes": records + sum(survey.params[i].nbytes for i in params),
             "spill_nbytes": sum(survey.numels[i] * survey.grad_dtypes[i].itemsize for i in spilled),
@@ -373,6 +374,8 @@ class Binding:
         if not self.moves:
             for i in range(begin, end):
                 self._update(i)
+            return
+        if begin == end:  # all of it stays on the device, or was in a record of an earlier turn
             return
         if self._flow is None:
             self._flow = self._flowing()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
@@ -87,7 +88,7 @@ def clip_grad_norm_(
     factor = torch.where(torch.isfinite(total), factor, 1.0 if party is None else torch.nan)
     for sharding, mine in _grouped(divided, attrgetter("sharding")).items():
         if with_gradients(sharding) <= {id(shard) for _, shard in mine} and sharding.has_own_gradients:
-            sharding.fold(factor.item() if factor.is_cpu or mine[0][1].piece.is_cpu else factor)
+            sharding.fold(factor.item() if factor.is_cpu or any(one.piece.is_cpu for _, one in mine) else factor)
         else:
             if sharding.publisher is not None:
                 sharding.publisher.finish()  # an update may be reading them
@@ -153,6 +154,9 @@ def _measure(grads: list[Tensor], kind: float, place: torch.device, shards: Sequ
     """Returns the sum of squares, or the largest magnitude, NaN if there is any; `shards`: of these gradients."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=place)
+    if len({grad.is_cuda for grad in grads}) > 1:  # zk.shard has put some of them off the device
+        each = [_measure([grad], kind, place, shards[n : n + 1]) for n, grad in enumerate(grads)]
+        return torch.stack(each).amax() if kind == math.inf else reduce(torch.add, each)
     if grads[0].is_cuda and kind == 2.0:
         return sumsq_there(grads).to(place)
     if kind == 2.0:

@@ -30,6 +30,7 @@ from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
+from zerokern.zero.kinds import splits_of
 from zerokern.zero.tiers import own_name
 
 __all__ = ["Bound", "Chosen", "Holdings"]
@@ -220,10 +221,13 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
-        if self.schedule == "sync" and self.rests_on_device:
-            return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
-        if not everyone:
+        if everyone and self._splits(groups):
+            if self.delays:
+                do = "Some of these parameters are on a device and others are not (zk.shard(tier=[...]))"
+                raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap'", do))
+            return True
+        if not everyone or (self.schedule == "sync" and self.rests_on_device):
             return False
         there = is_apart(everyone[0])
         if there and self.rests_on_device and self.schedule != "sync":
@@ -238,14 +242,22 @@ class Holdings:
         if waits and all(param.grad is None for group in groups for param in group["params"]):
             raise StateError(_TOO_EARLY.format(tier=self.tier))
 
+    def _splits(self, groups: Groups) -> bool:
+        """Whether zk.shard may have put some of these parameters on the device, and others off it."""
+        last = self.shards
+        if last.shards and last.knows(groups):
+            return any(getattr(one, "splits", False) for one in last.shardings)
+        return any(splits_of(param) for group in groups for param in group["params"])
+
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
         """Returns what makes host copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
         if self.host is None:
-            assert self.room is not None
-            self.host = HostCopies(self.room, self.delays, late=any(group.get(LATE, False) for group in groups))
-        trained = next(param for group in groups for param in group["params"] if param.requires_grad)
+            room = HostTier("what a device tells the host") if self.room is None else self.room
+            self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
+        everyone = [param for group in groups for param in group["params"] if param.requires_grad]
+        trained = next(filter(is_apart, everyone), everyone[0])
         self.host.reach(trained, measured=self.recorder is not None)
         self.placing.there = is_apart(trained)
 

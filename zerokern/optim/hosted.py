@@ -32,7 +32,7 @@ from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.optim.returned import GivingBack
 from zerokern.zero.hooks import weakly
-from zerokern.zero.kinds import present, rest_of
+from zerokern.zero.kinds import present, rest_of, splits_of
 from zerokern.zero.reducing import GradReady, Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
@@ -56,7 +56,8 @@ class HostCopy:
 
     `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
     are the parameter's own and take no room. `stays`: bytes of state on the device, where the update runs there: the
-    gradient is the device's own, and the values are the parameter itself, or, with a delay, its shadow.
+    gradient is the device's own, and the values are the parameter itself, or, with a delay, its shadow. `near`: so
+    they are, but in host memory, where zk.shard has put what had no room on the device.
     """
 
     local: Tensor
@@ -74,6 +75,7 @@ class HostCopy:
     sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
+    near: bool = False
     left: weakref.WeakMethod | None = None  # brings the device's gradient back, whose memory there was given up
 
     @property
@@ -161,7 +163,8 @@ class HostCopies:
         """Makes copies; returns what is updated for each parameter: its copy's values, or itself if it is frozen."""
         trained = [i for i, one in enumerate(local) if one.requires_grad]
         new = [i for i in trained if id(local[i]) not in self.copies]
-        places = list(dict.fromkeys(local[i].device for i in trained)) if new else []
+        near = {i for i in new if _is_near(local[i])}
+        places = list(dict.fromkeys(local[i].device for i in trained if not _is_near(local[i]))) if new else []
         if len(places) > 1:
             allowed = "one optimizer for the parameters of each device"
             raise ValueError(f"parameters are on {places[0]} and on {places[1]}; allowed: {allowed}")
@@ -171,6 +174,9 @@ class HostCopies:
             copy.bring_back()
         self.room.forget([copy.values for copy in gone])  # before others are placed
         if new:
+            for i in near:
+                self.copies[id(local[i])] = HostCopy(local[i], local[i], local[i], stays=0, near=True)
+            new = [i for i in new if i not in near]
             missing = set(new)
             asked = [i for i in needed_first if i in missing]
             columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
@@ -232,6 +238,16 @@ class HostCopies:
     def of(self, local: Iterable[Tensor]) -> list[HostCopy]:
         """Returns the copies of these; frozen ones have none."""
         return [self.copies[id(one)] for one in local if id(one) in self.copies]
+
+    @property
+    def has_near(self) -> bool:
+        """Whether any of these parameters are in host memory, where they are updated in place."""
+        return any(copy.near for copy in self.copies.values())
+
+    def are_near(self, local: Iterable[Tensor]) -> bool:
+        """Whether all of these are."""
+        found = self.of(local)
+        return bool(found) and all(copy.near for copy in found)
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
@@ -312,6 +328,7 @@ class HostCopies:
             elif copy.grad.dtype != grad.dtype:
                 self._exchange(copy, grad.dtype)
             copy.fetched = (grad, left_as[place]) if left_as else None
+        pairs = [(copy, grad) for copy, grad in pairs if not copy.near]
         if self.link is None:
             grads = [grad for _, grad in pairs]
             for places in in_turns([grads]):
@@ -487,6 +504,11 @@ def _portions(piece: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> list[
     return [(target.view(-1)[elements], source.view(-1)[elements]) for target, source, elements in whole]
 
 
+def _is_near(local: Tensor) -> bool:
+    """Whether this is in host memory, of a model of which other parameters are on the device."""
+    return splits_of(local) and not device.is_apart(local)
+
+
 def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
     """Makes the copy of a parameter that rests; it rests at the same offset."""
     with rest.adding_views():
@@ -593,7 +615,7 @@ class EarlyFetches:
         copies = self.shards.host.of(self.shards.local[place] for place in places)
         handed_out = part.sharding.gradient_buckets[part.bucket].handed_out
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
-        if not plain or not copies or len(copies) != len(grads) or handed_out():
+        if not plain or not copies or copies[0].near or len(copies) != len(grads) or handed_out():
             return
         pieces = self.shards.pieces_of(part)
         fetch = EarlyFetch(self.shards.host, list(zip(copies, grads, strict=True)), pieces, handed_out)

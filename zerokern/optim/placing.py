@@ -12,7 +12,6 @@ from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
 from zerokern.memory.order import TierOrder, place
-from zerokern.memory.tier import config_of
 from zerokern.optim.device import is_apart
 from zerokern.optim.disk import on_disk_of
 
@@ -46,9 +45,10 @@ class Placing:
         found = [self._known(param, state.get(param)) for param, _ in wanted]
         new = [number for number, kind in enumerate(found) if kind is None]
         new.sort(key=lambda number: self.turns.get(id(wanted[number][0]), 0))
-        tiers = self._tiers()
+        tiers = self._order.kinds(apart=self.there, free=self.free or 0)
         if self.there:  # copies in host memory were made for want of room on the device
             tiers.pop("device", None)
+            tiers = tiers or {"cpu": None}  # of what zk.shard has put there
         for number, kind in zip(new, self._filled(tiers, [wanted[number][1] for number in new], 0), strict=True):
             found[number] = kind
         return [kind for kind in found if kind is not None]
@@ -72,25 +72,12 @@ class Placing:
 
         `held_there`: bytes of state that are on the device already.
         """
-        return self._filled(self._tiers(), sizes, held_there)
+        return self._filled(self._order.kinds(apart=self.there, free=self.free or 0), sizes, held_there)
 
     def _filled(self, tiers: Mapping[str, int | None], sizes: Sequence[int], held_there: int) -> list[str]:
         kinds, used = list(tiers), {"device": held_there, "cpu": 0 if self.room is None else self.room.kept_nbytes}
         held = [used.get(kind, 0) for kind in kinds]
         return [kinds[number] for number in place(sizes, list(tiers.values()), held)]
-
-    def _tiers(self) -> dict[str, int | None]:
-        """Returns the tiers with their budgets. Where a device has no memory of its own, its budget is the host's, and
-        "auto" is nothing."""
-        pairs = zip(self._order.tiers, self._order.budgets, strict=True)
-        tiers = {
-            "disk" if config_of(tier) else str(tier): (self.free or 0) if budget == AUTO else budget
-            for tier, budget in pairs
-        }
-        if not self.there and {"device", "cpu"} <= tiers.keys():
-            memory = tiers.pop("device"), tiers.pop("cpu")
-            tiers = {"cpu": None if None in memory else sum(filter(None, memory)), **tiers}
-        return tiers
 
     def _known(self, param: Tensor, entry: Any) -> str | None:
         if on_disk_of(entry) is not None:

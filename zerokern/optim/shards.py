@@ -379,7 +379,7 @@ class Shards:
         for key, entry in waiting.items():
             with present(entry[PENDING]):
                 copies[key] = {**entry, PENDING: entry[PENDING].clone()}
-        others = {key: state.get(key, entry) for key, entry in self._others(outer).items()}  # a disk's have been read
+        others = {key: state.get(key, entry) for key, entry in self.others(outer).items()}  # a disk's have been read
         return WatchedState({**self.shown({**state, **copies}, outer), **others})
 
     def refetch(self) -> None:

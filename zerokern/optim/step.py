@@ -181,7 +181,7 @@ class StepRunner:
     def release_gradients(self) -> None:
         """Returns once gradients may be written: what reads them has done so."""
         update = self.pending
-        if update is not None and update.in_place:
+        if update is not None and update.reads_in_place:
             update.run.finish()
         for ticket in self._on_their_way:
             ticket.gate()

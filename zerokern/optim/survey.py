@@ -139,7 +139,7 @@ class Survey:
         ]
         chosen = [self.chosen(*term) for term in self.terms]
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
-        self.rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
+        self.rests = any(map(_may_rest, self.params))  # or their gradients
         # whether gradients may have been measured where they were reduced; a device measures its own
         of_pieces = bool(starts) and self.device is None
         self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
@@ -250,6 +250,12 @@ class Survey:
 
         seen = map(Seen, compress(self.gradient_rests, chosen), known)
         return sumsq_of_each(list(seen), measure)
+
+
+def _may_rest(param: Tensor) -> bool:
+    shard = shard_of(param)
+    spills = shard is not None and shard.gradients is not None and shard.gradients.leaves_memory
+    return spills or rest_of(param) is not None
 
 
 def _resolved(param: Tensor) -> Tensor | None:

@@ -52,6 +52,7 @@ class Update:
         binding.arrange(turns, [name for part in parts for name in part.names])
         # whether gradients are read where the user's program has them, and could be edited
         self.in_place = not shards.is_hosted
+        self.reads_in_place = self.in_place or shards.host.has_near
         self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
         self.publish_when_done = False
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
@@ -100,9 +101,11 @@ class Update:
             self.binding.begun = True
             raise StateError(_EDITED)
 
-    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy]) -> None:
+    def make_part_on_host(
+        self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Sequence[tuple[Tensor, int]]
+    ) -> None:
         """Makes one turn of the update in host memory; gradients of `copies` may be fetched anew from then on."""
-        self.make_part(turn)
+        self.make_part(turn, readings)
         if copies:
             host.consumed(copies, updated=self.decision.scale is not None)
 
@@ -175,10 +178,11 @@ class Update:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
                 copy.free = False
+            near = () if inline else shards.readings(m for m in part.members if m in rows and shards.copy(m).near)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
                 read = copies if number == len(pieces) else []  # to its end
-                yield ("Step", name), partial(self.make_part_on_host, turn + number - 1, host, read)
+                yield ("Step", name), partial(self.make_part_on_host, turn + number - 1, host, read, near)
                 if program.has("Store", name):
                     yield ("Store", name), partial(self.store, host, copies, ready, piece)
         if program.has("Publish", part.name):
@@ -192,8 +196,11 @@ class Update:
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(self._turn_of[part.name]) if part.name in self._turn_of else {}
-            measured = shards.host.link is not None  # else the host sums; where nobody asks for a norm, nobody does
-            others = {"measured": measured, "stored": self.copies_back, "pieces": len(part.turns), **moved}
+            crosses = self.in_place or not shards.host.are_near(shards.local[place] for place in part.members)
+            # else the host sums; where nobody asks for a norm, nobody does
+            measured = crosses and shards.host.link is not None
+            stored = crosses and self.copies_back
+            others = {"measured": measured, "stored": stored, "pieces": len(part.turns), **moved}
             spans.append(_span_of(part, survey.row_of, binding, fetched=part.name in tickets, **others))
         spans = _with_others(spans, buckets_of(shards, taken))
         if self.parts[0].name == ALL:

@@ -152,6 +152,30 @@ class Footprint(HeldMemory):
         return self.subject.buckets(self.stage, self.world, self.settings.bucket_bytes)
 
     @cached_property
+    def lying(self) -> list[tuple[str, BucketSize]]:
+        """Each bucket of parameters with the tier that it rests in, in the order of the forward."""
+        recipe, sizes = self.recipe, self.buckets.sizes
+        if not recipe.param_budgets:
+            return [(recipe.param_tier, bucket) for bucket in sizes]
+        from zerokern.memory.order import place  # its package needs torch, other plans do not
+
+        tiers, budgets = zip(*recipe.param_budgets, (recipe.param_tier, None), strict=True)
+        each = [one for bucket in sizes for one in bucket.each()]
+        places = place([one.shard_nbytes for one in each], budgets)
+        return [(tiers[number], bucket) for number, bucket in zip(places, each, strict=True)]
+
+    def _resting_in(self, *tiers: str) -> Buckets:
+        """Returns the buckets of parameters that rest in these tiers."""
+        return self.buckets.some([bucket for tier, bucket in self.lying if tier in tiers])
+
+    @cached_property
+    def copied(self) -> list[BucketSize]:
+        """The kinds of trained parameters that are updated in copies in host memory."""
+        if self.recipe.is_on_both_sides(self.settings.device):
+            return self._resting_in("device").trained if self.recipe.optimizer != "none" else []
+        return self.buckets.trained if self.recipe.has_host_copies(self.settings.device) else []
+
+    @cached_property
     def held(self) -> tuple[Holding, ...]:  # type: ignore[override]
         """Rank 0's bytes, item by item. No other rank has more, except for the padding at a cut."""
         working = _working_at_rest if self.recipe.rests else _working
@@ -176,7 +200,7 @@ class Footprint(HeldMemory):
         """
         recipe = self.recipe
         has_copies = recipe.has_host_copies(self.settings.device)
-        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
+        if recipe.optimizer == "none" or not (self.copied or recipe.tier == "cpu" or recipe.budgets):
             return 0
         from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 
@@ -196,6 +220,10 @@ class Footprint(HeldMemory):
             nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
             nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
             state = sorted(state, key=lambda tensor: tensor[0])
+        elif self.copied:  # of what is on the device, as one
+            nbytes = [
+                kind.own_numel * (kind.itemsize + itemsize(recipe.wire_dtype(kind.dtype))) for kind in self.copied
+            ]
         return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
 
     @cached_property
@@ -401,7 +429,7 @@ def filling(run: _F) -> _F:
     """
     recipe = run.recipe
     budgets: list[tuple[str, int]] = []
-    if recipe.tier == "device" or recipe.optimizer == "none":
+    if recipe.tier == "device" or recipe.optimizer == "none" or recipe.is_on_both_sides(run.settings.device):
         return run
 
     def room(tier: str, nbytes: int) -> None:
@@ -424,25 +452,27 @@ def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
 def _states(run: Footprint) -> Iterator[Holding]:
     """Yields parameters, gradients and optimizer state, by the tier that they rest in."""
     recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
-    host = "cpu" if recipe.rests and settings.device != "cpu" else "device"
-    for kind in run.buckets.kinds:
-        numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
-        yield Holding("parameters", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
     most = _leaving_nbytes(run)
-    for kind in trained:
-        wire = recipe.wire_dtype(kind.dtype)
-        nbytes = _gradient_numel(kind, run) * itemsize(wire)
-        yield Holding("gradients", short(wire), "nvme" if settings.spills else host, min(nbytes, most))
-        most -= min(nbytes, most)
+    tiers = {tier: run._resting_in(tier) for tier, _ in run.lying}
+    for tier, buckets in tiers.items():
+        for kind in buckets.kinds:
+            numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
+            yield Holding("parameters", short(kind.dtype), tier, numel * kind.itemsize)
+    for tier, buckets in tiers.items():
+        host = "device" if tier == "device" or settings.device == "cpu" else "cpu"
+        for kind in buckets.trained:
+            wire = recipe.wire_dtype(kind.dtype)
+            nbytes = min(_gradient_numel(kind, run) * itemsize(wire), most if host == "device" else sys.maxsize)
+            yield Holding("gradients", short(wire), "nvme" if settings.spills else host, nbytes)
+            most -= nbytes if host == "device" else 0
     yield from _optimizer_state(run)
-    has_copies = recipe.has_host_copies(settings.device)
-    for kind in trained if has_copies else ():
+    for kind in run.copied:
         wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
         numel -= staying_numel(run, kind.dtype)
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
         yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
     # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
-    waits = recipe.optimizer != "none" if recipe.rests else has_copies and settings.device != "cpu"
+    waits = recipe.optimizer != "none" if recipe.rests else run.copied and settings.device != "cpu"
     for kind in trained if recipe.delays and waits else ():
         numel, _ = kind.updated(shards_state(run.stage))
         yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
@@ -507,9 +537,11 @@ def _working_at_rest(run: Footprint) -> Iterator[Holding]:
     """Yields fetched parameters (of the unit that computes, of the next one, and on a CPU of one that its update hands
     over) and gradients on their way out."""
     settings, buckets, recipe = run.settings, run.buckets, run.recipe
+    if run.world == 1:  # the shard of what is on the device is whole
+        buckets = run._resting_in("cpu", "nvme")
     if run.subject.units:
         hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
-        units_nbytes = (sum(bucket.shard_nbytes for bucket in unit) for unit in buckets.beside_root)
+        units_nbytes = (sum(bucket.shard_nbytes for bucket in u) for u in run._resting_in("nvme").beside_root)
         handed = max(units_nbytes, default=0) if hands_over else 0
         yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
     wire = {kind.dtype: itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained}
@@ -566,11 +598,11 @@ def lanes_to(tier: str | None, device: str) -> tuple[str, ...]:
 
 
 def _moves(run: Footprint) -> Iterator[Move]:
-    recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
+    recipe, settings = run.recipe, run.settings
     if recipe.rests:
         yield from _moves_at_rest(run)
-    elif recipe.has_host_copies(settings.device) and settings.device != "cpu":
-        for kind in trained:
+    if settings.device != "cpu":
+        for kind in run.copied:
             numel = kind.updated(shards_state(run.stage))[0] - staying_numel(run, kind.dtype)
             yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
             yield Move("parameters", "up", numel * kind.itemsize)
@@ -589,17 +621,21 @@ def _moves_at_rest(run: Footprint) -> Iterator[Move]:
     """Yields the moves of resting parameters: they are fetched and stored, gradients of each micro-batch leave, and
     those on disk are read to add to them and by the update."""
     recipe, settings, buckets = run.recipe, run.settings, run.buckets
-    whole, root = (sum(bucket.shard_nbytes for bucket in some) for some in (buckets.sizes, buckets.root))
-    for lane in lanes_to(recipe.param_tier, settings.device):
-        yield Move("parameters", lane, settings.accumulate * (2 * whole - root - buckets.last_unit_nbytes))
+    for tier in ("cpu", "nvme"):
+        here = run._resting_in(tier)
+        whole, root = (sum(bucket.shard_nbytes for bucket in some) for some in (here.sizes, here.root))
+        for lane in lanes_to(tier, settings.device):
+            yield Move("parameters", lane, settings.accumulate * (2 * whole - root - here.last_unit_nbytes))
     if recipe.optimizer != "none" and recipe.param_tier == "nvme":
-        updated = sum(kind.own_numel * kind.itemsize for kind in buckets.trained)
+        updated = sum(kind.own_numel * kind.itemsize for kind in run._resting_in("nvme").trained)
         yield Move("parameters", "write", updated)
         if recipe.schedule != "overlap":  # which hands over what it has updated to the next forward
             yield Move("parameters", "read", updated)
     own = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained)
     if settings.device != "cpu":
-        yield Move("gradients", "down", own * settings.accumulate)
+        leaving = run._resting_in("cpu", "nvme").trained
+        down = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in leaving)
+        yield Move("gradients", "down", down * settings.accumulate)
     if settings.spills:
         yield Move("gradients", "write", own * settings.accumulate)
         yield Move("gradients", "read", own * settings.accumulate)

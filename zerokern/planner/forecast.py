@@ -369,16 +369,21 @@ def in_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class StepPart:
-    """Elements that are fetched, updated and stored together, `own_numel` of them by this rank. `encloses`: they belong
-    to no unit, and are needed by all. `alone`: they are one bucket."""
+    """Elements that are fetched, updated and stored together, `own_numel` of them by this rank.
+
+    `tier`: where they rest. `encloses`: they belong to no unit, and are needed by all. `alone`: they are one bucket."""
 
     numel: int
     own_numel: int
     dtype: str
     trainable: bool
-    rests: bool = False
+    tier: str = "device"
     encloses: bool = False
     alone: bool = False
+
+    @property
+    def rests(self) -> bool:
+        return self.tier != "device"
 
 
 class StepShape:
@@ -497,7 +502,8 @@ class StepShape:
             )
         if part.rests:
             found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
-            found["fetch_lanes"] = lanes_to(recipe.param_tier, settings.device)
+            found["fetch_lanes"] = lanes_to(part.tier, settings.device)
+        if recipe.rests:
             found["stays_nbytes"] = self.stays[number]
         if part.trainable and settings.spills:
             found["spill_nbytes"] = part.own_numel * itemsize(recipe.wire_dtype(part.dtype))
@@ -509,21 +515,21 @@ class StepShape:
 
 def _parts(plan: Footprint) -> Iterator[StepPart]:
     """Yields each bucket as one part; a count of equal buckets as at most `SPANS` parts."""
-    for load in plan.buckets.sizes:
+    for tier, load in plan.lying:
         count, encloses = min(SPANS, max(load.count, 1)), plan.buckets.in_units and load.unit == ROOT
         for number in range(count):
             numel, own = (n * (number + 1) // count - n * number // count for n in (load.numel, load.own_numel))
             own = own if shards_state(plan.stage) else numel
             alone = count == max(load.count, 1)
-            yield StepPart(numel, own, load.dtype, load.trainable, plan.recipe.rests, encloses, alone)
+            yield StepPart(numel, own, load.dtype, load.trainable, tier, encloses, alone)
 
 
 def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
     """Merges neighbours of one kind until they have at least this many elements."""
     held: StepPart | None = None
     for part in parts:
-        kind = part.dtype, part.trainable, part.encloses
-        if held is not None and (held.dtype, held.trainable, held.encloses) == kind and held.numel < least:
+        kind = part.dtype, part.trainable, part.tier, part.encloses
+        if held is not None and (held.dtype, held.trainable, held.tier, held.encloses) == kind and held.numel < least:
             own = held.own_numel + part.own_numel
             held = replace(held, numel=held.numel + part.numel, own_numel=own, alone=False)
             continue

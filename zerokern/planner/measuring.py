@@ -84,7 +84,15 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
     shardings = shardings_of(map(shard_of, params))
     memories = [one for sharding in shardings for one in (*sharding.memories, *sharding.gradient_buckets)]
     rests = [rest for memory in memories if (rest := getattr(memory, "rest", None)) is not None]
-    tally = _Tally(params[0].device.type, rests)
+    hosted = [one.shard for sharding in shardings for one in sharding.memories if one.host is not None]
+    hosted += [
+        one.reduced
+        for sharding in shardings
+        for one in sharding.gradient_buckets
+        if one.host_reducer is not None and one.reduced is not None
+    ]
+    computing = next((one.group.device for one in shardings if hosted), params[0].device)
+    tally = _Tally(computing.type, rests, hosted)
     for sharding in shardings:
         for role, tensors in sharding.holdings().items():
             for tensor in tensors:
@@ -106,11 +114,13 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
 class _Tally:
     """Adds up bytes by (role, format, tier). A storage counts once, for the first role that has it.
 
-    What rests on disk counts there, and also in memory while it is fetched.
+    What rests on disk counts there, and also in memory while it is fetched. `hosted`: tensors in host memory beside a
+    device that computes.
     """
 
-    def __init__(self, device: str, resting: Iterable[Rest]) -> None:
+    def __init__(self, device: str, resting: Iterable[Rest], hosted: Iterable[Tensor] = ()) -> None:
         self.device = device
+        self._hosted = {tensor.untyped_storage().data_ptr() for tensor in hosted}
         self._resting = {rest.memory.untyped_storage().data_ptr(): rest for rest in resting}
         self._seen: set[int] = set()
         self._keep: list[Tensor] = []  # a storage that is freed meanwhile could lend its address to the next
@@ -124,6 +134,7 @@ class _Tally:
         self._seen.add(storage.data_ptr())
         self._keep.append(local)
         tier = "device" if local.device.type == self.device else local.device.type
+        tier = "cpu" if storage.data_ptr() in self._hosted else tier
         rest = self._resting.get(storage.data_ptr())
         if rest is not None:
             if rest.is_here:

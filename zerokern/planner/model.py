@@ -90,6 +90,20 @@ class BucketSize:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.itemsize
 
+    def each(self) -> list[BucketSize]:
+        """Returns the buckets that it counts together, one by one.
+
+        >>> [one.numel for one in BucketSize.bare(1000, "float32", 1, 2000).each()]
+        [500, 500]
+        """
+        if self.count == 1:
+            return [self]
+        found = []
+        for number in range(self.count):
+            fields: dict[str, Any] = {name: _part(getattr(self, name), number, self.count) for name in _SUMMED}
+            found.append(replace(self, **fields))
+        return found
+
     def updated(self, is_sharded: bool) -> tuple[int, int]:
         """Returns the elements and int8 blocks that this rank updates: its own, or all where state is not sharded."""
         return (self.own_numel, self.own_blocks) if is_sharded else (self.numel, self.blocks)
@@ -101,6 +115,12 @@ class Buckets:
 
     sizes: tuple[BucketSize, ...]
     in_units: bool = False
+    last_unit: int = -1
+    """where these are some of a model's, the last unit of that; negative: theirs"""
+
+    def some(self, sizes: Sequence[BucketSize]) -> Buckets:
+        """Returns those of the same model that are among these."""
+        return Buckets(tuple(sizes), self.in_units, self.beside_root[-1][0].unit if self.beside_root else 0)
 
     @cached_property
     def kinds(self) -> list[BucketSize]:
@@ -134,6 +154,8 @@ class Buckets:
     def last_unit_nbytes(self) -> int:
         """Bytes of this rank's shard of the last unit; 0 if units are unknown."""
         last = self.beside_root[-1:] if self.in_units else []
+        if self.last_unit >= 0:
+            last = [sizes for sizes in last if sizes[0].unit == self.last_unit]
         return sum(bucket.shard_nbytes for bucket in chain(*last))
 
     @cached_property
@@ -149,6 +171,10 @@ class Buckets:
             units[bucket.unit] = units.get(bucket.unit, 0) + bucket.nbytes
         root, others = units.pop(0, 0), [nbytes for _, nbytes in sorted(units.items())]
         return root + max((sum(others[i : i + 2]) for i in range(len(others))), default=0)
+
+
+def _part(total: int, number: int, count: int) -> int:
+    return total * (number + 1) // count - total * number // count
 
 
 def _together(sizes: Sequence[BucketSize]) -> BucketSize:

@@ -191,7 +191,7 @@ def plan(
         param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
         tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
-        param_tier: where parameters rest at stage 3: `zk.shard(tier=)`.
+        param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
         keep, micro: as in `zk.shard`; without them activations are whole. Each of `accumulate` fetches what rests anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
         units, bucket_bytes: as in `zk.shard`.
@@ -495,7 +495,7 @@ def _is_sharded(plan: Plan) -> bool:
 
 def _code(plan: Plan) -> str:
     recipe = plan.recipe
-    places = {"device": "", "cpu": ', tier="cpu"', "nvme": ", tier=zk.Nvme(path)"}
+    rests = f", tier={table.param_tier_said(recipe, 'zk.Nvme(path)')}" if recipe.rests else ""
     keeps = {"device": ', keep="device"', "cpu": ', keep="cpu"', "nvme": ", keep=zk.Nvme(path)"}
     recomputed = keeps.get(recipe.keep or "", "")
     if plan.settings.micro > 1:  # slices alone imply the device
@@ -505,7 +505,7 @@ def _code(plan: Plan) -> str:
     rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
-    shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
+    shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
     options = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
     options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""

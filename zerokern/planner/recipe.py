@@ -81,6 +81,8 @@ class Recipe:
     budgets: tuple[tuple[str, int | Literal["auto"]], ...] = ()
     """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left; "auto": what a plan
     leaves (`Footprint.budgets`)"""
+    param_budgets: tuple[tuple[str, Any], ...] = ()
+    """the same of parameters, before `param_tier`"""
 
     @classmethod
     def of(
@@ -115,11 +117,12 @@ class Recipe:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
-        state, budgets = _tiers("tier", tier)
-        params = _tier("param_tier", param_tier)
+        state, budgets = _tiers("tier", tier, auto=True)
+        params, param_budgets = _tiers("param_tier", param_tier)
         kept = (None, 0) if keep is None else _tier("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
-        return replace(cls(name, param, reduce, state_format, master_format, *places), budgets=budgets)
+        made = cls(name, param, reduce, state_format, master_format, *places)
+        return replace(made, budgets=budgets, param_budgets=param_budgets)
 
     @property
     def rests(self) -> bool:
@@ -144,7 +147,8 @@ class Recipe:
         rings = [RING_NBYTES * (place == "nvme") for place in (tier, param_tier, keep)]
         names = ("ring_nbytes", "param_ring_nbytes", "keep_ring_nbytes")
         rings_by_name: dict[str, Any] = dict(zip(names, rings, strict=True))
-        return replace(self, tier=tier, param_tier=param_tier, keep=keep, budgets=(), **rings_by_name)
+        made = replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
+        return replace(made, budgets=(), param_budgets=())
 
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
@@ -155,6 +159,9 @@ class Recipe:
             here = replace(here, budgets=budgets, tier="nvme" if self.tier == "nvme" else "cpu")
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
+            memory = sum(budget for _, budget in self.param_budgets)
+            on_disk = self.param_budgets and self.param_tier == "nvme"
+            here = replace(here, param_budgets=(("device", memory),) if on_disk else ())
             here = replace(here, keep="device") if self.keep == "cpu" else here
         if not here.rests:
             return here
@@ -164,7 +171,17 @@ class Recipe:
         if device != "cpu" and self.tier == "device" and self.optimizer != "none":
             allowed = "'cpu' or 'nvme' (zk.Nvme(path)) for parameters that rest off the device"
             raise ValueError(got("tier", self.tier, allowed, "Their state is larger than they are"))
+        if here.is_on_both_sides(device) and self.budgets:
+            allowed = "'cpu' or 'nvme', one of them, where some parameters are on the device and others off it"
+            raise ValueError(got("tier", [*self.budgets, self.tier], allowed, "Such a split of both is not planned"))
+        if here.is_on_both_sides(device) and self.delays:
+            do = "Some parameters are on the device and others are not"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap'", do))
         return here
+
+    def is_on_both_sides(self, device: str) -> bool:
+        """Returns whether some parameters may be on a device with memory of its own, and others off it."""
+        return device != "cpu" and any(tier == "device" for tier, _ in self.param_budgets)
 
     def has_host_copies(self, device: str) -> bool:
         """Returns whether the optimizer updates copies in host memory of the parameters."""
@@ -349,13 +366,15 @@ def _state_formats(optimizer: str) -> tuple[str, ...]:
     return tuple(name for name in STATE_FORMATS if name != "int8" or optimizer not in _WITHOUT_INT8)
 
 
-def _tiers(argument: str, tier: Any) -> tuple[tuple[str, int], tuple[tuple[str, int | Literal["auto"]], ...]]:
+def _tiers(
+    argument: str, tier: Any, *, auto: bool = False
+) -> tuple[tuple[str, int], tuple[tuple[str, int | Literal["auto"]], ...]]:
     """Returns the last of several tiers, as `_tier` does, and the others with their budgets."""
     if not isinstance(tier, list | tuple):
         return _tier(argument, tier), ()
     from zerokern.memory.order import read_order  # its package needs torch, other plans do not
 
-    named = read_order(argument, tier, _tier, auto=True)
+    named = read_order(argument, tier, _tier, auto=auto)
     return named[-1][0], tuple((name, budget) for (name, _), budget in named[:-1] if budget is not None)
 
 

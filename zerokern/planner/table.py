@@ -7,13 +7,13 @@ from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.footprint import LANES, STATES, WORKING, Footprint, HeldMemory, Holding, lanes_to
-from zerokern.planner.recipe import OPTIMIZERS, short
+from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters
 
 __all__ = [
-    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "settings", "stage_page",
-    "tier_said", "title", "worlds_page",
+    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "param_tier_said", "settings",
+    "stage_page", "tier_said", "title", "worlds_page",
 ]  # fmt: skip
 
 NAMES = {
@@ -136,9 +136,8 @@ def settings(plan: Footprint) -> str:
         words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
         master = recipe.master_of(dtype)
         words += [] if master == "own" else [f'master_format="{master}"']
-        before = [f"{TIERS[tier]} up to {gigabytes(budget)} GB, then" for tier, budget in plan.budgets]
-        words += [] if recipe.tier == "device" else [" ".join(["state", *before, TIERS[recipe.tier]])]
-    words += [f"parameters at rest {TIERS[recipe.param_tier]}"] if recipe.rests else []
+        words += [] if recipe.tier == "device" else [f"state {_filled(plan.budgets, recipe.tier)}"]
+    words += [f"parameters at rest {_filled(recipe.param_budgets, recipe.param_tier)}"] if recipe.rests else []
     if recipe.optimizer != "none":
         words += [] if recipe.schedule == "sync" else [f"schedule={recipe.schedule!r}"]
     if plan.settings.accumulate > 1:
@@ -359,7 +358,7 @@ def _placement(plan: Footprint) -> str:
     'param_tier="cpu", tier="nvme"'
     """
     recipe = plan.recipe
-    words = [f'param_tier="{recipe.param_tier}"', f"tier={tier_said(plan)}"]
+    words = [f"param_tier={_order_said(recipe.param_budgets, recipe.param_tier)}", f"tier={tier_said(plan)}"]
     words += [f'keep="{recipe.keep}"'] if recipe.keep else []
     words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
     words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
@@ -372,11 +371,28 @@ def tier_said(plan: Footprint, disk: str = '"nvme"') -> str:
     >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]))
     '["cpu:1GB", "nvme"]'
     """
+    return _order_said(plan.budgets, plan.recipe.tier, disk)
+
+
+def param_tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
+    """Returns what `tier=` of `zk.shard` is given.
+
+    >>> param_tier_said(zk.plan("1B", stage=3, param_tier=["cpu:1GB", "nvme"], tier="cpu").recipe, "zk.Nvme(path)")
+    '["cpu:1GB", zk.Nvme(path)]'
+    """
+    return _order_said(recipe.param_budgets, recipe.param_tier, disk)
+
+
+def _order_said(budgets: Sequence[tuple[str, int]], last: str, disk: str = '"nvme"') -> str:
     words = [
-        f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"' for tier, budget in plan.budgets
+        f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"' for tier, budget in budgets
     ]
-    words.append(disk if plan.recipe.tier == "nvme" else f'"{plan.recipe.tier}"')
+    words.append(disk if last == "nvme" else f'"{last}"')
     return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
+
+
+def _filled(budgets: Sequence[tuple[str, int]], last: str) -> str:
+    return " ".join([*(f"{TIERS[tier]} up to {gigabytes(budget)} GB, then" for tier, budget in budgets), TIERS[last]])
 
 
 def lacks(plan: Footprint) -> str:
@@ -486,6 +502,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
         "device_memory": dict(plan.device_memory),
         "param_tier": recipe.param_tier,
+        "param_budgets": dict(recipe.param_budgets),
         "keep": recipe.keep,
         "micro": settings.micro,
         "gradients_spill": settings.spills,

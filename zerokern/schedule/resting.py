@@ -106,7 +106,9 @@ class _Resting:
         use, first = self.uses[number], number == self.uses[number].place
         nbytes = span.fetch_nbytes - (span.stays_nbytes if use.verb == "Backward" else 0)
         turn = self.fetched[use.place]
-        self.fetched[use.place] += nbytes > 0
+        stays = use.verb == "Backward" and span.stays_nbytes
+        gathers = span.gather_nbytes and (nbytes or not (span.fetch_lanes or stays))  # what is on the device, too
+        self.fetched[use.place] += bool(nbytes or gathers)
         room, there = self._computed(number - 2), list[OpKey]()
         room += self.begin(0) if number < 2 else ()
         for lane in span.fetch_lanes if nbytes else ():
@@ -115,7 +117,7 @@ class _Resting:
             what = f"{span.name} parameters{_ON[lane]}"
             after = [*room, *ready, *(self._away(span) if lane == "read" else ())]
             there += self.builder.add("Fetch", what, lane, after, nbytes, turn=turn)
-        if span.gather_nbytes and nbytes:
+        if gathers:
             sent = span.gather_nbytes // (2 if span.gathered_again else 1)
             there = self.builder.add("Gather", span.name, "net", [*room, *ready, *there], sent, turn=turn)
         return there

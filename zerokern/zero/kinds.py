@@ -42,6 +42,7 @@ __all__ = [
     "rest_of",
     "shardings_of",
     "shown_as",
+    "splits_of",
     "take",
     "version_of",
 ]
@@ -102,6 +103,16 @@ def rest_of(tensor: Tensor) -> Rest | None:
         return own
     shard = known_shard(tensor)
     return None if shard is None else shard.rest
+
+
+def splits_of(tensor: Tensor) -> bool:
+    """Returns whether this is a piece of a model whose shards may be on the device as well as off it.
+
+    >>> splits_of(torch.ones(2))
+    False
+    """
+    shard = known_shard(tensor)
+    return shard is not None and getattr(shard.sharding, "splits", False)
 
 
 def is_divided(value: object) -> bool:

@@ -18,8 +18,9 @@ from zerokern.core.errors import ShardError, StateError
 from zerokern.kernels.flat import warm
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
+from zerokern.memory.order import TierOrder
 from zerokern.memory.room import exceeds_half_of_memory
-from zerokern.memory.tier import AnyTier, DevicePool, name_of
+from zerokern.memory.tier import DevicePool
 from zerokern.zero import checks, hooks
 from zerokern.zero.checks import check_policy
 from zerokern.zero.containers import cast_floats
@@ -54,7 +55,7 @@ class Sharding:
         mp_policy: MixedPrecisionPolicy | None = None,
         units: Units = None,
         bucket_bytes: int = 32 << 20,
-        tier: AnyTier = "device",
+        tier: Any = "device",
         wrapper: UnitWrapper | None = None,
         materialize: Callable[[UnitSpec], None] | None = None,
         reduce: str = "mean",
@@ -68,7 +69,8 @@ class Sharding:
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
-        self.rests = rests_on(check_tier(tier, stage), group.everyone)
+        order = check_tier(tier, stage)
+        self.rests = rests_on(order, group.everyone)
         self._waits_for_updates = False
         self._nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
         found = units_of(module, units)
@@ -89,7 +91,7 @@ class Sharding:
             "reduce": self.op,
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
-            "tier": name_of(tier),
+            "tier": order.name,
             "keep, micro": wrapped,
             "units": [unit.name for unit in found],
             PLACE: ranks.place,
@@ -99,7 +101,7 @@ class Sharding:
             checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
-            self._fill_buckets(found, device, bucket_bytes, materialize, tier)
+            self._fill_buckets(found, device, bucket_bytes, materialize, order)
         self._hook_gradients()
         self.groups.watch_gradients(self)
         self.wrapper = wrapper
@@ -127,7 +129,7 @@ class Sharding:
         device: torch.device,
         bucket_bytes: int,
         materialize: Callable[[UnitSpec], None] | None,
-        tier: AnyTier,
+        order: TierOrder,
     ) -> None:
         """Moves parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
@@ -141,7 +143,9 @@ class Sharding:
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = take_driver(device, [param for _, param, _ in named])
-        for bucket, room in zip(buckets, reserve(tier, self.rests, driver, buckets), strict=True):
+        # whether some buckets may be on the device, and others off it: the same on all ranks, whatever their budgets
+        self.splits = driver is not None and order.tiers[0] == "device" and len(order.tiers) > 1
+        for bucket, room in zip(buckets, reserve(order, self.rests, driver, buckets), strict=True):
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
             prepared |= present
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
@@ -159,8 +163,10 @@ class Sharding:
             self.memories.append(memory)
         self.shards = [shards[number] for number in range(len(named))]
         self._has_dtensors = any(shard.placed is not None for shard in self.shards)
-        if tier == "device":
-            keep_driver(driver, [*(param for _, param, _ in named), *(shard.piece for shard in self.shards)])
+        for memory in self.memories:
+            if memory.host is None:
+                numbers = [entry.place.param for entry in memory.entries]
+                keep_driver(driver, [one for n in numbers for one in (named[n][1], self.shards[n].piece)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
         self._bodies = TensorBodies(self.zero_order)
         entries = [entry for memory in self.memories for entry in memory.entries]

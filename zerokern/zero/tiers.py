@@ -17,12 +17,12 @@ from torch import Tensor
 from zerokern.comm import Group
 from zerokern.core.errors import got
 from zerokern.memory import Copies, HostTier, Rests, Wanted
-from zerokern.memory import tier as tiers
+from zerokern.memory import order as orders
 from zerokern.memory.arena import PAGE
 from zerokern.memory.copies import Copy
+from zerokern.memory.order import TierOrder
 from zerokern.memory.rest import GOING, Rest
 from zerokern.memory.staging import EMULATED_DRIVERS, CudaDriver, cuda_driver
-from zerokern.memory.tier import AnyTier, config_of
 from zerokern.zero.partition import Bucket, shards_parameters
 
 __all__ = [
@@ -48,18 +48,18 @@ _REPLACED = (
 ADVICE = "More ranks, a narrower dtype, or tier=zk.Nvme(path) would take less of each machine's memory"
 
 
-def check_tier(tier: object, stage: int) -> AnyTier:
-    """Returns the tier that was asked for, or raises an error that says what there is at this stage."""
-    found = tiers.check_tier("tier", tier)
-    if found != "device" and not shards_parameters(stage):
+def check_tier(tier: object, stage: int) -> TierOrder:
+    """Returns the tiers that were asked for, or raises an error that says what there is at this stage."""
+    found = TierOrder.of("tier", tier)
+    if found.tiers != ("device",) and not shards_parameters(stage):
         do = f"at stage {stage} parameters are whole between steps; choose stage=3"
         raise ValueError(got("tier", tier, "'device' below stage 3", do))
     return found
 
 
-def rests_on(tier: AnyTier, group: Group) -> Rests | None:
-    """Opens the tier that shards rest in, with room of its own for each rank; None where they stay in memory."""
-    config = config_of(tier)
+def rests_on(order: TierOrder, group: Group) -> Rests | None:
+    """Opens the disk that shards rest on, with room of its own for each rank; None where they stay in memory."""
+    config = order.config
     if config is None:
         return None
     opened = config.open(own_name("parameters", group.rank), "parameters")
@@ -99,27 +99,45 @@ def keep_driver(driver: Any, tensors: Sequence[Tensor]) -> None:
             EMULATED_DRIVERS[one] = driver
 
 
-def reserve(tier: AnyTier, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
-    """Reserves room for this rank's shard of each bucket; returns the arguments of each `BucketMemory`."""
+def reserve(order: TierOrder, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
+    """Reserves room for this rank's shard of each bucket; returns the arguments of each `BucketMemory`.
+
+    Buckets are in the order of the forward. Each goes to the first tier that has room for all of it: what comes first
+    is fetched, and updated, when nothing computes before it.
+    """
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
-    if rests is not None:
-        found = [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
-        units: Counter[int] = Counter()
-        for bucket, one in zip(buckets, found, strict=True):
-            units[bucket.unit] += one["rest"].nbytes
-        largest = max(units.values(), default=0)
-        rests.pages.most_nbytes = 2 * largest  # of the unit that computes, and of the next
-        rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
-        if driver is None:
-            return found
-        config = config_of(tier)
-        assert config is not None
-        disk_copier = DiskCopier(driver, config.ring_nbytes, "zk.shard")
-        return [{**one, "disk_copier": disk_copier, "host": disk_copier.host} for one in found]
-    if driver is None or tier == "device":
-        return [{}] * len(buckets)
-    host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
-    return [{"host": host, "kept": kept} for kept in host.lay_out(wanted)]
+    kinds = order.kinds(apart=driver is not None)
+    places = orders.place([one.nbytes for one in wanted], list(kinds.values()))
+    chosen = [list(kinds)[number] for number in places]
+    rooms: list[dict[str, Any]] = [{} for _ in buckets]  # on the device
+    if "disk" in chosen:
+        assert rests is not None
+        _reserve_on_disk(order, rests, driver, zip(buckets, wanted, rooms, chosen, strict=True))
+    if driver is not None and "cpu" in chosen:
+        host = HostTier("zk.shard", ADVICE, copies=Copies(driver))
+        mine = [number for number, kind in enumerate(chosen) if kind == "cpu"]
+        for number, kept in zip(mine, host.lay_out([wanted[number] for number in mine]), strict=True):
+            rooms[number] = {"host": host, "kept": kept}
+    return rooms
+
+
+def _reserve_on_disk(
+    order: TierOrder, rests: Rests, driver: Any, rows: Iterable[tuple[Bucket, Wanted, dict[str, Any], str]]
+) -> None:
+    units: Counter[int] = Counter()
+    disk_copier = None
+    if driver is not None:
+        assert order.config is not None
+        disk_copier = DiskCopier(driver, order.config.ring_nbytes, "zk.shard")
+    for bucket, (role, shape, dtype), room, kind in rows:
+        if kind == "disk":
+            rest = room["rest"] = rests.make(role, shape.numel(), dtype)
+            units[bucket.unit] += rest.nbytes
+            if disk_copier is not None:
+                room.update(disk_copier=disk_copier, host=disk_copier.host)
+    largest = max(units.values())
+    rests.pages.most_nbytes = 2 * largest  # of the unit that computes, and of the next
+    rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
 
 
 def rests_of(tensors: Iterable[Any]) -> list[Rest]:
