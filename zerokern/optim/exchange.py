@@ -30,7 +30,7 @@ from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import needed_first
 from zerokern.optim.shards import LATE, PENDING, Shards
-from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out
+from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of, params_of
 from zerokern.zero.shard import Shard, plain_shard, shards_of
@@ -119,7 +119,7 @@ def _stored(here: Holdings, disk: Disk, entries: Sequence[Checked], *, filled: b
 
 def _kept(here: Holdings, entries: Sequence[Checked], *, filled: bool) -> list[Entry]:
     """Returns the optimizer's own copies, in memory, of checked entries."""
-    room = here.room if not entries or any(param.is_cpu for param, _, _ in entries) else None
+    room = here.room if not entries or any(room_of(param, here.room) is not None for param, _, _ in entries) else None
     if room is not None or not filled:
         here.tear()
     if here.room is None and not filled:  # what was there goes first, so that there is never twice the state

@@ -21,10 +21,10 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
-from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Slot
-from zerokern.optim.hosted import ColumnsOf, HostCopies
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
+from zerokern.optim.hosted import ColumnsOf, HostCopies, Lies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
-from zerokern.optim.placing import Placing
+from zerokern.optim.placing import Placing, check_update
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
@@ -101,10 +101,19 @@ class Holdings:
     `state` is by parameter, as its users see it; `held` by what is updated here.
     """
 
-    def __init__(self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        tier: Any,
+        schedule: str | Delayed,
+        name: str,
+        group: Any = None,
+        update: str = "host",
+    ) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier)
+        self.update = check_update(update, self.order)
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -220,9 +229,10 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        if there and self.delays and "device" in self.order.tiers:
+        if there and self.delays and ("device" in self.order.tiers or self.update == "device"):
             do = "An update on the device has nothing to hide behind"
-            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", do))
+            where = "where tier= has 'device'" if "device" in self.order.tiers else "with update='device'"
+            raise ValueError(got("schedule", self.schedule, f"'sync' or 'overlap' {where}", do))
         return self.delays or (there and not self.rests_on_device)
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
@@ -238,13 +248,18 @@ class Holdings:
 
         self.placing.there, host = is_apart(trained), self.host
 
-        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot] | int]:
+        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Lies]:
             layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
             sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
             kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in host.copies.values()))
-            found: list[Sequence[Slot] | int] = []
+            found: list[Lies] = []
             for kind, layout, nbytes in zip(kinds, layouts, sizes, strict=True):
-                found.append(nbytes if kind == "device" and self.placing.there else layout.columns * (kind != "disk"))
+                if kind == "device" and self.placing.there:
+                    found.append(Lies((), nbytes))
+                elif self.update == "device" and self.placing.there:
+                    found.append(Lies(layout.columns, 0, streams=True))
+                else:
+                    found.append(Lies(layout.columns * (kind != "disk")))
             return found
 
         return self.host, columns_of
@@ -317,8 +332,9 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        if self.placing.there and "device" in self.order.tiers and self.host is not None:
-            compute = SplitCompute(self.host.driver)
+        splits = "device" in self.order.tiers or self.update == "device"
+        if self.placing.there and splits and self.host is not None and self.host.link is not None:
+            compute = SplitCompute(self.host.link, self.room)
         if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)

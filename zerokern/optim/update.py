@@ -53,6 +53,7 @@ class Update:
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Any = None
         self._launched: Any = None  # a ticket for what stays on the device
+        self._read: list[Tensor] = []  # gradients that are read there
 
     def count(self) -> None:
         """Counts it as made, once."""
@@ -81,6 +82,7 @@ class Update:
         """Launches the update of what stays on the device; what the program does next comes after it."""
         scale = self.decision.scale
         if scale is not None:
+            self._read = [copy.grad for copy in host.copies.values() if copy.stays is not None]
             self.binding.launch(scale)
         self._launched = host.here()
 
@@ -106,6 +108,7 @@ class Update:
         """Returns once state that rests elsewhere is there again."""
         if self.decision.scale is not None:
             self.binding.put_away()
+        self._read = []
 
     def gather(self, part: Part, driver: Any) -> Any:
         """Sends this rank's span of an updated bucket to all ranks. On a CPU the worker waits for the end."""
@@ -146,7 +149,7 @@ class Update:
             yield from self._actions_of(part, turn, program, shards, tickets.get(part.name), ready, inline)
             if lazily and gathers(part):
                 yield ("Gather", part.name), partial(self.gather, part, shards.host.driver)
-        if self.binding.tier.streams:
+        if self.binding.streams:
             yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, taken):
             if sharding.publisher.gathers(memory):
@@ -175,7 +178,7 @@ class Update:
         self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
         """Makes the step program of this update."""
-        survey, binding, streams = self.binding.survey, self.binding, self.binding.tier.streams
+        survey, binding, streams = self.binding.survey, self.binding, self.binding.streams
         turns = {part.name: turn for turn, part in enumerate(self.parts)}
         spans = []
         for part in taken or self.parts:
