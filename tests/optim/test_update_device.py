@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.triton.table import DeviceTable
-from zerokern.optim import beside, streamed
+from zerokern.optim import beside, binding, holdings, rates, streamed
+from zerokern.optim.rates import Rates
 
 INT8 = (("state_format", "int8"), ("master_format", "split8"))
 
@@ -271,6 +273,79 @@ def test_momentum_that_begins_later_rests_in_host_memory(devices: Callable) -> N
     assert same_bits(*found)
 
 
+@each("host_s, link, chosen", [(1.0, 1e9, "device"), (1e-9, 1e9, "host"), (1.0, 1e3, "host")])
+@each("schedule", ["sync", "overlap"])
+def test_auto_takes_what_is_over_sooner_and_says_why(
+    schedule: str, host_s: float, link: float, chosen: str, devices: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "measured_rates", lambda *given: Rates(1e9, 1e9, link, host_s))
+    training, opt = trained(devices(), schedule=schedule, update="auto")
+    expected, _ = trained(devices(), schedule=schedule)
+    assert same_bits(training.values(), expected.values())
+    assert opt.holdings.updated_on == chosen and f"update='auto' ({chosen}: an update takes" in repr(opt)
+    assert ("gradients" in opt.holdings.room.held()) == (chosen == "host")
+
+
+@each("slow, chosen", [("host", "device"), ("link", "host")])
+def test_auto_measures_the_link_and_the_host(
+    slow: str, chosen: str, devices: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All formats at hand are measured; the samples are not what is trained."""
+    run = binding.HostCompute.run
+
+    def slowly(self: Any, *given: Any) -> None:
+        time.sleep(0.05)
+        run(self, *given)
+
+    monkeypatch.setattr(rates, "_LONG_S", 0.001)
+    monkeypatch.setattr(rates, "_COPIED", 1 << 20)
+    if slow == "host":
+        monkeypatch.setattr(binding.HostCompute, "run", slowly)
+    limits = {"down_gb_s": 0.05, "up_gb_s": 0.05} if slow == "link" else {}
+    training, opt = trained(devices(**limits), update="auto", state_format="int8")
+    expected, _ = trained(devices(), state_format="int8")
+    assert same_bits(training.values(), expected.values())
+    assert opt.holdings.updated_on == chosen, opt.holdings.why
+
+
+def test_auto_where_nothing_is_to_be_measured(device: PlayedDevice, tmp_path: Any) -> None:
+    """A disk and a delay want the host; what stays on the device is updated there anyway."""
+    for settings, says in (
+        ({"tier": zk.Nvme(tmp_path, ring_nbytes=1 << 20)}, "host: a disk is in tier="),
+        ({"tier": "cpu", "schedule": zk.Delayed()}, "host: zk.Delayed hides it"),
+        ({"tier": ["device:1M", "cpu"]}, ""),
+    ):
+        weight = device.own(nn.Parameter(torch.ones(2)))
+        weight.grad = torch.ones(2)
+        with zk.AdamW([weight], update="auto", **settings) as opt:
+            opt.step()
+            assert opt.holdings.why.startswith(says) and bool(opt.holdings.why) == bool(says)
+
+
+@each("tier", ["cpu", ["device:20KB", "cpu"]])
+@each("formats", [{}, {"state_format": "int8", "master_format": "split8"}])
+def test_a_step_that_was_planned(tier: Any, formats: dict[str, str], devices: Callable) -> None:
+    """The bytes over the link, in host memory and in the slots of the device are those of the plan."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
+    plan = zk.plan(model, stage=0, tier=tier, update="device", device="cuda", **formats)  # type: ignore[arg-type]
+    device = devices(Moves)
+    for param in model.parameters():
+        device.own(param)
+    opt = zk.AdamW(model.parameters(), tier=tier, update="device", **formats)  # type: ignore[arg-type]
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        opt.step()
+    assert device.moved == {lane: 2 * plan.moved(lane) for lane in ("up", "down")}
+    held = zk.measure(model, opt)
+    assert held.pinned == plan.pinned == opt.holdings.room.nbytes
+    assert held.roles["ring"] == plan.slots_nbytes > 0
+    streamed_state = opt.statistics()["state_bytes/cpu"] - 4 * 5
+    assert streamed_state == plan.tiers["cpu"] + sum(
+        nbytes for one in plan.placed if one.tier == "device" for _, nbytes in one.tensors
+    ), "of a played device, too"
+
+
 def test_in_host_memory_both_are_one() -> None:
     weight = nn.Parameter(torch.ones(3))
     opt = zk.AdamW([weight], tier="cpu", update="device", schedule=zk.Delayed())
@@ -284,10 +359,10 @@ def test_in_host_memory_both_are_one() -> None:
 def test_what_is_not_done_is_refused(device: PlayedDevice, tmp_path: Any) -> None:
     weight = device.own(nn.Parameter(torch.ones(2)))
     weight.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="update='there': must be 'host' or 'device'"):
+    with pytest.raises(ValueError, match="update='there': must be 'host', 'device' or 'auto'"):
         zk.AdamW([weight], update="there")  # type: ignore[arg-type]
     for tier in (zk.Nvme(tmp_path), ["cpu:1G", zk.Nvme(tmp_path)]):
-        with pytest.raises(ValueError, match="must be 'host' where tier= has a disk"):
+        with pytest.raises(ValueError, match="must be 'host' or 'auto' where tier= has a disk"):
             zk.AdamW([weight], tier=tier, update="device")
     with pytest.raises(ValueError, match="'sync' or 'overlap' with update='device'"):
         zk.AdamW([weight], tier="cpu", update="device", schedule=zk.Delayed()).step()

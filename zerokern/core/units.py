@@ -18,7 +18,7 @@ __all__ = [
 Stage = Literal[0, 1, 2, 3]
 Tier = Literal["device", "cpu"]  # or zk.Nvme(path)
 Schedule = Literal["sync", "overlap"]  # or zk.Delayed(after=N)
-Update = Literal["host", "device"]
+Update = Literal["host", "device", "auto"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 MasterFormat = Literal["fp32", "split16", "split8", "none"]
 Reduce = Literal["mean", "sum"]

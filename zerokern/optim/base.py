@@ -132,7 +132,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def __repr__(self) -> str:
         closed = "closed, " if self.holdings.closed else ""
         said = f"{closed}tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
-        said += "" if self.update == "host" else f", update={self.update!r}"
+        chosen = f" ({self.holdings.why})" if self.holdings.why else ""
+        said += "" if self.update == "host" else f", update={self.update!r}{chosen}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     @torch._disable_dynamo

@@ -48,6 +48,10 @@ class SplitCompute(HostCompute):
     def streams(self) -> bool:
         return bool(self.streamed.pieces)
 
+    @property
+    def ring_nbytes(self) -> int:
+        return self.streamed.nbytes
+
     def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
         here = sum(not self.stays(survey.params[i]) for i, _ in members)  # they come first
         steps = self.book.choose(survey.numbers)

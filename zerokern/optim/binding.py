@@ -141,6 +141,11 @@ class HostCompute:
         """Whether `launch` copies state to the device and back."""
         return False
 
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the device that it passes through."""
+        return 0
+
     def launch(self, scale: float) -> None:
         """Launches the update of what stays on the device, once."""
 

@@ -21,11 +21,12 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
-from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import ColumnsOf, HostCopies, Lies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing, check_update
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.rates import amounts_of, measured_rates
+from zerokern.optim.shards import LATE, PENDING, Shards, sharded
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
@@ -114,6 +115,8 @@ class Holdings:
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier)
         self.update = check_update(update, self.order)
+        self.updated_on = self.update  # "auto", until that has chosen
+        self.why = ""  # it has chosen that
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -252,17 +255,39 @@ class Holdings:
             layouts = [self.algorithm.layout(owners[place], local.dtype) for place, local in new]
             sizes = [layout.nbytes_of(local) for (_, local), layout in zip(new, layouts, strict=True)]
             kinds = self.placing.divide(sizes, sum(copy.stays or 0 for copy in host.copies.values()))
+            if self.updated_on == "auto" and self.placing.there:
+                moved = [number for number, kind in enumerate(kinds) if kind != "device"]
+                self._choose(groups, [(new[n][1], layouts[n], owners[new[n][0]]) for n in moved])
             found: list[Lies] = []
             for kind, layout, nbytes in zip(kinds, layouts, sizes, strict=True):
                 if kind == "device" and self.placing.there:
                     found.append(Lies((), nbytes))
-                elif self.update == "device" and self.placing.there:
+                elif self.updated_on == "device" and self.placing.there:
                     found.append(Lies(layout.columns, 0, streams=True))
                 else:
                     found.append(Lies(layout.columns * (kind != "disk")))
             return found
 
         return self.host, columns_of
+
+    def _choose(self, groups: Groups, of: Sequence[tuple[Tensor, Layout, dict[str, Any]]]) -> None:
+        """Chooses where updates of these (parameter, its layout, its group) run from now on."""
+        if not of:
+            return
+        self.updated_on, why = "host", ""
+        if self.order.config is not None:
+            why = "a disk is in tier="
+        elif self.delays:
+            why = "zk.Delayed hides it behind a whole step"
+        elif self.schedule == "overlap" and sharded(groups):
+            why = "forwards hide it, and hide nothing of an update on the device"
+        if why:
+            self.why = f"host: {why}"
+            return
+        assert self.host is not None and self.host.link is not None
+        amounts = amounts_of([param for param, _, _ in of], [layout for _, layout, _ in of])
+        rates, schedule = measured_rates(self.host.link, self.algorithm, of), str(self.schedule)
+        self.updated_on, self.why = rates.choose(schedule, amounts), rates.told(schedule, amounts)
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
         """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.
@@ -332,7 +357,7 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        splits = "device" in self.order.tiers or self.update == "device"
+        splits = "device" in self.order.tiers or self.updated_on == "device"
         if self.placing.there and splits and self.host is not None and self.host.link is not None:
             compute = SplitCompute(self.host.link, self.room)
         if previous is not None and not compute.is_like(previous.compute):

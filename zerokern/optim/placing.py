@@ -16,7 +16,7 @@ from zerokern.optim.disk import on_disk_of
 
 __all__ = ["UPDATES", "Placing", "check_update"]
 
-UPDATES = ("host", "device")
+UPDATES = ("host", "device", "auto")
 
 
 def check_update(value: object, order: TierOrder) -> str:
@@ -26,10 +26,10 @@ def check_update(value: object, order: TierOrder) -> str:
     'device'
     """
     if not isinstance(value, str) or value not in UPDATES:
-        raise ValueError(got("update", value, " or ".join(map(repr, UPDATES))))
+        raise ValueError(got("update", value, "'host', 'device' or 'auto'"))
     if value == "device" and order.config is not None:
         do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
-        raise ValueError(got("update", value, "'host' where tier= has a disk", do))
+        raise ValueError(got("update", value, "'host' or 'auto' where tier= has a disk", do))
     return value
 
 

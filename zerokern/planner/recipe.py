@@ -80,6 +80,8 @@ class Recipe:
     keep_ring_nbytes: int = 0
     budgets: tuple[tuple[str, int], ...] = ()
     """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left"""
+    update: str = "host"
+    """where the update of state in host memory runs"""
 
     @classmethod
     def of(
@@ -95,6 +97,7 @@ class Recipe:
         schedule: object,
         param_tier: object,
         keep: object,
+        update: object = "host",
     ) -> Recipe:
         """Checks the keywords of `zk.shard` and `zk.AdamW`."""
         if mp_policy is not None:
@@ -118,7 +121,15 @@ class Recipe:
         params = _tier("param_tier", param_tier)
         kept = (None, 0) if keep is None else _tier("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
-        return replace(cls(name, param, reduce, state_format, master_format, *places), budgets=budgets)
+        made = replace(cls(name, param, reduce, state_format, master_format, *places), budgets=budgets)
+        if update not in ("host", "device"):
+            do = (
+                "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
+            )
+            raise ValueError(got("update", update, "'host' or 'device'", do))
+        if update == "device" and made.tier == "nvme":
+            raise ValueError(got("update", update, "'host' where tier= has a disk"))
+        return replace(made, update=str(update))
 
     @property
     def rests(self) -> bool:
@@ -165,6 +176,11 @@ class Recipe:
             raise ValueError(got("tier", self.tier, allowed, "Their state is larger than they are"))
         return here
 
+    def streams(self, device: str) -> bool:
+        """Returns whether state streams from host memory through the device, which updates it."""
+        on_device = self.update == "device" and device != "cpu" and not self.rests
+        return on_device and self.tier == "cpu" and self.optimizer != "none"
+
     def has_host_copies(self, device: str) -> bool:
         """Returns whether the optimizer updates copies in host memory of the parameters."""
         if self.rests:
@@ -173,6 +189,11 @@ class Recipe:
             advice = "The update of state on the device has nothing to hide behind"
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
+        if self.streams(device):
+            if self.delays:
+                advice = "An update on the device has nothing to hide behind"
+                raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", advice))
+            return False
         if device != "cpu" and self.delays and any(tier == "device" for tier, _ in self.budgets):
             advice = "An update on the device has nothing to hide behind"
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' where tier= has 'device'", advice))

@@ -100,6 +100,8 @@ class Span:
     """squares of gradients are summed where they were reduced, so the norm does not read them on the host"""
     there_nbytes: int = 0
     """what the update of parameters that stay on the device moves through its memory"""
+    streamed_nbytes: int = 0
+    """their state that rests in host memory: up before the update, and down after it"""
 
     @property
     def measured_nbytes(self) -> int:
