@@ -92,7 +92,8 @@ class StreamedRows:
         widths = [widths_of(row.layout) for row in rows]
         pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
         if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
-            self.slots = []  # before others are made
+            self.slots = []  # before others are made, which the device clears first
+            self._last = None
             self.slots = self._tier.lay_out([Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count)
         self.pieces, self._checked = [], False
         for number, piece in enumerate(pieces):
