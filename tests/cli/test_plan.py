@@ -171,3 +171,20 @@ def test_it_predicts_steps_on_a_described_machine(capsys, tmp_path: Path) -> Non
     (found,) = json.loads(said(capsys, *HOST, *by_file))
     assert found["forecast"]["machine"] == "mine" and found["schedule"] == "sync"
     assert {row["tokens"] for row in found["forecast"]["predictions"]} == {1 << 20}
+
+
+@pytest.mark.parametrize(("hardware", "ring"), [("gh200", True), ("h100-pcie", False)])
+def test_the_update_runs_where_a_step_takes_less(capsys, hardware: str, ring: bool) -> None:
+    """A link that is fast makes the device the better place; at a slow one forwards hide the host's update."""
+    run = ["--numel", "8B", "--tier", "cpu", "--schedule", "overlap", "--hardware", hardware, "--tokens", "8k"]
+    page = said(capsys, *run, "--update", "auto")
+    assert ("| staging ring " in page) == ring
+    assert page == said(capsys, *run, "--update", "device" if ring else "host")
+    assert "--update auto asks for what is faster" in refused(capsys, "--numel", "8B", "--update", "auto")
+
+
+def test_an_update_on_the_device_has_nothing_to_hide_behind(capsys) -> None:
+    run = ["--numel", "8B", "--tier", "cpu", "--update", "device"]
+    assert "delayed" not in said(capsys, *run, "--hardware", "gh200", "--tokens", "8k")
+    assert "'sync' or 'overlap' with update='device'" in refused(capsys, *run, "--schedule", "delayed")
+    assert "'host' where tier= has a disk" in refused(capsys, "--numel", "8B", "--tier", "nvme", "--update", "device")

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci", "attention")
 SETTINGS = (  # options that are keywords of `zk.plan`
-    "stage", "mesh", "optimizer", "param_dtype", "reduce_dtype", "state_format", "master_format", "tier", "param_tier",
-    "keep", "micro", "bucket_bytes", "accumulate", "no_sync", "device", "device_memory", "host_memory", "disk",
-    "ranks_per_host",
+    "stage", "mesh", "optimizer", "param_dtype", "reduce_dtype", "state_format", "master_format", "tier", "update",
+    "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync", "device", "device_memory", "host_memory",
+    "disk", "ranks_per_host",
 )  # fmt: skip
 _META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
 
@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_tiers,
         help="where optimizer state lies: device, cpu, nvme; cpu:64GiB,nvme",
     )
+    add("--update", choices=("host", "device", "auto"), default="host", help="where it runs with --tier cpu (host)")
     where = "where parameters rest at stage 3 (device); several as for --tier"
     add("--param-tier", default="device", type=parse_tiers, metavar="TIER", help=where)
     add("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
@@ -211,7 +212,27 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     what = _model(args)
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings["schedule"] = Delayed() if args.schedule == "delayed" else args.schedule
-    return [plan(what, world=world, **settings) for world in sorted(args.world)]
+    updates, worlds = [args.update], sorted(args.world)
+    if args.update == "auto":
+        if args.hardware is None:
+            raise ValueError(
+                f"--update auto asks for what is faster on --hardware, which is missing: {', '.join(shipped())}"
+            )
+        updates = ["host"] if args.schedule == "delayed" or "nvme" in str(args.tier) else ["host", "device"]
+    made = [{one: plan(what, world=world, **{**settings, "update": one}) for one in updates} for world in worlds]
+    return [_faster(plans, args) for plans in made]
+
+
+def _faster(plans: dict[str, Plan], args: argparse.Namespace) -> Plan:
+    """Returns the plan whose step takes less time on the hardware, if there are several."""
+    if len(plans) == 1:
+        return next(iter(plans.values()))
+
+    def seconds(plan: Plan) -> float:
+        rows = plan.predict(args.hardware, args.tokens and sorted(args.tokens)).rows
+        return sum(row.step_seconds for row in rows if row.schedule == args.schedule)
+
+    return min(plans.values(), key=seconds)
 
 
 def _model(args: argparse.Namespace) -> Any:

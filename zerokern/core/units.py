@@ -11,12 +11,14 @@ from zerokern.core.errors import got
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "STATE_FORMATS",
-    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "in_units", "itemsize", "parse_nbytes",
+    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units", "itemsize",
+    "parse_nbytes",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
 Tier = Literal["device", "cpu"]  # or zk.Nvme(path)
 Schedule = Literal["sync", "overlap"]  # or zk.Delayed(after=N)
+Update = Literal["host", "device", "auto"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 MasterFormat = Literal["fp32", "split16", "split8", "none"]
 Reduce = Literal["mean", "sum"]

@@ -41,7 +41,7 @@ __all__ = ["exchanged", "train_spec", "use"]
 
 KINDS: dict[type, type[FusedOptimizer]] = {torch.optim.AdamW: zk.AdamW, torch.optim.Adam: zk.Adam}
 KEPT = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"}
-OURS = {"tier", "schedule", "state_format", "master_format", "stochastic_seed"}
+OURS = {"tier", "schedule", "update", "state_format", "master_format", "stochastic_seed"}
 ALONE = (
     "data_parallel_replicate_degree alone makes copies: each rank has all of the model's state (stage 0), where "
     "stage={stage} was asked for. data_parallel_shard_degree is what zk.shard divides along"

@@ -368,10 +368,10 @@ class HostTier(_InMemory):
         return ticket if self.copies is None else self.copies.here()
 
     def keep(self, owner: Tensor, wanted: Sequence[Wanted], tensors: Sequence[Tensor]) -> None:
-        """Records that tensors were allocated for an owner."""
+        """Records that an owner's tensors lie here, these among them."""
+        self._owners.add(id(owner))
         for one, tensor in zip(wanted, tensors, strict=True):
             self._kept[id(owner), one.role] = owner, tensor
-            self._owners.add(id(owner))
             self._untouched.add((id(owner), one.role))
 
     def forget(self, owners: Iterable[Tensor]) -> None:
@@ -385,9 +385,10 @@ class HostTier(_InMemory):
         """Forgets all but these owners."""
         present = set(map(id, owners))
         self.forget([owner for owner, _ in self._kept.values() if id(owner) not in present])
+        self._owners &= present
 
     def keeps(self, owner: Tensor) -> bool:
-        """Whether there are tensors of this owner."""
+        """Whether tensors of this owner lie here."""
         return id(owner) in self._owners
 
     @property

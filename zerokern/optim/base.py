@@ -55,7 +55,7 @@ _REPLACED = (
     "tier=zk.Nvme(another path), and load a checkpoint"
 )
 _PENDING = ", with an update that zk.Delayed had yet to publish"
-_NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm", "group")
+_NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "update", "max_grad_norm", "group")
 
 
 class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
@@ -72,13 +72,13 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     _algorithm: ClassVar[Algorithm]
     _step_supports_amp_scaling = True
     _zk_shards = True  # steps parameters that zk.shard divides
-    tier, schedule = Chosen(), Chosen()
+    tier, schedule, update = Chosen(), Chosen(), Chosen()
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
         TierOrder.of("tier", given["tier"], auto=True)
         import_compiler()  # which torch's class asks for, below frames that know this optimizer
-        self._furnish(given["tier"], given["schedule"], Decision(), given["group"])
+        self._furnish(given["tier"], given["schedule"], Decision(), given["group"], given["update"])
         self.max_grad_norm = given["max_grad_norm"]
         super().__init__(params, {name: value for name, value in given.items() if name not in _NOT_OF_GROUPS})
         self.state = WatchedState()
@@ -89,9 +89,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _expect(self) -> None:
         self.runner.expect(self.param_groups)
 
-    def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any) -> None:
+    def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any, update: str) -> None:
         self.decision = decision
-        self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__, group)
+        self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__, group, update)
         self.runner = StepRunner(self.holdings, decision)
         self._stepping = threading.Lock()
         if self.holdings.disk is not None:
@@ -141,6 +141,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def __repr__(self) -> str:
         closed = "closed, " if self.holdings.closed else ""
         said = f"{closed}tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
+        chosen = f" ({self.holdings.why})" if self.holdings.why else ""
+        said += "" if self.update == "host" else f", update={self.update!r}{chosen}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     @torch._disable_dynamo
@@ -399,7 +401,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         return {**super().__getstate__(), "state": shown, **self._own()}
 
     def _own(self) -> dict[str, Any]:
-        own = {"tier": self.tier, "schedule": self.schedule, "_max_grad_norm": self._max_grad_norm}
+        own = {"tier": self.tier, "schedule": self.schedule, "update": self.update}
+        own["_max_grad_norm"] = self._max_grad_norm
         own["group"] = self.holdings.group
         return {**own, "_grad_norm": self.grad_norm, "_skipped_steps": self.skipped_steps, "_torn": self.holdings.torn}
 
@@ -410,7 +413,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         mine = {**(self._own() if live else {}), **state}
         held, torn = mine.pop("state"), mine.pop("_torn")
         decision = Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps"))
-        self._furnish(mine.pop("tier"), mine.pop("schedule"), decision, mine.pop("group"))
+        update = mine.pop("update", "host")  # which pickles of earlier versions do not have
+        self._furnish(mine.pop("tier"), mine.pop("schedule"), decision, mine.pop("group"), update)
         super().__setstate__(mine)
         self.state = WatchedState(held)
         self.holdings.renew(loaded=False)

@@ -1,19 +1,22 @@
-"""An update in host memory beside which parameters that stay on the device, with their state, are updated there."""
+"""An update in host memory beside which parameters that stay on the device are updated there."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.backend import launching
+from zerokern.memory import HostTier
 from zerokern.optim import device
 from zerokern.optim.binding import HostCompute, Member, TableGroup, set_groups, table_of
 from zerokern.optim.hosted import HostCopies
-from zerokern.optim.state import SpanRow, StateTier
+from zerokern.optim.state import SpanRow, StateTier, room_of
+from zerokern.optim.streamed import StreamedRows
 from zerokern.optim.survey import Groups, Survey
 
 __all__ = ["SplitCompute"]
@@ -23,15 +26,18 @@ class SplitCompute(HostCompute):
     """Runs the native table, and launches one update of all rows that stay on the device.
 
     The host decides, and counts steps. The launch is on the current stream: what the program does next to gradients and
-    parameters comes after it.
+    parameters comes after it. State of what stays lies beside it, or in host memory, from which it streams.
     """
 
-    def __init__(self, host: HostCopies) -> None:
+    def __init__(self, host: HostCopies, room: HostTier | None) -> None:
+        """`room`: host memory that state lies in."""
         super().__init__()
-        self._place, self._host = host.driver.device, host
+        assert host.link is not None
+        self._place, self._host, self._room = host.driver.device, host, room
         self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
-        self._there: Any = None  # the table of what stays
+        self._there: Any = None  # the table of what stays, with its state
         self._groups_there: list[TableGroup] = []
+        self.streamed = StreamedRows(host.link, self._place, self._open_table)
         self.launched = self.began = False
 
     def is_like(self, other: HostCompute) -> bool:
@@ -40,12 +46,27 @@ class SplitCompute(HostCompute):
     def stays(self, param: Tensor) -> bool:
         return device.is_apart(param)
 
+    @property
+    def streams(self) -> bool:
+        return bool(self.streamed.pieces)
+
+    @property
+    def ring_nbytes(self) -> int:
+        return self.streamed.nbytes
+
     def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
         here = sum(not self.stays(survey.params[i]) for i, _ in members)  # they come first
         steps = self.book.choose(survey.numbers)
         self.table, self.groups = table_of(survey, groups, members[:here], rows[:here], steps)
-        self._there, self._groups_there = table_of(survey, groups, members[here:], rows[here:], steps, self._open_table)
-        self._here = here
+        pairs = list(zip(members, rows, strict=True))[here:]
+        far = [bool(row.layout.columns) and room_of(survey.params[i], self._room) is not None for (i, _), row in pairs]
+        order = sorted(range(len(far)), key=far.__getitem__)  # those whose state streams come last
+        self._here, self._streams_from = here, here + far.count(False)
+        self._order = [*range(here), *(here + at for at in order)]
+        members, rows = [pairs[at][0] for at in order], [pairs[at][1] for at in order]
+        near = far.count(False)
+        self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
+        self.streamed.lay_out(survey, groups, members[near:], rows[near:], steps, self._streams_from)  # type: ignore[arg-type]
 
     def _open_table(self, nrows: int, ngroups: int) -> Any:
         """Opens a table of the device's kernels; where a device's memory is the host's, one of native calls."""
@@ -54,43 +75,60 @@ class SplitCompute(HostCompute):
         return StepTable(nrows, ngroups)
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        pointers = array("Q", map(pointers.__getitem__, self._order))
         super().prepare(settings, pointers[: self._here])
         if self._last is not None:
             self._last.wait()
         set_groups(self._there, self._groups_there, settings)
-        self._there.columns["grad"][:] = pointers[self._here :]
+        self._there.columns["grad"][:] = pointers[self._here : self._streams_from]
+        self.streamed.prepare(settings, pointers)
         self.launched = self.began = False
 
     @property
     def launches(self) -> bool:
-        return bool(self._groups_there)
+        return bool(self._groups_there) or self.streams
 
     def launch(self, scale: float) -> None:
-        if self.launches:
+        # gradients that nobody else may have, until a device that is played has read them
+        held = [copy.grad for copy in self._host.copies.values() if copy.stays is not None]
+        if self._groups_there:
             self._run(scale)
+        try:
+            self.streamed.launch(partial(self._launch, scale=scale))
+        finally:
+            self.began = self.began or self.streamed.began
+        if not device.serves(self._place):
+            self._last = self._host.driver.launch(held.clear)
         self.launched = True
 
     def _run(self, scale: float) -> None:
         if device.serves(self._place):
-            with launching(self._place):
-                try:
-                    self._there.run(scale)
-                finally:
-                    self.began = self._there.begun
+            try:
+                self._launch(self._there, scale)
+            finally:
+                self.began = self._there.begun
             return
 
-        table, held = self._there, [copy.grad for copy in self._host.copies.values() if copy.stays is not None]
+        self.began = True
+        self._launch(self._there, scale)
 
-        def update() -> None:
-            table.run(scale)
-            held.clear()  # which nobody else may have
+    def _launch(self, table: Any, scale: float) -> None:
+        """Launches the update of a table on the current stream."""
+        if device.serves(self._place):
+            with launching(self._place):
+                table.run(scale)
+        else:
+            self._host.driver.launch(partial(table.run, scale))
 
-        self.began, self._last = True, self._host.driver.launch(update)
+    def put_away(self) -> None:
+        self.streamed.wait()
 
     def count(self, tier: StateTier) -> None:
+        started = self.streamed.count()
         for group in self._groups_there:
-            if group.first:
-                tier.started()
+            started = started or group.first
             group.step += 1
             group.first = False
+        if started:
+            tier.started()
         super().count(tier)

@@ -143,8 +143,21 @@ class HostCompute:
         """Whether the update has something to launch."""
         return False
 
+    @property
+    def streams(self) -> bool:
+        """Whether `launch` copies state to the device and back."""
+        return False
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the device that it passes through."""
+        return 0
+
     def launch(self, scale: float) -> None:
         """Launches the update of what stays on the device, once."""
+
+    def put_away(self) -> None:
+        """Returns once state that was on the device is where it rests."""
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the native call reads: hyperparameters, step counts, where the gradients are."""
@@ -254,6 +267,11 @@ class Binding:
         """Whether an update fetches and stores state or parameters."""
         return self.tier.streams or self.survey.rests
 
+    @property
+    def streams(self) -> bool:
+        """Whether state is elsewhere during an update, until `put_away` has returned."""
+        return self.tier.streams or self.compute.streams
+
     def intact(self, state: WatchedState) -> bool:
         """Whether every state tensor is the one, and lies where, the table points at.
 
@@ -285,6 +303,8 @@ class Binding:
             rows += [tier.row(i, place, cell) for i, place in batch.members]
             batch.end = len(rows)
         staying = [(i, None) for i, param in enumerate(survey.params) if self.compute.stays(param)]
+        turn_of = {number: turn for turn, some in enumerate(self.turns) for number in some}
+        staying.sort(key=lambda member: turn_of.get(survey.numbers[member[0]], 0))
         members += staying
         rows += [tier.row(i, None, cells[0]) for i, _ in staying]
         index = [i for i, _ in members]
@@ -471,6 +491,7 @@ class Binding:
         if self._flow is not None:
             next(self._flow, None)
             self._flow = None
+        self.compute.put_away()
         for turn in set(self._firsts) if self._notes is not None else ():
             self._notes.end("Store", turn)  # type: ignore[union-attr]
         self._done = True

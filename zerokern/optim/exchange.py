@@ -31,7 +31,7 @@ from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import needed_first
 from zerokern.optim.shards import LATE, PENDING, Shards
-from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out
+from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of, params_of
 from zerokern.zero.shard import Shard, plain_shard, shards_of
@@ -151,7 +151,7 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bo
     there = [kind == "disk" and here.disk is not None for kind in kinds]
     far = [entry for entry, gone in zip(entries, there, strict=True) if gone]
     near = [entry for entry, gone in zip(entries, there, strict=True) if not gone]
-    room = here.room if not near or any(param.is_cpu for param, _, _ in near) else None
+    room = here.room if not near or any(room_of(param, here.room) is not None for param, _, _ in near) else None
     if here.room is None and not filled and not apart:
         here.tear()  # what was there goes first, so that there is never twice the state
         here.bound = Bound()

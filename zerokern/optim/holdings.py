@@ -21,11 +21,12 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
-from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout, Slot
-from zerokern.optim.hosted import ColumnsOf, HostCopies
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
+from zerokern.optim.hosted import ColumnsOf, HostCopies, Lies
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
-from zerokern.optim.placing import Placing
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.placing import Placing, check_update
+from zerokern.optim.rates import amounts_of, measured_rates
+from zerokern.optim.shards import LATE, PENDING, Shards, sharded
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
@@ -107,10 +108,21 @@ class Holdings:
     `state` is by parameter, as its users see it; `held` by what is updated here.
     """
 
-    def __init__(self, algorithm: Algorithm, tier: Any, schedule: str | Delayed, name: str, group: Any = None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        tier: Any,
+        schedule: str | Delayed,
+        name: str,
+        group: Any = None,
+        update: str = "host",
+    ) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
+        self.update = check_update(update, self.order)
+        self.updated_on = self.update  # "auto", until that has chosen
+        self.why = ""  # it has chosen that
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -234,6 +246,9 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
+        if there and self.delays and self.update == "device":
+            do = "An update on the device has nothing to hide behind"
+            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
         return self.delays or (there and not self.rests_on_device)
 
     def refuse_early(self, groups: Groups) -> None:
@@ -258,13 +273,25 @@ class Holdings:
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
+        if self.update == "device" and self._splits(groups):
+            do = "zk.shard has put some of these parameters on the device, and others off it"
+            raise ValueError(got("update", self.update, "'host' or 'auto'", do))
         self.host.reach(trained, measured=self.recorder is not None)
         self.placing.there = is_apart(trained)
 
-        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Sequence[Slot] | int]:
-            found: list[Sequence[Slot] | int] = []
-            for kind, layout, nbytes in self._divided(groups, new):
-                found.append(nbytes if kind == "device" and self.placing.there else layout.columns * (kind != "disk"))
+        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Lies]:
+            divided = self._divided(groups, new)
+            if self.updated_on == "auto" and self.placing.there:
+                owners, pairs = [group for group in groups for _ in group["params"]], zip(new, divided, strict=True)
+                self._choose(groups, [(one, of, owners[n]) for (n, one), (kind, of, _) in pairs if kind != "device"])
+            found: list[Lies] = []
+            for kind, layout, nbytes in divided:
+                if kind == "device" and self.placing.there:
+                    found.append(Lies((), nbytes))
+                elif self.updated_on == "device" and self.placing.there:
+                    found.append(Lies(layout.columns, 0, streams=True))
+                else:
+                    found.append(Lies(layout.columns * (kind != "disk")))
             return found
 
         return self.host, columns_of
@@ -289,6 +316,27 @@ class Holdings:
         new = [(n, one) for n, one in wanted if one.requires_grad and id(one) not in self.host.copies]
         divided = zip(new, self._divided(groups, new), strict=True)
         return {number: kind for (number, _), (kind, _, nbytes) in divided if nbytes}
+
+    def _choose(self, groups: Groups, of: Sequence[tuple[Tensor, Layout, dict[str, Any]]]) -> None:
+        """Chooses where updates of these (parameter, its layout, its group) run from now on."""
+        if not of:
+            return
+        self.updated_on, why = "host", ""
+        if self.order.config is not None:
+            why = "a disk is in tier="
+        elif self.delays:
+            why = "zk.Delayed hides it behind a whole step"
+        elif self._splits(groups):
+            why = "zk.shard has put some parameters off the device"
+        elif self.schedule == "overlap" and sharded(groups):
+            why = "forwards hide it, and hide nothing of an update on the device"
+        if why:
+            self.why = f"host: {why}"
+            return
+        assert self.host is not None and self.host.link is not None
+        amounts = amounts_of([param for param, _, _ in of], [layout for _, layout, _ in of])
+        rates, schedule = measured_rates(self.host.link, self.algorithm, of), str(self.schedule)
+        self.updated_on, self.why = rates.choose(schedule, amounts), rates.told(schedule, amounts)
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
         """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.
@@ -360,8 +408,9 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        if self.has_both and self.host is not None:
-            compute = SplitCompute(self.host)
+        streams = self.placing.there and self.shards.is_hosted and self.updated_on == "device"
+        if (self.has_both or streams) and self.host is not None and self.host.link is not None:
+            compute = SplitCompute(self.host, self.room)
         if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)

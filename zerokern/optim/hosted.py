@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,25 @@ from zerokern.zero.reducing import GradReady, Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 
-__all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy"]
+__all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy", "Lies"]
 
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
-ColumnsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Sequence[Slot] | int]]
-"""Returns which tensors of its state lie beside the values of each of these (place, parameter); bytes of state: it
-stays on the device, and so does the parameter."""
+
+
+class Lies(NamedTuple):
+    """Says of a parameter on a device which tensors of its state lie in host memory, and what `HostCopy.stays` is.
+
+    `streams`: it is updated on the device, and its state lies in host memory, whatever there is of it.
+    """
+
+    slots: Sequence[Slot]
+    stays: int | None = None
+    streams: bool = False
+
+
+ColumnsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Lies]]
+"""Returns, of each of these (place, parameter), where it and its state lie."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
     "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
@@ -55,9 +67,9 @@ class HostCopy:
     """Holds the host copy of one parameter, of which this rank has `local` beside the compute.
 
     `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
-    are the parameter's own and take no room. `stays`: bytes of state on the device, where the update runs there: the
-    gradient is the device's own, and the values are the parameter itself, or, with a delay, its shadow. `near`: so
-    they are, but in host memory, where zk.shard has put what had no room on the device.
+    are the parameter's own and take no room. `stays`: None; or the device updates the parameter: the gradient is the
+    device's own, the values are the parameter itself, or, with a delay, its shadow, and so many bytes of its state lie
+    there. `near`: so it is, but in host memory, where zk.shard has put what had no room on the device.
     """
 
     local: Tensor
@@ -180,21 +192,14 @@ class HostCopies:
             missing = set(new)
             asked = [i for i in needed_first if i in missing]
             columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
-            makes: list[tuple[Tensor, torch.dtype, Sequence[Slot]]] = []
-            made: list[HostCopy] = []
-            for i in new:
-                if isinstance(some := columns[i], int):
-                    made.append(self._staying(local[i], some))
-                else:
-                    makes.append((local[i], grad_dtypes[i], some))
-            made += self._make(makes)
+            made = self._make([(local[i], grad_dtypes[i], columns[i]) for i in new])
             self.refetch(made)
             self.copies.update((id(copy.local), copy) for copy in made)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _staying(self, local: Tensor, nbytes: int) -> HostCopy:
-        """Makes what stands for a parameter that stays on the device with so many bytes of state."""
+        """Makes what stands for a parameter that the device updates, with so many bytes of state there."""
         if not self.delays:
             return HostCopy(local, local, local, stays=nbytes)
         shadow = torch.empty_like(local.detach())
@@ -203,24 +208,32 @@ class HostCopies:
             EMULATED_DRIVERS[values] = self.driver
         return HostCopy(local, values, local, shadow, stays=nbytes)
 
-    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Sequence[Slot]]]) -> list[HostCopy]:
-        """Makes copies of these (parameter, dtype of its gradient, state beside its values), all in one arena."""
-        rests = self._rests_of([one for one, _, _ in new])
-        loose = [one for (one, _, _), rest in zip(new, rests, strict=True) if rest is None]
-        slots = sorted(((one, slot) for one, _, some in new for slot in some), key=lambda pair: pair[1].key)
+    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Lies]]) -> list[HostCopy]:
+        """Makes copies of these (parameter, dtype of its gradient, where its state lies), all in one arena."""
+        copied = [(one, dtype, lies.slots) for one, dtype, lies in new if lies.stays is None]
+        rests = self._rests_of([one for one, _, _ in copied])
+        loose = [one for (one, _, _), rest in zip(copied, rests, strict=True) if rest is None]
+        slots = sorted(((one, slot) for one, _, lies in new for slot in lies.slots), key=lambda pair: pair[1].key)
         wanted = [Wanted("values", one.shape, one.dtype) for one in loose]
-        wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in new]
+        wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in copied]
         tensors = iter(self.room.lay_out(wanted + [slot.wanted(one) for one, slot in slots]))
         values = {id(one): next(tensors) for one in loose}
-        grads = [next(tensors) for _ in new]
+        grads = [next(tensors) for _ in copied]
         state = {(id(one), slot.key): next(tensors) for one, slot in slots}
         made: list[HostCopy] = []
-        for (one, dtype, some), rest, grad in zip(new, rests, grads, strict=True):
+        for one, _, lies in new:
+            if lies.stays is not None:
+                made.append(self._staying(one, lies.stays))
+            if lies.streams:
+                mine = [state[id(one), slot.key] for slot in lies.slots]
+                self.room.keep(one, [slot.wanted(one) for slot in lies.slots], mine)
+        for (one, dtype, some), rest, grad in zip(copied, rests, grads, strict=True):
             copy = HostCopy(one, nn.Parameter(values[id(one)]), grad) if rest is None else _resting(one, grad, rest)
             if dtype != copy.values.dtype:
                 copy.values.grad_dtype = dtype
             mine = [state[id(one), slot.key] for slot in some]
-            self.room.keep(copy.values, [slot.wanted(copy.values) for slot in some], mine)
+            if mine:  # else its state is not in memory
+                self.room.keep(copy.values, [slot.wanted(copy.values) for slot in some], mine)
             if self.delays and self.driver is not None:
                 copy.shadow = torch.empty_like(one.detach())
             made.append(copy)

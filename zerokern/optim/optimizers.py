@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.core.errors import got
-from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier
+from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -49,6 +49,11 @@ class Adam(FusedOptimizer):
         Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
         update runs beside the following forward and backward, and the next `step()` publishes it: one step late, which
         is another trajectory.
+    update: where the update of state in tier="cpu" runs, for parameters on a GPU. "host": on the CPU. "device": on the
+        GPU, through which the state streams from pinned host memory and back, piece by piece. Gradients and parameters
+        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; the bits are
+        the same. "auto" measures both for a moment in the first step and takes what is over sooner; `repr(opt)` says
+        which, and why. For parameters in host memory all are one.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -82,6 +87,7 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
+        update: Update = "host",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
@@ -95,7 +101,7 @@ class AdamW(Adam):
     """AdamW: Adam whose weight decay shrinks the parameter instead of entering the gradient.
 
     All keywords, also those beside torch's (state_format, master_format, max_grad_norm, group, stochastic_seed, tier,
-    schedule), mean what `zerokern.optim.Adam` says.
+    schedule, update), mean what `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -122,6 +128,7 @@ class AdamW(Adam):
         fused: bool | None = None,
         tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
+        update: Update = "host",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
@@ -139,7 +146,7 @@ class Lion(FusedOptimizer):
     as much higher. `betas`: what the momentum weighs in the sign, and how it decays.
 
     state_format: "fp32" (exact), "bf16" or "int8" for exp_avg. master_format, max_grad_norm, group, stochastic_seed,
-    tier and schedule: as `zerokern.optim.Adam` says.
+    tier, schedule and update: as `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -170,6 +177,7 @@ class Lion(FusedOptimizer):
         fused: bool | None = None,
         tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
+        update: Update = "host",
         state_format: StateFormat = "fp32",
         master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
@@ -184,8 +192,8 @@ class Adagrad(FusedOptimizer):
 
     As torch defines it, except that `sum` is made at the first step, from `initial_accumulator_value`.
 
-    state_format: "fp32" (exact) or "bf16" for `sum`. master_format, max_grad_norm, group, stochastic_seed, tier and
-    schedule: as `zerokern.optim.Adam` says.
+    state_format: "fp32" (exact) or "bf16" for `sum`. master_format, max_grad_norm, group, stochastic_seed, tier,
+    schedule and update: as `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -218,6 +226,7 @@ class Adagrad(FusedOptimizer):
         fused: bool | None = None,
         tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
+        update: Update = "host",
         state_format: Literal["fp32", "bf16"] = "fp32",
         master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
@@ -240,7 +249,7 @@ class SGD(FusedOptimizer):
     Without momentum there is no state but the master's. The first momentum_buffer is the gradient itself.
 
     state_format: "fp32" (exact) or "bf16" for momentum_buffer. master_format, max_grad_norm, group, stochastic_seed,
-    tier and schedule: as `zerokern.optim.Adam` says.
+    tier, schedule and update: as `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -276,6 +285,7 @@ class SGD(FusedOptimizer):
         fused: bool | None = None,
         tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
         schedule: Schedule | Delayed = "sync",
+        update: Update = "host",
         state_format: Literal["fp32", "bf16"] = "fp32",
         master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,

@@ -222,7 +222,8 @@ def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, 
             if "master" in entry:
                 master = entry["master"]
                 with present(param):
-                    torch.where(master.to(param.dtype) == param, master, param.float(), out=master)
+                    near = param.detach().to(master.device)
+                    torch.where(master.to(near.dtype) == near, master, near.float(), out=master)
     if lost:
         warnings.warn(
             f"the remainders loaded for {lost} parameters are dropped, because the parameters were written after "

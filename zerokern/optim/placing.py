@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerokern.core.errors import got
 from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
@@ -15,7 +16,24 @@ from zerokern.memory.order import TierOrder, place
 from zerokern.optim.device import is_apart
 from zerokern.optim.disk import on_disk_of
 
-__all__ = ["Placing"]
+__all__ = ["UPDATES", "Placing", "check_update"]
+
+UPDATES = ("host", "device", "auto")
+
+
+def check_update(value: object, order: TierOrder) -> str:
+    """Returns where updates of state in host memory run, or raises an error that says what there is.
+
+    >>> check_update("device", TierOrder.of("tier", "cpu"))
+    'device'
+    """
+    if not isinstance(value, str) or value not in UPDATES:
+        raise ValueError(got("update", value, "'host', 'device' or 'auto'"))
+    if value == "device" and order.config is not None:
+        do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
+        raise ValueError(got("update", value, "'host' or 'auto' where tier= has a disk", do))
+    return value
+
 
 _log = logging.getLogger("zerokern")
 

@@ -53,6 +53,7 @@ class GivingBack:
         bucket = part.sharding.gradient_buckets[part.bucket]
         self.drop(bucket)
         mine = len(part.members) == len(bucket.entries) and len(bucket.listeners) <= 1
+        mine = mine and len(bucket.pieces) == len(bucket.entries)  # else nothing was reduced: they were set by hand
         if not mine or bucket.replicated or not pairs or any(copy.stays is not None for copy, _ in pairs):
             return
         if all(grad is bucket.pieces[place] for place, (_, grad) in zip(places, pairs, strict=True)):

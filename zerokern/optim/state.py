@@ -142,7 +142,7 @@ def bring_back(entry: Entry, layout: Layout, param: Tensor, room: HostTier | Non
 
 def room_of(param: Tensor, room: HostTier | None) -> HostTier | None:
     """Returns where state of this parameter lies in host memory; None: beside the parameter, on its device."""
-    return None if is_apart(param) else room
+    return room if room is not None and (not is_apart(param) or room.keeps(param)) else None
 
 
 def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = None, *, zeroed: bool = True) -> None:
@@ -191,7 +191,8 @@ def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostTier | N
     ]
     make(wanted, room, zeroed=False)
     for (param, _, _), mine in zip(entries, made, strict=True):
-        mine.update({key: tensor.to(param.device) for key, tensor in mine.items()})
+        if room_of(param, room) is None:
+            mine.update({key: tensor.to(param.device) for key, tensor in mine.items()})
     return made
 
 
@@ -217,11 +218,17 @@ def exact_of(param: Tensor, kept: Tensor) -> Tensor:
 def begin(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None:
     """Writes first values to a new master, or to a remainder that is zero.
 
-    `exact`: the fp32 values that the parameter was rounded from. They are used where they still round to it.
+    `exact`: the fp32 values that the parameter was rounded from. They are used where they still round to it. New values
+    may lie in host memory while the parameter is on a device.
     """
     if exact is None:
         if slot.key == "master":
             kept.copy_(param)
+        return
+    if kept.device != param.device:
+        near = param.detach().to(kept.device)
+        begin(near, slot, kept, exact.to(kept.device))
+        param.detach().copy_(near)
         return
     param, exact = param.detach(), exact.view_as(param)
     if slot.key == "master":

@@ -158,7 +158,7 @@ class Update:
             yield from self._actions_of(part, program, shards, tickets.get(part.name, ()), ready, inline)
             if lazily and gathers(part):
                 yield ("Gather", part.name), partial(self.gather, part, shards.host.driver)
-        if self.binding.tier.streams:
+        if self.binding.streams:
             yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, taken):
             if sharding.publisher.gathers(memory):
@@ -192,7 +192,7 @@ class Update:
         self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> StepProgram:
         """Makes the step program of this update."""
-        survey, binding, streams = self.binding.survey, self.binding, self.binding.tier.streams
+        survey, binding, streams = self.binding.survey, self.binding, self.binding.streams
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(self._turn_of[part.name]) if part.name in self._turn_of else {}

@@ -15,7 +15,7 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 from zerokern.core.errors import got
-from zerokern.core.units import AUTO, BUFFERS, FILLED, itemsize
+from zerokern.core.units import AUTO, BLOCK, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
@@ -182,8 +182,37 @@ class Footprint(HeldMemory):
         ring = self.recipe.ring_nbytes
         if self.settings.device != "cpu":
             ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
-        found = [*_states(self), *working(self), Holding("ring", "", "cpu", ring), *_activations(self)]
+        rings = [Holding("ring", "", "cpu", ring), Holding("ring", "", "device", self.slots_nbytes)]
+        found = [*_states(self), *working(self), *rings, *_activations(self)]
         return tuple(part for part in found if part.nbytes)
+
+    @cached_property
+    def slots_nbytes(self) -> int:
+        """Bytes of the device that state streams through (`update="device"`).
+
+        >>> zk.plan("8B", tier="cpu", update="device").slots_nbytes / (1 << 20)
+        256.0
+        """
+        recipe = self.recipe
+        if not recipe.streams(self.settings.device):
+            return 0
+        from zerokern.io.pieces import Width  # packages that need torch, other plans do not
+        from zerokern.optim.streamed import pieces_of
+
+        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        if self.placed:
+            pieces = [(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
+        widths = [
+            tuple(
+                width
+                for role in recipe.state_of(dtype)
+                for width in (Width(role.per_element, 1), Width(role.per_block, BLOCK))
+                if width.nbytes
+            )
+            for _, dtype in pieces
+        ]
+        _, count, nbytes = pieces_of([numel for numel, _ in pieces], widths)
+        return count * nbytes
 
     @cached_property
     def share(self) -> Share:
@@ -219,6 +248,7 @@ class Footprint(HeldMemory):
         if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
             nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
             nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
+        if has_copies or recipe.streams(self.settings.device):
             state = sorted(state, key=lambda tensor: tensor[0])
         elif self.copied:  # of what is on the device, as one
             nbytes = [
@@ -606,6 +636,9 @@ def _moves(run: Footprint) -> Iterator[Move]:
             numel = kind.updated(shards_state(run.stage))[0] - staying_numel(run, kind.dtype)
             yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
             yield Move("parameters", "up", numel * kind.itemsize)
+    if recipe.streams(settings.device):
+        for state in (state for state in _optimizer_state(run) if state.tier == "cpu"):
+            yield from (Move(state.role, lane, state.nbytes) for lane in ("up", "down"))
     if recipe.tier == "nvme":
         for state in (state for state in _optimizer_state(run) if state.tier == "nvme"):
             yield from (Move(state.role, lane, state.nbytes) for lane in ("read", "write"))

@@ -242,6 +242,8 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     mine = machine.shared_by(plan.ranks)
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
+    if plan.recipe.streams(plan.settings.device):  # an update on the device has nothing to hide behind
+        names.remove("delayed")
     rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
@@ -470,6 +472,9 @@ class StepShape:
         gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
         there = self.there[number]
         moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype)
+        streamed = 0
+        if recipe.streams(settings.device):
+            streamed, moved, there = round(moved * state), 0, part.own_numel
         own_master = recipe.master_of(part.dtype) != "fp32"
         each = wire + (2 if own_master else 1) * itemsize(part.dtype) + 2 * state
         return Span.of(
@@ -480,6 +485,7 @@ class StepShape:
             state_nbytes=moved * state,
             own_master=own_master,
             there_nbytes=round(there * each),
+            streamed_nbytes=streamed,
             forward_flops=compute,
             fetched=crosses,
             stored=crosses and not part.rests,

@@ -149,7 +149,7 @@ class _Tally:
     def rows(self) -> Iterator[Holding]:
         order = [*STATES, *WORKING]
         keys = sorted(self._found, key=lambda key: order.index(key[0]) if key[0] in order else len(order))
-        return (Holding(*key, self._found[key]) for key in keys)
+        return (Holding(*key, self._found[key]) for key in keys if self._found[key])
 
 
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
@@ -171,6 +171,8 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
         for key, stand_in in ({} if owner is None else owner.described()).items():
             role, _, form = _role(key, stand_in)
             tally.put(role, form, "nvme", stand_in.numel() * stand_in.dtype.itemsize)
+    binding = None if here is None else here.bound.binding
+    tally.put("ring", "", "device", 0 if binding is None else binding.compute.ring_nbytes)
     disk = None if here is None else here.disk
     if disk is not None and disk.is_open:
         tally.put("ring", "", "cpu", sum(slot.lease.nbytes for slot in disk.ring.slots))

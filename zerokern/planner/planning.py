@@ -159,6 +159,7 @@ def plan(
     state_format: str = "fp32",
     master_format: str | None = None,
     tier: Any = "device",
+    update: str = "host",
     param_tier: Any = "device",
     keep: Any = None,
     micro: int = 1,
@@ -191,6 +192,7 @@ def plan(
         param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
         tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
+        update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
         keep, micro: as in `zk.shard`; without them activations are whole. Each of `accumulate` fetches what rests anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
@@ -217,6 +219,7 @@ def plan(
         state_format=state_format,
         master_format=master_format,
         tier=tier,
+        update=update,
         schedule=schedule,
         param_tier=param_tier,
         keep="device" if keep is None and micro != 1 else keep,
@@ -507,6 +510,7 @@ def _code(plan: Plan) -> str:
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
     options = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    options += ', update="device"' if recipe.streams(plan.settings.device) else ""
     options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""

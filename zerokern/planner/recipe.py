@@ -83,6 +83,8 @@ class Recipe:
     leaves (`Footprint.budgets`)"""
     param_budgets: tuple[tuple[str, Any], ...] = ()
     """the same of parameters, before `param_tier`"""
+    update: str = "host"
+    """where the update of state in host memory runs"""
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class Recipe:
         schedule: object,
         param_tier: object,
         keep: object,
+        update: object = "host",
     ) -> Recipe:
         """Checks the keywords of `zk.shard` and `zk.AdamW`."""
         if mp_policy is not None:
@@ -122,7 +125,14 @@ class Recipe:
         kept = (None, 0) if keep is None else _tier("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
         made = cls(name, param, reduce, state_format, master_format, *places)
-        return replace(made, budgets=budgets, param_budgets=param_budgets)
+        if update not in ("host", "device"):
+            do = (
+                "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
+            )
+            raise ValueError(got("update", update, "'host' or 'device'", do))
+        if update == "device" and made.tier == "nvme":
+            raise ValueError(got("update", update, "'host' where tier= has a disk"))
+        return replace(made, budgets=budgets, param_budgets=param_budgets, update=str(update))
 
     @property
     def rests(self) -> bool:
@@ -174,6 +184,9 @@ class Recipe:
         if here.is_on_both_sides(device) and self.budgets:
             allowed = "'cpu' or 'nvme', one of them, where some parameters are on the device and others off it"
             raise ValueError(got("tier", [*self.budgets, self.tier], allowed, "Such a split of both is not planned"))
+        if here.is_on_both_sides(device) and self.update == "device":
+            do = "Some parameters are on the device and others are not"
+            raise ValueError(got("update", self.update, "'host'", do))
         if here.is_on_both_sides(device) and self.delays:
             do = "Some parameters are on the device and others are not"
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap'", do))
@@ -183,6 +196,11 @@ class Recipe:
         """Returns whether some parameters may be on a device with memory of its own, and others off it."""
         return device != "cpu" and any(tier == "device" for tier, _ in self.param_budgets)
 
+    def streams(self, device: str) -> bool:
+        """Returns whether state streams from host memory through the device, which updates it."""
+        on_device = self.update == "device" and device != "cpu" and not self.rests
+        return on_device and self.tier == "cpu" and self.optimizer != "none"
+
     def has_host_copies(self, device: str) -> bool:
         """Returns whether the optimizer updates copies in host memory of the parameters."""
         if self.rests:
@@ -191,6 +209,11 @@ class Recipe:
             advice = "The update of state on the device has nothing to hide behind"
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
+        if self.streams(device):
+            if self.delays:
+                advice = "An update on the device has nothing to hide behind"
+                raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", advice))
+            return False
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
     def state_nbytes(self, dtype: str) -> float:

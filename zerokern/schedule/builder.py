@@ -106,7 +106,7 @@ class ProgramBuilder:
         if not span.is_updated:
             return list(after)
         if span.there_nbytes:
-            self.add("Step", f"{span.name} on the device", "device", [NORM], span.there_nbytes)
+            self._step_there(span)
         after = [*after, *AWAY] if self.on_disk else list(after)
         written = span.written_nbytes
         after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)
@@ -115,6 +115,15 @@ class ProgramBuilder:
             last = self.add("Step", name, "cpu", [*after, *self._pieces.get(name, ())], nbytes, numel)
         self.store_record(span.name, written, last)
         return last
+
+    def _step_there(self, span: Span) -> None:
+        """Adds the update of what stays on the device, to which state may come, and which it leaves again."""
+        state, there, ready = f"{span.name} state", f"{span.name} on the device", [NORM]
+        if span.streamed_nbytes:
+            ready = self.add("Fetch", state, "up", [*ready, OpKey("Store", state, 1)], span.streamed_nbytes)
+        last = self.add("Step", there, "device", [NORM, *ready], span.there_nbytes)
+        if span.streamed_nbytes:
+            self.add("Store", state, "down", last, span.streamed_nbytes)
 
     def fetch_record(self, name: str, read: int, written: int, ahead: Iterable[OpKey]) -> list[OpKey]:
         """Reads what an update has on disk; `written`: bytes of it that are written afterwards."""

@@ -111,6 +111,8 @@ class Span:
     """squares of gradients are summed where they were reduced, so the norm does not read them on the host"""
     there_nbytes: int = 0
     """what the update of parameters that stay on the device moves through its memory"""
+    streamed_nbytes: int = 0
+    """their state that rests in host memory: up before the update, and down after it"""
     pieces: int = 1
     """as many, of one size, are fetched, updated and stored one after the other"""
 

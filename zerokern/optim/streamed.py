@@ -1,0 +1,184 @@
+"""Updates rows on a device whose state rests in host memory: it passes through slots there, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.io.pieces import Width, plan
+from zerokern.io.pieces import columns as columns_of
+from zerokern.kernels.formats import BLOCK
+from zerokern.memory import DeviceTier, Wanted
+from zerokern.memory.copies import Copies, Copy
+from zerokern.optim.binding import Member, TableGroup, set_groups, table_of
+from zerokern.optim.formats import TAKES_LESS, Layout
+from zerokern.optim.state import Row, SpanRow, pointer_words
+from zerokern.optim.survey import Groups, Survey
+
+__all__ = ["SLOTS", "StreamedRows", "pieces_of", "widths_of"]
+
+SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
+_PARTS = 64  # of all state, of which one is in a slot: what comes before the first update and after the last is short
+_LEAST, _MOST = 256 << 10, 64 << 20  # bytes of a slot
+_AHEAD = 4 * SLOTS  # pieces that the host has launched and that have not ended
+
+
+def widths_of(layout: Layout) -> tuple[Width, ...]:
+    """Returns how wide the tensors of a parameter's state are, in the order of `layout.columns`."""
+    return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in layout.columns)
+
+
+def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Any], int, int]:
+    """Returns the pieces that state of these elements is moved in, how many slots there are, and the bytes of each.
+
+    >>> pieces, slots, nbytes = pieces_of([1 << 20], [(Width(4, 1), Width(4, 1))])
+    >>> len(pieces), slots, nbytes
+    (32, 4, 262144)
+    """
+    total = sum(columns_of(mine, numel)[1] for numel, mine in zip(numels, widths, strict=True))
+    nbytes = min(max(-(-total // _PARTS), _LEAST), _MOST)
+    pieces = plan(numels, widths, nbytes)
+    return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
+
+
+@dataclass
+class StreamedPiece:
+    """What passes through a slot together: tensors in host memory and where they lie in the slot, and their table.
+
+    `rows`: for each row of the table the number of its gradient's address, and the bytes after it.
+    """
+
+    resting: list[Tensor]
+    there: list[Tensor]
+    table: Any
+    groups: list[TableGroup]
+    rows: list[tuple[int, int]]
+
+
+class StreamedRows:
+    """Rows whose parameters and gradients are on a device and whose state is in host memory.
+
+    All that an update needs is launched in one go, in the order of the rows: the state of a piece is copied to a slot,
+    updated there, and copied back, beside those of other pieces. A slot is written again when it has been read.
+    """
+
+    def __init__(self, link: Copies, place: torch.device, open_table: Callable[[int, int], Any]) -> None:
+        self._link, self._open_table = link, open_table
+        self._tier = DeviceTier(place, "slots for state that is updated on the device", TAKES_LESS)
+        self.slots: list[Tensor] = []
+        self.pieces: list[StreamedPiece] = []
+        self._last: Copy | None = None  # the end of the last update
+        self._checked = False  # whether the copies have been
+        self.began = False
+
+    def lay_out(
+        self,
+        survey: Survey,
+        groups: Groups,
+        members: Sequence[Member],
+        rows: Sequence[Row],
+        steps: Sequence[int],
+        first: int,
+    ) -> None:
+        """Cuts the rows into pieces. `first`: the number of the first one's gradient."""
+        self.wait()
+        widths = [widths_of(row.layout) for row in rows]
+        pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
+        if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
+            self.slots = []  # before others are made, which the device clears first
+            self._last = None
+            self.slots = self._tier.lay_out([Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count)
+        self.pieces, self._checked = [], False
+        for number, piece in enumerate(pieces):
+            slot = self.slots[number % count]
+            resting: list[Tensor] = []
+            there: list[Tensor] = []
+            spans: list[SpanRow] = []
+            for segment in piece.segments:
+                row, i = rows[segment.span], members[segment.span][0]
+                shift = segment.start * survey.param_dtypes[i].itemsize
+                pointers = {row.layout.param_column: survey.param_pointers[i] + shift}
+                for column, kept, near in _parts(row, widths[segment.span], segment, slot):
+                    pointers[column] = near.data_ptr()
+                    resting.append(kept)
+                    there.append(near)
+                spans.append(SpanRow(row.layout, row.first, pointer_words(pointers)))
+            mine = [(members[segment.span][0], segment) for segment in piece.segments]
+            table, made = table_of(survey, groups, mine, spans, steps, self._open_table)
+            shifts = [segment.start * survey.grad_dtypes[i].itemsize for i, segment in mine]
+            numbers = [first + segment.span for segment in piece.segments]
+            self.pieces.append(StreamedPiece(resting, there, table, made, list(zip(numbers, shifts, strict=True))))
+
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        """Writes what the tables' calls read: hyperparameters, step counts, where the gradients are."""
+        self.wait()
+        self.began = False
+        for piece in self.pieces:
+            set_groups(piece.table, piece.groups, settings)
+            piece.table.columns["grad"][:] = array("Q", [pointers[number] + shift for number, shift in piece.rows])
+
+    def launch(self, run: Callable[[Any], object]) -> None:
+        """Launches the update of all rows; `run` launches that of a table on the current stream.
+
+        The host waits only where it is far ahead. After an error nothing of it is under way any more.
+        """
+        link, count, checked = self._link, len(self.slots), self._checked
+        before = link.here() if self._last is None else self._last
+        emptied: list[Copy] = []
+        filled = before
+        try:
+            for number, piece in enumerate(self.pieces):
+                free = emptied[number - count] if number >= count else None
+                filled = link.to_device(piece.resting, piece.there, ready=before, after=free, checked=checked)
+                filled.gate()
+                try:
+                    run(piece.table)
+                    self.began = True
+                finally:
+                    self.began = self.began or getattr(piece.table, "begun", False)
+                self._last = link.to_host(piece.there, piece.resting, checked=checked)
+                emptied.append(self._last)
+                if number >= _AHEAD:
+                    emptied[number - _AHEAD].wait()
+        except BaseException:
+            for one in (*emptied, filled):
+                with contextlib.suppress(Exception):
+                    one.wait()
+            raise
+        self._checked = True
+
+    def wait(self) -> None:
+        """Returns once all state is in host memory again."""
+        if self._last is not None:
+            self._last.wait()
+
+    def count(self) -> bool:
+        """Counts the update that was prepared; returns whether moments have started with it."""
+        started = False
+        for group in (group for piece in self.pieces for group in piece.groups):
+            started = started or group.first
+            group.step += 1
+            group.first = False
+        return started
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots."""
+        return sum(map(operator.attrgetter("nbytes"), self.slots))
+
+
+def _parts(row: Row, widths: Sequence[Width], segment: Any, slot: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields the column of each tensor of a row's state, its part in the segment, and that part's place in a slot."""
+    offsets, _ = columns_of(tuple(widths), segment.numel)
+    end = segment.start + segment.numel
+    for kind, kept, (_, per), offset in zip(row.layout.columns, row.tensors, widths, offsets, strict=True):
+        part = kept.detach().view(-1)[segment.start // per : -(-end // per)]
+        begin = segment.offset + offset
+        yield kind.column, part, slot[begin : begin + part.nbytes].view(part.dtype)
