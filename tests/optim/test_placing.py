@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +25,23 @@ from worlds import World, alone, anywhere, on_threads
 import zerokern as zk
 from zerokern.checkpoint.storage import SavePlanner
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.table import DeviceTable
 from zerokern.memory.here import boxes, write_items
 from zerokern.optim import beside
 from zerokern.optim.beside import SplitCompute
+
+
+class Counting(PlayedDevice):
+    """Counts what crosses the link, but for sums of squares."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.moved: dict[str, int] = {}
+
+    def copy(self, stream: Any, pairs: Any) -> None:
+        nbytes = sum(src.nbytes for _, src in pairs if src.dtype is not torch.float64)
+        self.moved[stream.name] = self.moved.get(stream.name, 0) + nbytes
+        super().copy(stream, pairs)
 
 
 def split(tier: Tier, size: int, budget: str) -> list[Any]:
@@ -544,85 +555,3 @@ def test_ranks_that_keep_the_same_state_elsewhere_save_it_once() -> None:
         chunks = metadata.state_dict_metadata["optim.state.weight.exp_avg"].chunks
         assert sum(chunk.sizes.numel() for chunk in chunks) == 16
         assert sum(item.tensor_data.chunk.sizes.numel() for one in made for item in one.items) == 16
-
-
-class Counting(PlayedDevice):
-    """Counts what crosses the link, but for sums of squares."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.moved: dict[str, int] = {}
-
-    def copy(self, stream: Any, pairs: Any) -> None:
-        nbytes = sum(src.nbytes for _, src in pairs if src.dtype is not torch.float64)
-        self.moved[stream.name] = self.moved.get(stream.name, 0) + nbytes
-        super().copy(stream, pairs)
-
-
-def as_planned(world: World, stage: int, budgets: list[str], schedule: str, disk: Any) -> None:
-    device, model = Counting(), nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
-    words = ["nvme" if one == "disk" else one for one in budgets]
-    plan = zk.plan(model, stage=stage, tier=words, schedule=SCHEDULES[schedule], device="cuda")
-    if stage:
-        zk.shard(model, stage=stage, bucket_bytes=1 << 13)
-    on_device(device, Row(f"stage {stage}" if stage else "plain"), model)
-    tiers = [disk if one == "disk" else one for one in budgets]
-    opt = zk.AdamW(model.parameters(), tier=tiers, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
-    for _ in range(2):
-        device.synchronize()
-        device.moved.clear()  # copies were made in the first step
-        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-        opt.step()
-        opt.flush()
-        opt.zero_grad()
-    device.synchronize()
-    assert {lane: device.moved.get(lane, 0) for lane in ("down", "up")} == {
-        "down": plan.moved("down"),
-        "up": plan.moved("up"),
-    }
-    assert opt.statistics()["state_bytes/disk"] == plan.tiers.get("nvme", 0)
-    staying = sum(copy.stays or 0 for copy in opt.holdings.host.copies.values())
-    assert staying == sum(nbytes for one in plan.placed if one.tier == "device" for _, nbytes in one.tensors) > 0
-    device.close()
-
-
-@each("stage, budgets, schedule", [
-    (0, ["device:100KB", "cpu"], "overlap"), (1, ["device:100KB", "cpu"], "overlap"),
-    (2, ["device:60KB", "cpu:60KB", "disk"], "overlap"), (2, ["device:60KB", "cpu:60KB", "disk"], "delayed"),
-])  # fmt: skip
-def test_what_stays_on_a_device_was_planned(stage: int, budgets: list[str], schedule: str, tier: Tier) -> None:
-    """What crosses the link in a step, and what lies where."""
-    alone(as_planned, stage, budgets, schedule, tier())
-
-
-def test_a_copy_does_not_wait_for_what_is_updated_on_the_device(
-    devices: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device is busy with its part until the host's part has been stored."""
-    stored = threading.Event()
-
-    class Storing(PlayedDevice):
-        def copy(self, stream: Any, pairs: Any) -> None:
-            super().copy(stream, pairs)
-            if stream.name == "up":
-                self._give(stream, lambda _: stored.set())
-
-    device, run = devices(Storing), StepTable.run
-    late: list[bool] = []
-
-    def waits(self: Any, *given: Any) -> None:
-        if threading.current_thread() is device.compute.thread:
-            late.append(stored.wait(10.0))
-        run(self, *given)
-
-    weights = [device.own(nn.Parameter(torch.full((64, 64), 2.0))) for _ in range(2)]
-    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], schedule="overlap", max_grad_norm=1.0)
-    monkeypatch.setattr(StepTable, "run", waits)
-    for _ in range(2):
-        stored.clear()
-        for weight in weights:
-            weight.grad = torch.ones_like(weight)
-        opt.step()
-        opt.flush()
-        device.synchronize()
-    assert late == [True, True] and same_bits(*weights)

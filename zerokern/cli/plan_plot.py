@@ -15,7 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine as LayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.footprint import STATES, WORKING
+from zerokern.planner.holding import STATES, WORKING
 from zerokern.planner.table import NAMES, TIERS, settings
 from zerokern.zero.partition import STAGES
 

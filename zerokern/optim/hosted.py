@@ -2,19 +2,15 @@
 
 A copy has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the copies,
 and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
-Gradients of zk.shard are fetched during backward already, bucket by bucket (`EarlyFetches`).
+Gradients of zk.shard are fetched during backward already, bucket by bucket (`early.EarlyFetches`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +26,12 @@ from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
-from zerokern.optim.returned import GivingBack
-from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import present, rest_of, splits_of
-from zerokern.zero.reducing import GradReady, Sumsq
+from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 
-__all__ = ["EarlyFetch", "EarlyFetches", "HostCopies", "HostCopy", "Lies"]
+__all__ = ["HostCopies", "HostCopy", "Lies", "Piece"]
 
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
@@ -531,122 +525,3 @@ def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
     values.zk_rest = shown.zk_rest = rest  # type: ignore[attr-defined]
     rest.is_viewed()  # by nobody else yet
     return HostCopy(local, values, grad, rest=rest, shown=shown)
-
-
-class EarlyFetch:
-    """Copies gradients of one part to the host before `step()`: at once, or when the update has read the last ones."""
-
-    def __init__(
-        self,
-        host: HostCopies,
-        pairs: list[tuple[HostCopy, Tensor]],
-        pieces: Sequence[Piece],
-        handed_out: Callable[[], bool],
-    ) -> None:
-        self._host, self.pairs, self._pieces, self._handed_out = host, pairs, pieces, handed_out
-        self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
-        self._found = host.measure(pairs)
-        self._mark = host.here()
-        self.tickets: list[Any] = []
-
-    def launch_if_free(self) -> None:
-        """Starts the copies, once, unless an update has yet to read what is where they go."""
-        if not self.tickets and all(copy.free for copy, _ in self.pairs):
-            self.tickets = self._host.fetch(
-                self.pairs, left_as=self._versions, ready=self._mark, found=self._found, pieces=self._pieces
-            )
-
-    def compare(self) -> None:
-        """Has gradients fetched again that somebody may have written without a version count; `step()` calls it."""
-        if self._handed_out():
-            self.forget()
-
-    def forget(self) -> None:
-        """Has all gradients of the part fetched again."""
-        for copy, _ in self.pairs:
-            copy.fetched = None
-
-
-class EarlyFetches:
-    """Fetches gradients as their buckets are reduced, before `step()` is called.
-
-    It expects as many backward passes per step as the last step had. A gradient that was fetched too early is
-    accumulated into later, which its version shows; then `step()` fetches it again. So it does where the gradient's
-    memory has been handed out (`.local`, `.data`), because no version counts writes there. Plain gradients are fetched
-    by `step()`.
-
-    `shards`: a `Shards`; `parts`: each a `Part` of the update, as `parts_of` returns them.
-    """
-
-    def __init__(
-        self, shards: Any, parts: Sequence[Any], early: bool, last: EarlyFetches | None, passes: int = 0
-    ) -> None:
-        """Listens to these parameters, and no more to those of `last`. `passes`: expected before the next step."""
-        if last is not None:
-            last.remove()
-        self.shards = shards
-        self.giving = GivingBack(shards.host.link)
-        self._expected: Counter[int] = Counter({id(part): passes for part in parts})
-        self._arrived: Counter[int] = Counter()
-        self._fetches: dict[str, EarlyFetch] = {}
-        self._lock = threading.Lock()  # between a look at what is free and the word that something has become so
-        self._removers: list[Callable[[], Any]] = []
-        if not early or shards.host.link is None:
-            return
-        shards.host.freed = weakly(self._launch)
-        for part in parts:
-            if part.sharding is not None:
-                bucket, listener = part.sharding.gradient_buckets[part.bucket], partial(weakly(self._reduced), part)
-                bucket.listeners.append(listener)
-                self._removers.append(partial(bucket.listeners.remove, listener))
-
-    def remove(self) -> None:
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
-        for fetch in self._fetches.values():
-            fetch.forget()
-        self.giving.end()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # a device that is gone
-            self.remove()
-
-    def _reduced(self, part: Any, ready: GradReady) -> None:
-        """Fetches a bucket that zk.shard has reduced, if as many passes as in the last step have come."""
-        key = id(part)
-        self._arrived[key] += 1
-        if self._arrived[key] != self._expected[key]:  # another pass adds to its gradients
-            with self._lock:
-                fetch = self._fetches.pop(part.name, None)
-                if fetch is not None:
-                    fetch.forget()
-            self.giving.drop(part.sharding.gradient_buckets[part.bucket])
-            return
-        places = [place for place in part.members if self.shards.local[place].requires_grad]
-        grads = [ready.pieces[self.shards.shards[place].place] for place in places]
-        copies = self.shards.host.of(self.shards.local[place] for place in places)
-        handed_out = part.sharding.gradient_buckets[part.bucket].handed_out
-        plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
-        if not plain or not copies or copies[0].near or len(copies) != len(grads) or handed_out():
-            return
-        pieces = self.shards.pieces_of(part)
-        fetch = EarlyFetch(self.shards.host, list(zip(copies, grads, strict=True)), pieces, handed_out)
-        with self._lock:
-            self._fetches[part.name] = fetch
-            fetch.launch_if_free()
-        self.giving.add(part, [self.shards.shards[place].place for place in places], fetch.pairs, fetch)
-        self.giving.sweep()
-
-    def _launch(self) -> None:
-        with self._lock:
-            for fetch in self._fetches.values():
-                fetch.launch_if_free()
-
-    def take(self) -> dict[str, EarlyFetch]:
-        """Returns what was fetched since the last call, by part; a step is about to be made of it."""
-        with self._lock:
-            fetched = {name: one for name, one in self._fetches.items() if one.tickets}
-            self._fetches = {}
-        self._expected, self._arrived = self._arrived, Counter()
-        return fetched

@@ -22,7 +22,7 @@ from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.hosted import EarlyFetch, EarlyFetches
+from zerokern.optim.early import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, in_pieces, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards

@@ -8,111 +8,32 @@ the last unit of forward, and parameters of no unit. A test compares the bytes o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from zerokern.core.errors import got
 from zerokern.core.units import AUTO, BLOCK, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
+from zerokern.planner.holding import HeldMemory, Holding, Move, Share, StatePiece, lanes_to
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec
 from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Arrangement, Recipe, StateRole, short
+from zerokern.planner.recipe import Arrangement, Recipe, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "LANES", "STATES", "WORKING", "Footprint", "HeldMemory", "Holding", "Move", "Share", "filling", "lanes_to",
-    "share_filled", "staying_numel", "with_recipe",
+    "Footprint", "filling", "share_filled", "staying_numel", "with_recipe",
 ]  # fmt: skip
 
-STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
-_HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
-WORKING = ("gathered", "buffers", "scratch", "ring", *_HOST_COPIES, "checkpoints", "activations", "logits")
-LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "write": "to disk", "net": "to other ranks"}
-"""in the order of a table"""
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
 _GB = 10**9
 _FILLED_BARE = 0.75  # of a device, as far as state may fill it where activations, which nobody has said, come on top
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Bytes of one role in one tier, in one format."""
-
-    role: str
-    format: str
-    tier: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Move:
-    """Bytes of one role that one lane transfers in a step."""
-
-    role: str
-    lane: str
-    nbytes: int
-
-
-class StatePiece(NamedTuple):
-    """A piece of a parameter, with the tensors of its state and their bytes."""
-
-    tier: str
-    numel: int
-    dtype: str
-    tensors: tuple[tuple[StateRole, int], ...]
-
-
-class HeldMemory:
-    """Sums the bytes that are held."""
-
-    held: Sequence[Holding]
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Bytes per rank by role, all tiers together."""
-        return _summed(self.held, lambda holding: holding.role)
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Bytes per rank by tier, all roles together; "device" is where parameters are computed with."""
-        return _summed(self.held, lambda holding: holding.tier)
-
-    @property
-    def states(self) -> int:
-        """Bytes per rank of parameters, gradients and optimizer state: what the ZeRO paper counts."""
-        return sum(holding.nbytes for holding in self.held if holding.role in STATES)
-
-    @property
-    def total(self) -> int:
-        """Bytes per rank on the device; activations are among them only where the shape of a transformer says them."""
-        return self.tiers.get("device", 0)
-
-
-def _summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for holding in held:
-        found[key(holding)] = found.get(key(holding), 0) + holding.nbytes
-    return found
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank holds at one stage.
-
-    `padding`: elements of all buckets that belong to no parameter. `arriving`: bytes of a bucket's gradients as
-    autograd allocates them, on top of the rest while backward runs.
-    """
-
-    held: tuple[Holding, ...]
-    padding: int
-    arriving: int
 
 
 @dataclass(frozen=True)
@@ -615,16 +536,6 @@ def _activations(run: Footprint) -> Iterator[Holding]:
         away = 0 if keep == "device" else shape.checkpoints - shape.checkpoint
         yield Holding("checkpoints", "", keep, away)
         yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
-
-
-def lanes_to(tier: str | None, device: str) -> tuple[str, ...]:
-    """Returns the lanes that a fetch from a tier to the device takes.
-
-    >>> lanes_to("nvme", "cuda"), lanes_to("cpu", "cuda"), lanes_to("nvme", "cpu"), lanes_to("device", "cuda")
-    (('read', 'up'), ('up',), ('read',), ())
-    """
-    link = () if device == "cpu" else ("up",)
-    return {"nvme": ("read", *link), "cpu": link}.get(tier or "", ())
 
 
 def _moves(run: Footprint) -> Iterator[Move]:

@@ -11,7 +11,8 @@ from typing import Any
 from zerokern.core.errors import got
 from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.footprint import Footprint, lanes_to, staying_numel
+from zerokern.planner.footprint import Footprint, staying_numel
+from zerokern.planner.holding import lanes_to
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
 from zerokern.schedule.program import PIECE_NBYTES

@@ -13,7 +13,8 @@ from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
-from zerokern.planner.footprint import STATES, WORKING, Footprint, HeldMemory, Holding
+from zerokern.planner.footprint import Footprint
+from zerokern.planner.holding import STATES, WORKING, HeldMemory, Holding
 from zerokern.planner.recipe import short
 from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.shard import shard_of

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.footprint import LANES, STATES, WORKING, Footprint, HeldMemory, Holding, lanes_to
+from zerokern.planner.footprint import Footprint
+from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
 from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters
