@@ -187,7 +187,7 @@ class Footprint(HeldMemory):
         """
         asked, free = self.recipe.budgets, 0
         if any(budget == AUTO for _, budget in asked):
-            free = max(0, _free_for_state(replace(self, recipe=replace(self.recipe, budgets=()))))
+            free = max(0, _free_for_state(self))
         return tuple((tier, free if budget == AUTO else budget) for tier, budget in asked)
 
     @cached_property
@@ -368,7 +368,8 @@ def share_filled(run: Footprint) -> float:
 
 def _free_for_state(run: Footprint) -> int:
     """Returns the bytes that the smallest device has left at a step's peak, up to that share."""
-    return int(share_filled(run) * min(run.device_memory.values(), default=0)) - run.total
+    without = replace(run, recipe=replace(run.recipe, budgets=(("device", 0),)))  # where some stays, gradients do
+    return int(share_filled(run) * min(run.device_memory.values(), default=0)) - without.total
 
 
 def filling(run: _F) -> _F:
@@ -404,7 +405,7 @@ def _states(run: Footprint) -> Iterator[Holding]:
     """Yields parameters, gradients and optimizer state, by the tier that they rest in."""
     recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
     most = _leaving_nbytes(run)
-    tiers = {tier: run._resting_in(tier) for tier, _ in run.lying}
+    tiers = {tier: run._resting_in(tier) for tier in dict.fromkeys(tier for tier, _ in run.lying)}
     for tier, buckets in tiers.items():
         for kind in buckets.kinds:
             numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
