@@ -18,8 +18,8 @@ MUTANTS = (
     Mutant(
         "get_not_ordered_behind_its_put",
         "zerokern/io/store.py",
-        "ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), None)",
-        "ticket = self._start(READ, entry, address, nbytes, out, self._before(None, after), None)",
+        "ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), crc, source)",
+        "ticket = self._start(READ, entry, address, nbytes, out, self._before(None, after), crc, source)",
         "A get may begin before the put of the same key has ended.",
         ("tests/io/test_order.py",),
     ),
@@ -77,8 +77,8 @@ MUTANTS = (
     Mutant(
         "get_of_a_failed_put_succeeds",
         "zerokern/io/store.py",
-        "if slot is not None:\n                ticket._source = put",
-        "if slot is None:\n                ticket._source = put",
+        "source = None if slot is None else put",
+        "source = None",
         "A get that was queued behind a put which fails returns what was on the disk before.",
         ("tests/io/test_faults.py",),
     ),

@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         "master_not_refreshed_after_a_write",
         "zerokern/optim/outside.py",
-        "torch.where(master.to(param.dtype) == param, master, param.float(), out=master)",
-        "torch.where(master.to(param.dtype) != 0, master, param.float(), out=master)",
+        "torch.where(master.to(near.dtype) == near, master, near.float(), out=master)",
+        "torch.where(master.to(near.dtype) != 0, master, near.float(), out=master)",
         "An fp32 master does not follow what was written to its parameter.",
         ("tests/optim/test_writes.py",),
     ),
@@ -188,7 +188,7 @@ MUTANTS = (
     ),
     Mutant(
         "squares_measured_behind_the_mark",
-        "zerokern/optim/hosted.py",
+        "zerokern/optim/early.py",
         "        self._found = host.measure(pairs)\n        self._mark = host.here()\n",
         "        self._mark = host.here()\n        self._found = host.measure(pairs)\n",
         "The sums of squares leave a device before they have been measured there.",
@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         "what_stays_is_updated_by_the_next_step_alone",
         "zerokern/optim/beside.py",
-        '        self._there.columns["grad"][:] = pointers[self._here :]\n',
+        '        self._there.columns["grad"][:] = pointers[self._here : self._streams_from]\n',
         "",
         "What stays on a device is updated with gradients that lay where they lay in the first step.",
         ("tests/optim/test_placing.py",),

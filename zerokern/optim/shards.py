@@ -379,8 +379,7 @@ class Shards:
         for key, entry in waiting.items():
             with present(entry[PENDING]):
                 copies[key] = {**entry, PENDING: entry[PENDING].clone()}
-        others = {key: state.get(key, entry) for key, entry in self.others(outer).items()}  # a disk's have been read
-        return WatchedState({**self.shown({**state, **copies}, outer), **others})
+        return WatchedState(self.shown({**state, **copies}, outer))
 
     def refetch(self) -> None:
         """Copies all parameters to their host copies again, because writes may not have been counted."""
