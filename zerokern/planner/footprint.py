@@ -368,8 +368,11 @@ def share_filled(run: Footprint) -> float:
 
 def _free_for_state(run: Footprint) -> int:
     """Returns the bytes that the smallest device has left at a step's peak, up to that share."""
-    without = replace(run, recipe=replace(run.recipe, budgets=(("device", 0),)))  # where some stays, gradients do
-    return int(share_filled(run) * min(run.device_memory.values(), default=0)) - without.total
+    without = replace(run, recipe=replace(run.recipe, budgets=()))
+    wire = run.recipe.wire_dtype
+    gradients = sum(_gradient_numel(kind, run) * itemsize(wire(kind.dtype)) for kind in run.buckets.trained)
+    stay = max(0, gradients - _leaving_nbytes(without))  # beside state that stays they do, too
+    return int(share_filled(run) * min(run.device_memory.values(), default=0)) - without.total - stay
 
 
 def filling(run: _F) -> _F:
@@ -447,7 +450,7 @@ def _leaving_nbytes(run: Footprint) -> int:
     """
     recipe, settings = run.recipe, run.settings
     leaves = settings.device != "cpu" and recipe.has_host_copies(settings.device) and recipe.schedule == "overlap"
-    if not leaves or run.placed or settings.accumulate > 1 or not shards_state(run.stage):
+    if not leaves or recipe.budgets or settings.accumulate > 1 or not shards_state(run.stage):
         return sys.maxsize
     parts = run.world if shards_gradients(run.stage) else 1
     sizes = [kind.largest_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in run.buckets.trained]
