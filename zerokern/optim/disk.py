@@ -63,8 +63,7 @@ class OnDisk:
 
     def __init__(self, disk: object, param: Tensor, layout: Layout) -> None:
         self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
-        self.slots = layout.columns
-        self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
+        self.slots, self.widths = layout.columns, layout.widths
         self.initial, self.kept = 0.0, False
         self.first: frozenset[str] = frozenset()
         self.exact: Tensor | None = None

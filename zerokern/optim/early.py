@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.optim.hosted import HostCopies, HostCopy, Piece
-from zerokern.optim.returned import GivingBack
+from zerokern.optim.releasing import GradientRelease
 from zerokern.zero.hooks import weakly
 from zerokern.zero.reducing import GradReady
 
@@ -71,7 +71,7 @@ class EarlyFetches:
         if last is not None:
             last.remove()
         self.shards = shards
-        self.giving = GivingBack(shards.host.link)
+        self.releasing = GradientRelease(shards.host.link)
         self._expected: Counter[int] = Counter({id(part): passes for part in parts})
         self._arrived: Counter[int] = Counter()
         self._fetches: dict[str, EarlyFetch] = {}
@@ -92,7 +92,7 @@ class EarlyFetches:
         self._removers.clear()
         for fetch in self._fetches.values():
             fetch.forget()
-        self.giving.end()
+        self.releasing.end()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # a device that is gone
@@ -107,7 +107,7 @@ class EarlyFetches:
                 fetch = self._fetches.pop(part.name, None)
                 if fetch is not None:
                     fetch.forget()
-            self.giving.drop(part.sharding.gradient_buckets[part.bucket])
+            self.releasing.drop(part.sharding.gradient_buckets[part.bucket])
             return
         places = [place for place in part.members if self.shards.local[place].requires_grad]
         grads = [ready.pieces[self.shards.shards[place].place] for place in places]
@@ -121,8 +121,8 @@ class EarlyFetches:
         with self._lock:
             self._fetches[part.name] = fetch
             fetch.launch_if_free()
-        self.giving.add(part, [self.shards.shards[place].place for place in places], fetch.pairs, fetch)
-        self.giving.sweep()
+        self.releasing.add(part, [self.shards.shards[place].place for place in places], fetch.pairs, fetch)
+        self.releasing.sweep()
 
     def _launch(self) -> None:
         with self._lock:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.core.units import MASTERS
+from zerokern.core.units import BLOCK, MASTERS
+from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8
 from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
 from zerokern.memory import Wanted
@@ -143,6 +144,11 @@ class Layout:
     def columns(self) -> tuple[Slot, ...]:
         """The tensors that the update reads and writes."""
         return tuple(slot for slot in self.slots if slot.column)
+
+    @cached_property
+    def widths(self) -> tuple[Width, ...]:
+        """How wide these tensors are, where state is moved in pieces."""
+        return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.columns)
 
     @cached_property
     def counter(self) -> tuple[Slot, ...]:

@@ -22,7 +22,7 @@ from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
-from zerokern.optim.hosted import ColumnsOf, HostCopies, Lies
+from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing, check_update
 from zerokern.optim.rates import amounts_of, measured_rates
@@ -264,12 +264,12 @@ class Holdings:
             return any(getattr(one, "splits", False) for one in last.shardings)
         return any(splits_of(param) for group in groups for param in group["params"])
 
-    def hosting(self, groups: Groups) -> tuple[HostCopies, ColumnsOf] | None:
+    def hosting(self, groups: Groups) -> tuple[HostCopies, LocationsOf] | None:
         """Returns what makes host copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
         if self.host is None:
-            room = HostTier("what a device tells the host") if self.room is None else self.room
+            room = HostTier("norms that a device measures") if self.room is None else self.room
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
@@ -279,22 +279,22 @@ class Holdings:
         self.host.reach(trained, measured=self.recorder is not None)
         self.placing.there = is_apart(trained)
 
-        def columns_of(new: Sequence[tuple[int, Tensor]]) -> list[Lies]:
+        def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[StateLocation]:
             divided = self._divided(groups, new)
             if self.updated_on == "auto" and self.placing.there:
                 owners, pairs = [group for group in groups for _ in group["params"]], zip(new, divided, strict=True)
                 self._choose(groups, [(one, of, owners[n]) for (n, one), (kind, of, _) in pairs if kind != "device"])
-            found: list[Lies] = []
+            found: list[StateLocation] = []
             for kind, layout, nbytes in divided:
                 if kind == "device" and self.placing.there:
-                    found.append(Lies((), nbytes))
+                    found.append(StateLocation((), nbytes))
                 elif self.updated_on == "device" and self.placing.there:
-                    found.append(Lies(layout.columns, 0, streams=True))
+                    found.append(StateLocation(layout.columns, 0, streams=True))
                 else:
-                    found.append(Lies(layout.columns * (kind != "disk")))
+                    found.append(StateLocation(layout.columns * (kind != "disk")))
             return found
 
-        return self.host, columns_of
+        return self.host, locations_of
 
     def _divided(self, groups: Groups, new: Sequence[tuple[int, Tensor]]) -> list[tuple[str, Layout, int]]:
         """Returns where state of these (place, parameter) goes, its layout and its bytes. They have no copies."""

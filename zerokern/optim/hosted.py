@@ -31,13 +31,13 @@ from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 
-__all__ = ["HostCopies", "HostCopy", "Lies", "Piece"]
+__all__ = ["HostCopies", "HostCopy", "Piece", "StateLocation"]
 
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
 
 
-class Lies(NamedTuple):
+class StateLocation(NamedTuple):
     """Says of a parameter on a device which tensors of its state lie in host memory, and what `HostCopy.stays` is.
 
     `streams`: it is updated on the device, and its state lies in host memory, whatever there is of it.
@@ -48,7 +48,7 @@ class Lies(NamedTuple):
     streams: bool = False
 
 
-ColumnsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Lies]]
+LocationsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[StateLocation]]
 """Returns, of each of these (place, parameter), where it and its state lie."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
@@ -163,7 +163,7 @@ class HostCopies:
         self,
         local: Sequence[Tensor],
         grad_dtypes: Sequence[torch.dtype],
-        columns_of: ColumnsOf,
+        locations_of: LocationsOf,
         needed_first: Sequence[int],
     ) -> list[Tensor]:
         """Makes copies; returns what is updated for each parameter: its copy's values, or itself if it is frozen."""
@@ -185,8 +185,8 @@ class HostCopies:
             new = [i for i in new if i not in near]
             missing = set(new)
             asked = [i for i in needed_first if i in missing]
-            columns = dict(zip(asked, columns_of([(i, local[i]) for i in asked]), strict=True))
-            made = self._make([(local[i], grad_dtypes[i], columns[i]) for i in new])
+            locations = dict(zip(asked, locations_of([(i, local[i]) for i in asked]), strict=True))
+            made = self._make([(local[i], grad_dtypes[i], locations[i]) for i in new])
             self.refetch(made)
             self.copies.update((id(copy.local), copy) for copy in made)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
@@ -202,12 +202,13 @@ class HostCopies:
             EMULATED_DRIVERS[values] = self.driver
         return HostCopy(local, values, local, shadow, stays=nbytes)
 
-    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Lies]]) -> list[HostCopy]:
+    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, StateLocation]]) -> list[HostCopy]:
         """Makes copies of these (parameter, dtype of its gradient, where its state lies), all in one arena."""
-        copied = [(one, dtype, lies.slots) for one, dtype, lies in new if lies.stays is None]
+        copied = [(one, dtype, location.slots) for one, dtype, location in new if location.stays is None]
         rests = self._rests_of([one for one, _, _ in copied])
         loose = [one for (one, _, _), rest in zip(copied, rests, strict=True) if rest is None]
-        slots = sorted(((one, slot) for one, _, lies in new for slot in lies.slots), key=lambda pair: pair[1].key)
+        pairs = ((one, slot) for one, _, location in new for slot in location.slots)
+        slots = sorted(pairs, key=lambda pair: pair[1].key)
         wanted = [Wanted("values", one.shape, one.dtype) for one in loose]
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in copied]
         tensors = iter(self.room.lay_out(wanted + [slot.wanted(one) for one, slot in slots]))
@@ -215,12 +216,12 @@ class HostCopies:
         grads = [next(tensors) for _ in copied]
         state = {(id(one), slot.key): next(tensors) for one, slot in slots}
         made: list[HostCopy] = []
-        for one, _, lies in new:
-            if lies.stays is not None:
-                made.append(self._staying(one, lies.stays))
-            if lies.streams:
-                mine = [state[id(one), slot.key] for slot in lies.slots]
-                self.room.keep(one, [slot.wanted(one) for slot in lies.slots], mine)
+        for one, _, location in new:
+            if location.stays is not None:
+                made.append(self._staying(one, location.stays))
+            if location.streams:
+                mine = [state[id(one), slot.key] for slot in location.slots]
+                self.room.keep(one, [slot.wanted(one) for slot in location.slots], mine)
         for (one, dtype, some), rest, grad in zip(copied, rests, grads, strict=True):
             copy = HostCopy(one, nn.Parameter(values[id(one)]), grad) if rest is None else _resting(one, grad, rest)
             if dtype != copy.values.dtype:

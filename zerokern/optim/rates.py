@@ -18,7 +18,7 @@ from zerokern.optim.binding import HostCompute
 from zerokern.optim.formats import Algorithm, Layout
 from zerokern.optim.parts import LEAST_NBYTES
 from zerokern.optim.state import POINTERS
-from zerokern.optim.streamed import pieces_of, widths_of
+from zerokern.optim.streamed import pieces_of
 
 __all__ = ["Amounts", "Rates", "amounts_of", "measured_rates"]
 
@@ -84,7 +84,7 @@ class Rates:
 def amounts_of(params: Sequence[Tensor], layouts: Sequence[Layout]) -> Amounts:
     """Returns the amounts of these parameters, whose gradients are taken to have their dtypes."""
     sizes = [param.numel() for param in params]
-    pieces, _, _ = pieces_of(sizes, [widths_of(layout) for layout in layouts])
+    pieces, _, _ = pieces_of(sizes, [layout.widths for layout in layouts])
     moved = sum(param.nbytes for param in params)
     state = sum(layout.nbytes_of(param) for param, layout in zip(params, layouts, strict=True))
     return Amounts(moved, moved, state, 1 / max(1, len(pieces)), max(1, moved // LEAST_NBYTES))

@@ -21,7 +21,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import AddressRecord, TensorBodies
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
-from zerokern.optim.hosted import ColumnsOf, HostCopies, HostCopy
+from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
@@ -74,7 +74,7 @@ class Shards:
     def __init__(
         self,
         groups: Groups,
-        host: tuple[HostCopies, ColumnsOf] | None = None,
+        host: tuple[HostCopies, LocationsOf] | None = None,
         last: Shards | None = None,
         group: Any = None,
     ) -> None:
@@ -189,7 +189,7 @@ class Shards:
             plain = grad.dtype == local.dtype and grad.shape == local.shape and grad.is_contiguous()
             if not plain or grad.device != local.device or grad.layout is not torch.strided:
                 bucket = self.shards[place].gradients
-                away = bucket is not None and bucket.returned.is_away
+                away = bucket is not None and bucket.released.is_released
                 checks.gradient(self.shards[place].name, local, grad, away=away)
             found[place] = grad
         self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
@@ -240,7 +240,7 @@ class Shards:
     def take_gradients(self) -> None:
         """Sets `grads` to this rank's gradients, in the memory that they lie in."""
         for bucket in self._buckets:
-            if bucket.returned.is_away:  # another optimizer has fetched them
+            if bucket.released.is_released:  # another optimizer has fetched them
                 bucket.land()
         with without_waiting():
             self.look()

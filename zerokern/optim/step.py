@@ -156,8 +156,8 @@ class StepRunner:
             pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
             bucket = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket]
-            if bucket is not None and bucket.returned.is_away and not all(copy.holds(grad) for copy, grad in pairs):
-                bucket.returned.come_back(bucket)  # with what the copies have, before others are fetched there
+            if bucket is not None and bucket.released.is_released and not all(copy.holds(grad) for copy, grad in pairs):
+                bucket.released.restore(bucket)  # with what the copies have, before others are fetched there
             tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
             if left is not None:  # of one stream: what is fetched again ends last
                 tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
@@ -169,9 +169,9 @@ class StepRunner:
                 self._gates.append(tickets[-1])  # whole ones have ended when step() returns, and may be written then
             if bucket is not None:
                 bucket.reads_until(tickets[-1].gate)
-                if not bucket.returned.is_away and self.leaving is not None:
+                if not bucket.released.is_released and self.leaving is not None:
                     places = [shards.shards[place].place for place in part.members if place in grads]
-                    self.leaving.giving.fetched(part, places, pairs, tickets)
+                    self.leaving.releasing.fetched(part, places, pairs, tickets)
                 continue
             shown = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
@@ -212,7 +212,7 @@ class StepRunner:
             for tickets in reversed(self._fetched.values()):
                 tickets[0].wait()
             if self.leaving is not None:
-                self.leaving.giving.sweep()
+                self.leaving.releasing.sweep()
             if self._decision.take() is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()

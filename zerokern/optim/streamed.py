@@ -14,25 +14,19 @@ from torch import Tensor
 
 from zerokern.io.pieces import Width, plan
 from zerokern.io.pieces import columns as columns_of
-from zerokern.kernels.formats import BLOCK
 from zerokern.memory import DeviceTier, Wanted
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim.binding import Member, TableGroup, set_groups, table_of
-from zerokern.optim.formats import TAKES_LESS, Layout
+from zerokern.optim.formats import TAKES_LESS
 from zerokern.optim.state import Row, SpanRow, pointer_words
 from zerokern.optim.survey import Groups, Survey
 
-__all__ = ["SLOTS", "StreamedRows", "pieces_of", "widths_of"]
+__all__ = ["SLOTS", "StreamedRows", "pieces_of"]
 
 SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
 _PARTS = 64  # of all state, of which one is in a slot: what comes before the first update and after the last is short
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes of a slot
 _AHEAD = 4 * SLOTS  # pieces that the host has launched and that have not ended
-
-
-def widths_of(layout: Layout) -> tuple[Width, ...]:
-    """Returns how wide the tensors of a parameter's state are, in the order of `layout.columns`."""
-    return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in layout.columns)
 
 
 def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Any], int, int]:
@@ -89,7 +83,7 @@ class StreamedRows:
     ) -> None:
         """Cuts the rows into pieces. `first`: the number of the first one's gradient."""
         self.wait()
-        widths = [widths_of(row.layout) for row in rows]
+        widths = [row.layout.widths for row in rows]
         pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
         if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
             self.slots = []  # before others are made, which the device clears first

@@ -24,7 +24,7 @@ from zerokern.zero.params import BucketEntry, BucketMemory, gather_full
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
-from zerokern.zero.returning import ReturnedMemory
+from zerokern.zero.released import ReleasedMemory
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
 from zerokern.zero.tiers import fetched
@@ -56,7 +56,7 @@ class GradientBucket:
         self.stays = self.replicated or (self.group.alone and memory.host is None)
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.host_reducer = None if memory.host is None else HostReducer(self.group, memory.host)
-        self.returned = ReturnedMemory(memory.pool)
+        self.released = ReleasedMemory(memory.pool)
         self.summing = Summing(self.group, losses, whole=self.stays, host=self.host_reducer)
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
         # memory and the cache serve the next, and small ones that waited between large ones would fragment the heap.
@@ -355,7 +355,7 @@ class GradientBucket:
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
         """Moves what is reduced to other memory, with what is shown of it; `out` of the buffer, if it lies there."""
-        self.returned.come_back(self)
+        self.released.restore(self)
         if self.in_place and not out:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
@@ -378,7 +378,7 @@ class GradientBucket:
         self._guard()
         self._guards.clear()
         self.ready = None
-        self.returned.begin(self)
+        self.released.begin(self)
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             if self.running and not self.lands_in_params and not self._showed_none:
@@ -466,7 +466,7 @@ class GradientBucket:
         """Adds what arrived after the launch, on any rank, to what is reduced."""
         unsent = self._zeros() if self.after_launch is None else self.after_launch
         self._guard()
-        self.returned.come_back(self)
+        self.released.restore(self)
         assert self.reduced is not None
         self.ready, squares = None, self.squares.wanted()
         (self.summing.begin(unsent, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
@@ -531,15 +531,15 @@ class GradientBucket:
 
     def land(self) -> None:
         """Returns once what was reduced is in its memory, on the host or on the device: for who reads or writes it."""
-        self.returned.used = True
-        self.returned.come_back(self)
+        self.released.used = True
+        self.released.restore(self)
         if self.host_reducer is not None:
             self.host_reducer.wait()
 
     @property
     def in_use(self) -> bool:
         """Whether its memory is needed here: for a pass, by who uses gradients after each, or was handed out."""
-        used = self.returned.stays or self.returned.used or self.local or (self.opened and not self.launched)
+        used = self.released.stays or self.released.used or self.local or (self.opened and not self.launched)
         return bool(used) or self.references is None or self.handed_out()
 
     def reads_until(self, wait: Callable[[], None]) -> None:

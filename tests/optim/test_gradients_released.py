@@ -235,7 +235,7 @@ def test_delayed_updates_have_the_bits_of_gradients_that_stayed(
 ) -> None:
     ours = trained(device, 2, schedule=zk.Delayed(after=1), **USES[use])
     with monkeypatch.context() as patch:
-        patch.setattr("zerokern.zero.returning.ReturnedMemory.give_back", lambda *_, **__: False)
+        patch.setattr("zerokern.zero.released.ReleasedMemory.release", lambda *_, **__: False)
         same(ours, trained(device, 2, schedule=zk.Delayed(after=1), **USES[use]))
 
 
@@ -316,7 +316,7 @@ def test_who_uses_gradients_in_each_step_has_them_moved_back_once(device: Played
     returns: list[int] = []
 
     def read(model: nn.Module, opt: Any, step: int) -> None:
-        returns.append(sum(one.returned.is_away for one in buckets_of(model)))
+        returns.append(sum(one.released.is_released for one in buckets_of(model)))
         for param in model.parameters():
             param.grad.mul(1.0)
 

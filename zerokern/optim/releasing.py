@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerokern.core.units import BUFFERS
 
-__all__ = ["GivingBack"]
+__all__ = ["GradientRelease"]
 
 Pairs = Sequence[tuple[Any, Tensor]]  # of a `HostCopy` and the gradient that is copied to it
 
@@ -37,7 +37,7 @@ class _Fetched(NamedTuple):
     tickets: Sequence[Any]
 
 
-class GivingBack:
+class GradientRelease:
     """The buckets of one optimizer whose gradients leave, or have left, their device. `link`: the copies to it."""
 
     def __init__(self, link: Any) -> None:
@@ -92,8 +92,8 @@ class GivingBack:
                         ticket.wait()
                 except Exception:  # `step()` says so
                     continue
-            returned = _Returned(self._link, one.copies)
-            if one.bucket.returned.give_back(one.bucket, returned, more=held):
+            restore = _Restore(self._link, one.copies)
+            if one.bucket.released.release(one.bucket, restore, more=held):
                 self._away.add(one.bucket)
                 for _, copy in one.copies:
                     copy.left = weakref.WeakMethod(one.bucket.land)
@@ -102,7 +102,7 @@ class GivingBack:
         """Brings back what programs can still see: the host's memory is about to go."""
         self._going.clear()
         for bucket in list(self._away):
-            bucket.returned.come_back(bucket, unseen=True)
+            bucket.released.restore(bucket, unseen=True)
         self._away.clear()
 
     def __del__(self) -> None:
@@ -115,7 +115,7 @@ def _state(bucket: Any, copies: Sequence[tuple[int, Any]]) -> tuple[int, list[in
     return bucket.times_shown, [bucket.pieces[place]._version for place, _ in copies]
 
 
-class _Returned:
+class _Restore:
     """Brings the gradients of one bucket back from the host."""
 
     def __init__(self, link: Any, copies: Sequence[tuple[int, Any]]) -> None:

@@ -11,25 +11,25 @@ from torch import Tensor
 from zerokern.memory.tier import DevicePool
 from zerokern.zero.reducing import storage_references
 
-__all__ = ["ReturnedMemory"]
+__all__ = ["ReleasedMemory"]
 
 Fetch = Callable[[Sequence[Tensor] | None], None]
 """Copies the values of all pieces back into them, before whoever is next on the current stream, or on the host; None:
 they are not needed any more."""
 
 
-class ReturnedMemory:
-    """The memory of one bucket's reduced gradients, which is given back while copies in host memory stand for it.
+class ReleasedMemory:
+    """The memory of one bucket's reduced gradients, which is released while copies in host memory stand for it.
 
     The storage stays the same object, empty meanwhile, so that all views of it are right again once it has memory.
 
     >>> from types import SimpleNamespace
-    >>> memory, reduced = ReturnedMemory(DevicePool(torch.device("cpu"))), torch.ones(4)
+    >>> memory, reduced = ReleasedMemory(DevicePool(torch.device("cpu"))), torch.ones(4)
     >>> bucket = SimpleNamespace(reduced=reduced, pieces=[reduced[:2]], in_use=False, references=None)
     >>> bucket.references = SimpleNamespace(to_memory=9)
-    >>> memory.give_back(bucket, lambda pieces: pieces[0].fill_(2.0)), reduced.untyped_storage().nbytes()
+    >>> memory.release(bucket, lambda pieces: pieces[0].fill_(2.0)), reduced.untyped_storage().nbytes()
     (True, 0)
-    >>> memory.come_back(bucket); reduced
+    >>> memory.restore(bucket); reduced
     tensor([2., 2., 0., 0.])
     """
 
@@ -41,23 +41,23 @@ class ReturnedMemory:
         self.stays = False  # used after the pass before: to bring it back each time would cost more than it gives
 
     @property
-    def is_away(self) -> bool:
+    def is_released(self) -> bool:
         """Whether the gradients have no memory here."""
         return self._fetch is not None
 
     def begin(self, bucket: Any) -> None:
         """A pass is about to collect gradients here, added to what `.grad` shows."""
         self.stays, self.used = self.used, False
-        if self.is_away:
+        if self.is_released:
             self._allocate(bucket, fetch=bool(bucket.kept_gradients()))
 
-    def give_back(self, bucket: Any, fetch: Fetch, *, more: int = 0) -> bool:
+    def release(self, bucket: Any, fetch: Fetch, *, more: int = 0) -> bool:
         """Frees the memory, unless it is in use or somebody has views of it; returns whether it did.
 
         `fetch` is called once somebody needs the values again, with the pieces to fill. `more`: references to it by
         copies under way, which the current stream waits for.
         """
-        if self.is_away or bucket.in_use:
+        if self.is_released or bucket.in_use:
             return False
         storage = bucket.reduced.untyped_storage()
         if storage_references(bucket.reduced) > bucket.references.to_memory + more or not storage.resizable():
@@ -66,16 +66,16 @@ class ReturnedMemory:
         storage.resize_(0)
         return True
 
-    def come_back(self, bucket: Any, *, unseen: bool = False) -> None:
-        """Allocates the memory anew, if it was given back, and fetches the values.
+    def restore(self, bucket: Any, *, unseen: bool = False) -> None:
+        """Allocates the memory anew, if it was released, and fetches the values.
 
         `unseen`: not if no parameter shows any of them, which will have zeros if they are asked for nevertheless.
         """
-        if self.is_away and unseen and not bucket.kept_gradients():
+        if self.is_released and unseen and not bucket.kept_gradients():
             get, self._fetch = self._fetch, _forgotten
             if get is not None:
                 get(None)
-        elif self.is_away:
+        elif self.is_released:
             self._allocate(bucket, fetch=True)
 
     def _allocate(self, bucket: Any, *, fetch: bool) -> None:
