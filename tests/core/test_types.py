@@ -18,18 +18,19 @@ class Net(torch.nn.Module):
 model = zk.build(lambda: Net(), stage=3)
 width: int = model.width
 zk.shard(model, stage=1, reduce="sum", tier="device", keep="cpu")
+zk.shard(model, tier=["device:2GiB", "cpu:64GiB", zk.Nvme("swap")])
 opt = zk.AdamW(model.parameters(), state_format="int8", master_format=None, schedule=zk.Delayed(after=1))
 zk.Lion(model.parameters(), tier=zk.Nvme("swap"), schedule="overlap")
 """
 MISTAKES = [
     "zk.shard(model, stage=4)",
     "zk.shard(model, reduce='max')",
-    "zk.shard(model, tier='disk')",
+    "zk.shard(model, tier=5)",
     "zk.AdamW(model.parameters(), state_format='int9')",
     "zk.AdamW(model.parameters(), master_format='split4')",
     "zk.SGD(model.parameters(), state_format='int8')",
     "zk.Adagrad(model.parameters(), schedule='late')",
-    "zk.Adam(model.parameters(), tier='nvme')",
+    "zk.Adam(model.parameters(), tier=['cpu', 5])",
 ]
 
 
