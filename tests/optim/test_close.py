@@ -346,7 +346,8 @@ def test_ranks_close_and_take_over_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [
-    {"tier": "cpu", "update": "device", "schedule": "overlap"}, {"tier": ["device:40KiB", "cpu"], "schedule": "overlap"},
+    {"tier": "cpu", "update": "device", "schedule": "overlap"},
+    {"tier": ["device:40KiB", "cpu"], "schedule": "overlap"},
     {"tier": ["device:40KiB", "cpu"], "schedule": zk.Delayed(after=0)},
 ])  # fmt: skip
 def test_host_memory_goes_at_once(settings: dict[str, Any], device: PlayedDevice) -> None:
