@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zerokern as zk
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Store
 
 GONE = "this optimizer is closed: another one, which was built later in this process, has taken over its folder"
@@ -341,3 +343,32 @@ def on_ranks(rank: int, folder: str) -> list[str]:
 
 def test_ranks_close_and_take_over_together(tmp_path: Path) -> None:
     assert run_ranks(2, on_ranks, str(tmp_path)) == [["0", "1", "True", "[]"]] * 2
+
+
+@pytest.mark.parametrize("settings", [
+    {"tier": "cpu", "update": "device", "schedule": "overlap"},
+    {"tier": ["device:40KiB", "cpu"], "schedule": "overlap"},
+    {"tier": ["device:40KiB", "cpu"], "schedule": zk.Delayed(after=0)},
+])  # fmt: skip
+def test_host_memory_goes_at_once(settings: dict[str, Any], device: PlayedDevice) -> None:
+    """Not when the garbage collector comes: it is what the next optimizer needs."""
+    weights = [device.own(nn.Parameter(torch.ones(64, 64))) for _ in range(3)]
+    gc.disable()
+    try:
+        for closes in (True, False):
+            opt = zk.AdamW(weights, **settings)
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            opt.step()
+            opt.flush()
+            device.synchronize()
+            room = opt.holdings.room
+            assert room.nbytes > 0
+            memory = weakref.ref(room.arenas[0])
+            if closes:
+                opt.close()
+                assert not room.nbytes
+            del opt, room
+            assert memory() is None
+    finally:
+        gc.enable()

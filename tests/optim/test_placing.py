@@ -247,9 +247,11 @@ def test_state_goes_from_any_tier_to_any_other(tier: Tier, tmp_path: Path) -> No
                 assert (on_disk > 0) == (target != "device"), "what was placed stays within its budget"
 
 
-def test_a_parameter_that_is_trained_later_finds_what_is_left(tier: Tier) -> None:
+@each("budgets", [["cpu:16KiB"], ["device:16KiB"], ["device:8KiB", "cpu:8KiB"]])
+def test_a_parameter_that_is_trained_later_finds_what_is_left(budgets: list[str], tier: Tier) -> None:
+    """Also where the device is a CPU, whose budget is one of the host."""
     first, second, third = (nn.Parameter(torch.ones(1000)) for _ in range(3))
-    opt = zk.AdamW([first, second, third], tier=["cpu:16KiB", tier()])
+    opt = zk.AdamW([first, second, third], tier=[*budgets, tier()])
     for params in ([second], [first, second, third]):
         for param in params:
             param.grad = torch.ones_like(param)

@@ -56,10 +56,8 @@ class TierOrder:
         """
         pairs = zip(self.tiers, self.budgets, strict=True)
         found = {"disk" if config_of(tier) else str(tier): free if budget == AUTO else budget for tier, budget in pairs}
-        if not apart and {"device", "cpu"} <= found.keys():
-            memory = found.pop("device"), found.pop("cpu")
-            found = {"cpu": None if None in memory else sum(filter(None, memory)), **found}
-        return found
+        memory = [found.pop(kind) for kind in _IN_MEMORY if kind in found and not apart]
+        return {"cpu": None if None in memory else sum(filter(None, memory)), **found} if memory else found
 
     @property
     def name(self) -> str:

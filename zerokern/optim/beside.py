@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerokern.kernels.cpu import StepTable
@@ -37,6 +38,7 @@ class SplitCompute(HostCompute):
         self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
         self._there: Any = None  # the table of what stays, with its state
         self._groups_there: list[TableGroup] = []
+        self._open_table = partial(_open_table, self._place)  # no method: a cycle would keep host memory past close()
         self.streamed = StreamedRows(host.link, self._place, self._open_table)
         self.launched = self.began = False
 
@@ -67,12 +69,6 @@ class SplitCompute(HostCompute):
         near = far.count(False)
         self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
         self.streamed.lay_out(survey, groups, members[near:], rows[near:], steps, self._streams_from)  # type: ignore[arg-type]
-
-    def _open_table(self, nrows: int, ngroups: int) -> Any:
-        """Opens a table of the device's kernels; where a device's memory is the host's, one of native calls."""
-        if device.serves(self._place):
-            return device.kernels().table(self._place, nrows, ngroups)
-        return StepTable(nrows, ngroups)
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         pointers = array("Q", map(pointers.__getitem__, self._order))
@@ -132,3 +128,10 @@ class SplitCompute(HostCompute):
         if started:
             tier.started()
         super().count(tier)
+
+
+def _open_table(place: torch.device, nrows: int, ngroups: int) -> Any:
+    """Opens a table of the device's kernels; where a device's memory is the host's, one of native calls."""
+    if device.serves(place):
+        return device.kernels().table(place, nrows, ngroups)
+    return StepTable(nrows, ngroups)
