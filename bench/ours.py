@@ -15,7 +15,7 @@ from zerokern.kernels.cpu import UpdateTable, sumsq_pointers
 from .buffers import Buffers
 from .contest import Contest, Provider, Request
 from .peers import candidates as peer_candidates
-from .step import CLIP_EPS, INT8_BLOCK, Algorithm, Format, Output, StepProblem, reader
+from .step import CLIP_EPS, INT8_BLOCK, Algorithm, Format, Output, StepProblem, nearest_atol, reader
 
 REMAINDERS = {"split16": torch.int16, "split8": torch.int8}
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
@@ -118,12 +118,19 @@ class KernelStep:
         want, off = self.problem.truth(held), self.problem.truth(held, clip_error=SCALE_ERROR)
         slack = (off["param"] - want["param"]).abs()
         slack += UPDATE_RTOL[self.layout.state] * (want["param"] - held["param"]).abs()
-        outputs = [Output("param", want["param"], self._read_param, MASTER_RTOL[self.layout.master], 1e-8, slack)]
+        role = "master" if "master" in self.columns else "param"
+        outputs = [
+            Output("param", want["param"], self._read_param, MASTER_RTOL[self.layout.master], self._atol(role), slack)
+        ]
         if "out" in self.columns:
-            outputs.append(Output("out", want["param"], reader(self.columns["out"]), 2**-8, 1e-8, slack))
+            read = reader(self.columns["out"])
+            outputs.append(Output("out", want["param"], read, 2**-8, self._atol("out"), slack))
         for name, column in zip(self.problem.algorithm.states, COLUMNS, strict=False):
             outputs.append(self._state_output(name, column, want[name]))
         self.problem.check(f"zerokern {self.layout.name}", outputs)
+
+    def _atol(self, column: str) -> float:
+        return 1e-8 + nearest_atol(self.columns[column][0].dtype)
 
     def _read_param(self, i: int, start: int, stop: int) -> torch.Tensor:
         if "master" in self.columns:

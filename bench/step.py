@@ -88,6 +88,16 @@ class Output:
     slack: torch.Tensor | None = None
 
 
+def nearest_atol(dtype: torch.dtype) -> float:
+    """How far a subnormal value may be from the truth when it is the dtype's nearest: half of their spacing.
+
+    >>> nearest_atol(torch.float16) == 2**-25
+    True
+    """
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps / 2
+
+
 class StepProblem:
     """Inputs, truth and comparison of one algorithm on one shape."""
 

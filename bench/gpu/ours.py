@@ -15,7 +15,7 @@ from zerokern.kernels import formats
 
 from ..contest import Provider
 from ..ours import COLUMNS, REMAINDERS, SCALE_ERROR, UPDATE_RTOL, KernelStep
-from ..step import Format, Output, reader
+from ..step import Format, Output, nearest_atol, reader
 from .problem import DeviceProblem
 from .settings import Settings
 
@@ -164,7 +164,8 @@ class PublicStep:
         if problem.clips:
             slack += (problem.truth(start, step=1, clip_error=SCALE_ERROR)["param"] - want).abs()
         rtol = 1e-6 if dtype == torch.float32 else 2**-8
-        problem.check(self.name, [Output("param", want, reader([p.detach() for p in self.params]), rtol, 1e-8, slack)])
+        read, atol = reader([p.detach() for p in self.params]), 1e-8 + nearest_atol(dtype)
+        problem.check(self.name, [Output("param", want, read, rtol, atol, slack)])
 
     def provider(self) -> Provider:
         algorithm, layout = self.problem.algorithm, self.layout

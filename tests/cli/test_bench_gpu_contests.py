@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.machinery
 import importlib.util
 import sys
@@ -105,6 +106,23 @@ class TestProblem:
         views[i][element] += 1.0
         with pytest.raises(contest.WrongResult, match=rf"param\[{element}\] of tensor {i} "):
             made.check("someone", [output])
+
+    @each("layout", [
+        ours.Layout(torch.float16, "none", "fp32", torch.float16),
+        ours.Layout(torch.float16, "fp32", "fp32", out=torch.float16),
+    ])  # fmt: skip
+    def test_a_subnormal_that_is_the_nearest_is_right(self, layout: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        cpu, table = import_module("zerokern.kernels.cpu"), import_module("zerokern.kernels.triton.table")
+        monkeypatch.setattr(table, "DeviceTable", lambda device, rows, groups: cpu.UpdateTable(rows, groups))
+        still = dataclasses.replace(adam.ALGORITHM, hyper={**adam.HYPER, "lr": 1e-9})
+        made = problem.DeviceProblem(still, settings.uneven(3, 700), torch.device("cpu"))
+        made.base["param"] *= 2**-14  # at most 5e-6, where float16's values are 6e-8 apart
+        one = ours.DeviceStep(made, layout)
+        one.check()
+        column = one.columns["out" if layout.out else "param"]
+        monkeypatch.setattr(one, "run", lambda: (ours.DeviceStep.run(one), column[0].add_(2**-24)))
+        with pytest.raises(contest.WrongResult, match=r"\[\d+\] of tensor 0"):
+            one.check()
 
     def test_poison_in_a_bucket_is_found(self) -> None:
         one = lists.Lists(settings.uneven(4, 100), torch.float32, torch.bfloat16, torch.device("cpu"))

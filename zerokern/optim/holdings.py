@@ -235,15 +235,17 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
-        everyone = [param for group in groups for param in group["params"] if param.requires_grad]
-        if everyone and self._splits(groups):
+        first = next((param for group in groups for param in group["params"] if param.requires_grad), None)
+        if first is None:
+            return False
+        if self._splits(groups):
             if self.delays:
                 do = "Some of these parameters are on a device and others are not (zk.shard(tier=[...]))"
                 raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap'", do))
             return True
-        if not everyone or (self.schedule == "sync" and self.rests_on_device):
+        if self.schedule == "sync" and self.rests_on_device:
             return False
-        there = is_apart(everyone[0])
+        there = is_apart(first)
         if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
