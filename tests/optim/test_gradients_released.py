@@ -204,17 +204,26 @@ def zeros(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
 
+def zeros_its_own(model: nn.Module, opt: Any, step: int) -> None:
+    opt.zero_grad(set_to_none=False)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
 USES: dict[str, dict[str, Any]] = {
     "read before": {"between": reads},
     "read after": {"after": reads},
     "written before": {"between": writes},
-    "written after": {"after": writes, "zero": lambda model: None},
+    "written after": {"after": writes, "zero": nothing},
     "handed out before": {"between": takes},
     "handed out after": {"after": takes},
     "clipped by the function": {"between": clips, "max_grad_norm": None},
     "set by hand": {"between": sets},
     "zeroed": {"zero": zeros},
-    "never dropped": {"zero": lambda model: None},
+    "zeroed by the optimizer": {"after": zeros_its_own, "zero": nothing},
+    "never dropped": {"zero": nothing},
     "accumulated": {"micro": 3},
     "accumulated, reduced once": {"micro": 3, "once": True},
     "accumulated, now and then dropped": {"micro": 2, "zero": zeros},

@@ -340,7 +340,11 @@ class Sharded(torch.Tensor):
     @staticmethod
     def operate(func: Any, args: tuple, given: dict) -> Any:
         """What an operator does below autograd."""
-        return rule_for(func)(Sharded, func, args, given)
+        rule = rule_for(func)
+        if rule not in UNFETCHED_RULES:
+            for one in sharded_among((args, given)):
+                one.land()  # within DisableTorchFunctionSubclass nobody has: the memory of a gradient may be given back
+        return rule(Sharded, func, args, given)
 
 
 def sharded_among(arguments: Any) -> list[Sharded]:
