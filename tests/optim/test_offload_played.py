@@ -170,12 +170,13 @@ class HostComputes(PlayedDevice):
 
     def follow(self, stream: Any, mark: Any) -> None:
         super().follow(stream, mark)
-        if stream is None:
+        if stream is None and self._this_or_current(None) is self.compute:
             mark.wait()
 
     def launch(self, *work: Any, **settings: Any) -> Any:
         mark = super().launch(*work, **settings)
-        mark.wait()
+        if self._this_or_current(None) is self.compute:
+            mark.wait()
         return mark
 
 

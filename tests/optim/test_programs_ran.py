@@ -193,9 +193,9 @@ def test_every_op_on_a_device_at_every_stage(
     assert planned_for(row, schedule, world=1) == list(runs[-2].program.ops)
 
 
-def planned_for(row: Row, schedule: str, world: int) -> list[Op]:
+def planned_for(row: Row, schedule: str, world: int, **others: Any) -> list[Op]:
     """The ops that a plan of this model predicts with, by the names that they have where they run."""
-    settings = {"schedule": SCHEDULES[schedule], "bucket_bytes": BUCKET_NBYTES, "world": world}
+    settings = {"schedule": SCHEDULES[schedule], "bucket_bytes": BUCKET_NBYTES, "world": world, **others}
     plan = zk.plan(row.model(World(0, 1)), stage=int(row.wrap[-1]), tier="cpu", **settings)
     ops = step_program(plan, schedule.split()[0], 100).ops
     return [op._replace(what=f"bucket {op.what}" if op.what[0].isdigit() else op.what, flops=0.0) for op in ops]

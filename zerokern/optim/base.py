@@ -86,8 +86,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             for sharding in shardings_of(map(shard_of, params_of(self.param_groups))):
                 sharding.reduction.expecting.append(weakly(self._expect))
 
-    def _expect(self) -> None:
-        self.runner.expect(self.param_groups)
+    def _expect(self) -> bool:
+        return self.runner.expect(self.param_groups)
 
     def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any, update: str) -> None:
         self.decision = decision

@@ -17,7 +17,7 @@ from zerokern.optim import device
 from zerokern.optim.binding import HostCompute, Member, TableGroup, set_groups, table_of
 from zerokern.optim.hosted import HostCopies
 from zerokern.optim.state import SpanRow, StateTier, room_of
-from zerokern.optim.streamed import StreamedRows
+from zerokern.optim.streamed import Passage, StreamedRows
 from zerokern.optim.survey import Groups, Survey
 
 __all__ = ["SplitCompute"]
@@ -27,10 +27,11 @@ class SplitCompute(HostCompute):
     """Runs the native table, and launches one update of all rows that stay on the device.
 
     The host decides, and counts steps. The launch is on the current stream: what the program does next to gradients and
-    parameters comes after it. State of what stays lies beside it, or in host memory, from which it streams.
+    parameters comes after it. State of what stays lies beside it, or in host memory, from which it streams: turn by
+    turn, and with "overlap" on a stream of its own, so that the program waits for the turns that it needs alone.
     """
 
-    def __init__(self, host: HostCopies, room: HostTier | None) -> None:
+    def __init__(self, host: HostCopies, room: HostTier | None, schedule: object) -> None:
         """`room`: host memory that state lies in."""
         super().__init__()
         assert host.link is not None
@@ -39,7 +40,7 @@ class SplitCompute(HostCompute):
         self._there: Any = None  # the table of what stays, with its state
         self._groups_there: list[TableGroup] = []
         self._open_table = partial(_open_table, self._place)  # no method: a cycle would keep host memory past close()
-        self.streamed = StreamedRows(host.link, self._place, self._open_table)
+        self.streamed = StreamedRows(host.link, self._place, self._open_table, beside=schedule == "overlap")
         self.launched = self.began = False
 
     def is_like(self, other: HostCompute) -> bool:
@@ -56,7 +57,17 @@ class SplitCompute(HostCompute):
     def ring_nbytes(self) -> int:
         return self.streamed.nbytes
 
-    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
+    def streams_state_of(self, param: Tensor) -> bool:
+        return bool(self.streamed.pieces) and self.stays(param) and room_of(param, self._room) is not None
+
+    def lay_out(
+        self,
+        survey: Survey,
+        groups: Groups,
+        members: Sequence[Member],
+        rows: Sequence[SpanRow],
+        turns: Sequence[int] = (),
+    ) -> None:
         here = sum(not self.stays(survey.params[i]) for i, _ in members)  # they come first
         steps = self.book.choose(survey.numbers)
         self.table, self.groups = table_of(survey, groups, members[:here], rows[:here], steps)
@@ -66,9 +77,11 @@ class SplitCompute(HostCompute):
         self._here, self._streams_from = here, here + far.count(False)
         self._order = [*range(here), *(here + at for at in order)]
         members, rows = [pairs[at][0] for at in order], [pairs[at][1] for at in order]
+        turns = [turns[at] for at in order]
         near = far.count(False)
         self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
-        self.streamed.lay_out(survey, groups, members[near:], rows[near:], steps, self._streams_from)  # type: ignore[arg-type]
+        some: Any = rows[near:]
+        self.streamed.lay_out(survey, groups, members[near:], some, steps, self._streams_from, turns[near:])
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         pointers = array("Q", map(pointers.__getitem__, self._order))
@@ -85,17 +98,17 @@ class SplitCompute(HostCompute):
         return bool(self._groups_there) or self.streams
 
     def launch(self, scale: float) -> None:
-        # gradients that nobody else may have, until a device that is played has read them
-        held = [copy.grad for copy in self._host.copies.values() if copy.stays is not None]
         if self._groups_there:
             self._run(scale)
+        self.streamed.begin()
+        self.launched = self.streamed.is_launched
+
+    def launch_turn(self, turn: int, scale: float) -> tuple[Passage, Passage] | None:
         try:
-            self.streamed.launch(partial(self._launch, scale=scale))
+            return self.streamed.launch(partial(self._launch, scale=scale), turn)
         finally:
             self.began = self.began or self.streamed.began
-        if not device.serves(self._place):
-            self._last = self._host.driver.launch(held.clear)
-        self.launched = True
+            self.launched = self.streamed.is_launched
 
     def _run(self, scale: float) -> None:
         if device.serves(self._place):
@@ -106,15 +119,17 @@ class SplitCompute(HostCompute):
             return
 
         self.began = True
-        self._launch(self._there, scale)
+        self._last = self._launch(self._there, scale)
 
-    def _launch(self, table: Any, scale: float) -> None:
+    def _launch(self, table: Any, scale: float) -> Any:
         """Launches the update of a table on the current stream."""
         if device.serves(self._place):
             with launching(self._place):
                 table.run(scale)
-        else:
-            self._host.driver.launch(partial(table.run, scale))
+            return None
+        # gradients that nobody else may have, until a device that is played has read them
+        held = [copy.grad for copy in self._host.copies.values() if copy.stays is not None]
+        return self._host.driver.launch(partial(_run_holding, table, scale, held))
 
     def put_away(self) -> None:
         self.streamed.wait()
@@ -135,3 +150,7 @@ def _open_table(place: torch.device, nrows: int, ngroups: int) -> Any:
     if device.serves(place):
         return device.kernels().table(place, nrows, ngroups)
     return StepTable(nrows, ngroups)
+
+
+def _run_holding(table: Any, scale: float, _: Sequence[Tensor]) -> None:
+    table.run(scale)

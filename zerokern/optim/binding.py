@@ -126,8 +126,15 @@ class HostCompute:
         entries = [tier.state.get(param, {}) for param in survey.all_params]
         self.book = StepBook(entries) if previous is None else previous.compute.book
 
-    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
-        """Puts the rows into a table."""
+    def lay_out(
+        self,
+        survey: Survey,
+        groups: Groups,
+        members: Sequence[Member],
+        rows: Sequence[SpanRow],
+        turns: Sequence[int] = (),
+    ) -> None:
+        """Puts the rows into a table. `turns`: of the last of them, those that stay."""
         self.table, self.groups = table_of(survey, groups, members, rows, self.book.choose(survey.numbers))
 
     def is_outdated(self) -> bool:
@@ -145,7 +152,11 @@ class HostCompute:
 
     @property
     def streams(self) -> bool:
-        """Whether `launch` copies state to the device and back."""
+        """Whether `launch_turn` copies state to the device and back."""
+        return False
+
+    def streams_state_of(self, param: Tensor) -> bool:
+        """Whether it does so with the state of this parameter."""
         return False
 
     @property
@@ -154,7 +165,13 @@ class HostCompute:
         return 0
 
     def launch(self, scale: float) -> None:
-        """Launches the update of what stays on the device, once."""
+        """Launches the update of what stays on the device beside its state, once; that of the rest begins."""
+
+    def launch_turn(self, turn: int, scale: float) -> Any:
+        """Launches a turn of the update of what stays on the device and whose state streams there.
+
+        Returns tickets of the update and of the state's way back, if there is any.
+        """
 
     def put_away(self) -> None:
         """Returns once state that was on the device is where it rests."""
@@ -304,7 +321,8 @@ class Binding:
             batch.end = len(rows)
         staying = [(i, None) for i, param in enumerate(survey.params) if self.compute.stays(param)]
         turn_of = {number: turn for turn, some in enumerate(self.turns) for number in some}
-        staying.sort(key=lambda member: turn_of.get(survey.numbers[member[0]], 0))
+        turns = [turn_of.get(survey.numbers[i], 0) for i, _ in staying]
+        staying = [staying[at] for at in sorted(range(len(staying)), key=turns.__getitem__)]
         members += staying
         rows += [tier.row(i, None, cells[0]) for i, _ in staying]
         index = [i for i, _ in members]
@@ -312,7 +330,7 @@ class Binding:
         self._index = None if index == list(range(len(survey.params))) and not any(self._shifts) else index
         self._firsts = [min(batch.turns) for batch in batches]
         self._ends = list(accumulate(self._firsts.count(turn) for turn in range(len(self.turns))))
-        self.compute.lay_out(survey, self._groups, members, rows)
+        self.compute.lay_out(survey, self._groups, members, rows, sorted(turns))
         self._is_laid_out = True
 
     def _batches_of(self) -> list[RowBatch]:
@@ -383,12 +401,19 @@ class Binding:
             pointers = array("Q", map(operator.add, map(pointers.__getitem__, self._index), self._shifts))
         self.compute.prepare(settings, pointers)
 
-    def take_turn(self, turn: int, scale: float) -> None:
+    def take_turn(self, turn: int, scale: float) -> Any:
         """Makes one turn of an update that has been arranged and prepared; any thread may, one after the other.
 
         Batches of the next turns are on their way in meanwhile, those of the last ones on their way out. An error
-        before the first batch is updated leaves everything as it was.
+        before the first batch is updated leaves everything as it was. Returns what `launch_turn` does.
         """
+        self._take_batches(turn, scale)
+        try:
+            return self.compute.launch_turn(turn, scale)
+        finally:
+            self.begun = self.begun or self.compute.began
+
+    def _take_batches(self, turn: int, scale: float) -> None:
         begin, end = self._ends[turn - 1] if turn else 0, self._ends[turn]
         self._scale = scale
         if not self.moves:

@@ -99,7 +99,14 @@ class DeviceCompute(HostCompute):
                     book.restart(number)
         self.book = book
 
-    def lay_out(self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow]) -> None:
+    def lay_out(
+        self,
+        survey: Survey,
+        groups: Groups,
+        members: Sequence[Member],
+        rows: Sequence[SpanRow],
+        turns: Sequence[int] = (),
+    ) -> None:
         self._last = None  # nothing asks for the rows before any more
         self._survey, self._rows = survey, rows
         labels = self.book.choose(survey.numbers)

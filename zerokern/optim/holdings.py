@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing, check_update
-from zerokern.optim.rates import amounts_of, measured_rates
+from zerokern.optim.rates import amounts_of, compute_of, measured_rates
 from zerokern.optim.shards import LATE, PENDING, Shards, sharded
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
@@ -123,6 +124,7 @@ class Holdings:
         self.update = check_update(update, self.order)
         self.updated_on = self.update  # "auto", until that has chosen
         self.why = ""  # it has chosen that
+        self._pass_began = 0.0  # the last backward pass, while that has not
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -319,25 +321,50 @@ class Holdings:
         divided = zip(new, self._divided(groups, new), strict=True)
         return {number: kind for (number, _), (kind, _, nbytes) in divided if nbytes}
 
+    def _host_because(self, groups: Groups) -> str:
+        """Says why updates run on the host whatever is measured; empty: that is to be measured."""
+        if self.order.config is not None:
+            return "a disk is in tier="
+        if self.delays:
+            return "zk.Delayed hides it behind a whole step"
+        return "zk.shard has put some parameters off the device" if self._splits(groups) else ""
+
+    def time_pass(self, groups: Groups) -> bool:
+        """As a backward pass begins: notes when, if how long it takes says where updates run. Returns whether it does.
+
+        The host waits for the device here, in the first step.
+        """
+        hides = self.schedule == "overlap" and sharded(groups)
+        if self.updated_on != "auto" or not hides or self._host_because(groups):
+            return False
+        if self.hosting(groups) is None or self.host is None or self.host.link is None:
+            return False
+        self.host.link.here().wait()
+        self._pass_began = time.perf_counter()
+        return True
+
     def _choose(self, groups: Groups, of: Sequence[tuple[Tensor, Layout, dict[str, Any]]]) -> None:
-        """Chooses where updates of these (parameter, its layout, its group) run from now on."""
+        """Chooses where updates of these (parameter, its layout, its group) run from now on.
+
+        Each rank does so by itself: what ranks exchange in a step, and in which order, is the same in both places, and
+        the slowest of them is as fast as it can be when each is.
+        """
         if not of:
             return
-        self.updated_on, why = "host", ""
-        if self.order.config is not None:
-            why = "a disk is in tier="
-        elif self.delays:
-            why = "zk.Delayed hides it behind a whole step"
-        elif self._splits(groups):
-            why = "zk.shard has put some parameters off the device"
-        elif self.schedule == "overlap" and sharded(groups):
-            why = "forwards hide it, and hide nothing of an update on the device"
+        why = self._host_because(groups)
         if why:
-            self.why = f"host: {why}"
+            self.updated_on, self.why = "host", f"host: {why}"
             return
         assert self.host is not None and self.host.link is not None
-        amounts = amounts_of([param for param, _, _ in of], [layout for _, layout, _ in of])
-        rates, schedule = measured_rates(self.host.link, self.algorithm, of), str(self.schedule)
+        link, compute = self.host.link, None
+        if self.schedule == "overlap" and sharded(groups):
+            backward = 0.0
+            if self._pass_began:
+                link.here().wait()
+                backward = time.perf_counter() - self._pass_began
+            compute = compute_of((param for group in groups for param in group["params"]), backward)
+        amounts = amounts_of([param for param, _, _ in of], [layout for _, layout, _ in of], compute)
+        rates, schedule = measured_rates(link, self.algorithm, of), str(self.schedule)
         self.updated_on, self.why = rates.choose(schedule, amounts), rates.told(schedule, amounts)
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
@@ -412,7 +439,7 @@ class Holdings:
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         streams = self.placing.there and self.shards.is_hosted and self.updated_on == "device"
         if (self.has_both or streams) and self.host is not None and self.host.link is not None:
-            compute = SplitCompute(self.host, self.room)
+            compute = SplitCompute(self.host, self.room, self.schedule)
         if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)

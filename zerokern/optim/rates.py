@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from zerokern.optim.formats import Algorithm, Layout
 from zerokern.optim.parts import LEAST_NBYTES
 from zerokern.optim.state import POINTERS
 from zerokern.optim.streamed import pieces_of
+from zerokern.zero.shard import shard_of
 
-__all__ = ["Amounts", "Rates", "amounts_of", "measured_rates"]
+__all__ = ["Amounts", "Beside", "Rates", "amounts_of", "compute_of", "measured_rates"]
 
 _COPIED = 16 << 20  # bytes that are copied at once to measure the link
 _UPDATED = 4 << 20  # elements that are updated to measure the host
@@ -29,10 +30,25 @@ _TRIES = 3
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What hides an update under zk.shard and "overlap": seconds of a step's forward and of its last backward.
+
+    `parts`: buckets, which forwards wait for one by one. `streams`: an update on the device may run beside forwards;
+    not where gradients are the program's own tensors, which it may write.
+    """
+
+    forward_s: float
+    backward_s: float
+    parts: int = 1
+    streams: bool = True
+
+
+@dataclass(frozen=True)
 class Amounts:
     """Bytes that an update of parameters on a device is about.
 
-    `fill`: the share of the state that is in one slot. `parts`: that the host updates one after the other.
+    `fill`: the share of the state that is in one slot. `parts`: that the host updates one after the other. `beside`:
+    what hides it; None where nothing does.
     """
 
     grads: int
@@ -40,6 +56,7 @@ class Amounts:
     state: int
     fill: float
     parts: int = 1
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)
@@ -58,15 +75,26 @@ class Rates:
     host_s: float
 
     def seconds(self, schedule: str, amounts: Amounts) -> dict[str, float]:
-        """Returns how long an update takes, by where it runs, after the gradients are complete.
+        """Returns for how long the device waits for an update, by where that runs.
 
-        Under "overlap" parameters go up beside the update, and nobody waits for the last state to be down.
+        Under "overlap" parameters go up beside the update, and nobody waits for the last state to be down. Beside
+        forward and backward it waits for what these do not hide.
         """
         up = amounts.params / self.up
+        device = amounts.state / self.both * (1 + amounts.fill * (2 if schedule == "sync" else 1))
+        if amounts.beside is not None:
+            return self._exposed(amounts.beside, amounts.grads / self.down, up, device)
         beside = 1 if schedule == "sync" else amounts.parts
         host = max(self.host_s, up) + min(self.host_s, up) / beside
-        device = amounts.state / self.both * (1 + amounts.fill * (2 if schedule == "sync" else 1))
         return {"host": amounts.grads / self.down + host, "device": device}
+
+    def _exposed(self, beside: Beside, down: float, up: float, device: float) -> dict[str, float]:
+        """Returns that beside forward and backward, each part of which takes as long as any other."""
+        rest = (beside.parts - 1) / beside.parts  # of parts: the last gradient leaves when backward is over
+        fetched = down - min(down, beside.backward_s) * rest
+        forward = beside.forward_s
+        host = fetched + _in_line(beside.parts, self.host_s, up, forward) - forward
+        return {"host": host, "device": _in_line(beside.parts, device, forward) - forward if beside.streams else device}
 
     def choose(self, schedule: str, amounts: Amounts) -> str:
         """Returns where an update is over sooner."""
@@ -78,16 +106,33 @@ class Rates:
         found, chosen = self.seconds(schedule, amounts), self.choose(schedule, amounts)
         times = ", ".join(f"{1e3 * seconds:.3g} ms on the {where}" for where, seconds in found.items())
         link = f"link {self.down / 1e9:.3g} GB/s down, {self.up / 1e9:.3g} up, {self.both / 1e9:.3g} each way at once"
-        return f"{chosen}: an update takes {times} ({link})"
+        hidden = amounts.beside
+        beside = f", beside {1e3 * hidden.forward_s:.3g} ms of forward" if hidden is not None else ""
+        return f"{chosen}: an update takes {times}{beside} ({link})"
 
 
-def amounts_of(params: Sequence[Tensor], layouts: Sequence[Layout]) -> Amounts:
+def _in_line(parts: int, *seconds: float) -> float:
+    """Returns how long it takes until all parts have gone through these, one after the other."""
+    return max(seconds) + (sum(seconds) - max(seconds)) / parts
+
+
+def compute_of(params: Iterable[Tensor], backward_s: float) -> Beside:
+    """Returns what hides an update of these parameters, of which zk.shard has divided some, by what backward took.
+
+    Forward is taken to be half as long.
+    """
+    buckets = [shard.gradients for shard in map(shard_of, params) if shard is not None and shard.gradients is not None]
+    streams = bool(buckets) and not any(bucket.handed_out() for bucket in buckets)
+    return Beside(backward_s / 2, backward_s, max(1, len({id(bucket) for bucket in buckets})), streams)
+
+
+def amounts_of(params: Sequence[Tensor], layouts: Sequence[Layout], beside: Beside | None = None) -> Amounts:
     """Returns the amounts of these parameters, whose gradients are taken to have their dtypes."""
     sizes = [param.numel() for param in params]
     pieces, _, _ = pieces_of(sizes, [layout.widths for layout in layouts])
     moved = sum(param.nbytes for param in params)
     state = sum(layout.nbytes_of(param) for param, layout in zip(params, layouts, strict=True))
-    return Amounts(moved, moved, state, 1 / max(1, len(pieces)), max(1, moved // LEAST_NBYTES))
+    return Amounts(moved, moved, state, 1 / max(1, len(pieces)), max(1, moved // LEAST_NBYTES), beside)
 
 
 def measured_rates(link: Copies, algorithm: Algorithm, of: Sequence[tuple[Tensor, Layout, dict[str, Any]]]) -> Rates:

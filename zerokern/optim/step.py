@@ -31,6 +31,7 @@ from zerokern.optim.update import ALL, Update, buckets_of, gathers
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
+from zerokern.zero.hooks import weakly
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
@@ -124,19 +125,23 @@ class StepRunner:
                 departure.forget()
         shards.take_copies(grads)
 
-    def expect(self, groups: Groups) -> None:
+    def expect(self, groups: Groups) -> bool:
         """As the first backward pass begins: gradients of the first step leave as they come, too.
 
-        Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
+        Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says. Returns
+        whether passes are timed, because that says where updates run: then each that begins before `step()` is told.
         """
         here = self._holdings
         if self.leaving is not None or here.closed or here.torn or here.placing.waits:
-            return
+            return False
         with contextlib.suppress(Exception):
             if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
+                if here.time_pass(groups):
+                    return True
                 shards = self.find_shards(groups)
                 shards.host.measures = True
                 self.leaving = EarlyFetches(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
+        return False
 
     def _fetch(
         self,
@@ -179,10 +184,13 @@ class StepRunner:
                 self._gates.append(tickets[-1])
 
     def release_gradients(self) -> None:
-        """Returns once gradients may be written: what reads them has done so."""
+        """Returns once gradients may be written: what reads them has done so, or the current stream waits for it."""
         update = self.pending
         if update is not None and update.reads_in_place:
             update.run.finish()
+        elif update is not None:
+            for part in update.streamed(update.parts):
+                update.gate_reads(part.name)
         for ticket in self._on_their_way:
             ticket.gate()
 
@@ -362,9 +370,10 @@ class StepRunner:
 
     def _publish_later(self, shards: Shards, update: Update, taken: Sequence[Part]) -> None:
         """Counts parameters as those of this step from here on; forwards wait until they are."""
-        if update.binding.moves and not shards.accord.in_company:  # others go on, whatever fails here
+        if not shards.accord.in_company:  # others go on, whatever fails here
             self._take_first(update, taken)
         update.count()
+        self._keep_gradients(update, taken)
         shards.announce()
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
             names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
@@ -372,13 +381,29 @@ class StepRunner:
         update.binding.witness.stepped()
 
     def _take_first(self, update: Update, taken: Sequence[Part]) -> None:
-        """Waits for the first part. A disk that cannot be read shows before the step counts: then all is as it was."""
+        """Waits for the first part. A disk that cannot be read, or a launch that is refused, shows before the step
+        counts: then all is as it was."""
+        streamed = update.streamed(taken)[:1]
         try:
-            update.run.wait("Step", taken[0].names[0])
+            if update.binding.moves:
+                update.run.wait("Step", taken[0].names[0])
+            for part in streamed:  # the host waits for the launch alone
+                update.run.gate("Step", part.name)
         except Exception as error:
             self._give_up(update, error)
             say_outcome(error, self._holdings.outcome)
             raise
+
+    def _keep_gradients(self, update: Update, taken: Sequence[Part]) -> None:
+        """Makes whoever writes gradients next wait for the update, if that reads them beside the program's stream."""
+        for part in update.streamed(taken):
+            if part.sharding is None:
+                continue  # `step()` waits for those
+            bucket = part.sharding.gradient_buckets[part.bucket]
+            if bucket.handed_out():  # nobody could wait for who writes there
+                update.gate_reads(part.name)
+            else:
+                bucket.reads_until(partial(weakly(update.gate_reads), part.name))
 
     def _wait_for_first(self, shards: Shards, update: Update) -> None:
         """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from zerokern.optim.formats import TAKES_LESS
 from zerokern.optim.state import Row, SpanRow, pointer_words
 from zerokern.optim.survey import Groups, Survey
 
-__all__ = ["SLOTS", "StreamedRows", "pieces_of"]
+__all__ = ["SLOTS", "Passage", "StreamedRows", "pieces_of"]
 
 SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
 _PARTS = 64  # of all state, of which one is in a slot: what comes before the first update and after the last is short
@@ -56,21 +57,63 @@ class StreamedPiece:
     rows: list[tuple[int, int]]
 
 
+class Passage:
+    """The ticket of copies and launches that come one after the other: it ends with the last of them.
+
+    >>> class Ended:
+    ...     def __init__(self, begin, end): self._times = begin, end
+    ...     def times(self): return self._times
+    >>> Passage(Ended(1, 2), Ended(5, 7)).times()
+    (1, 7)
+    """
+
+    def __init__(self, first: Copy, last: Copy) -> None:
+        self._first = first
+        self.last = last
+
+    def wait(self) -> None:
+        """Waits on the host."""
+        self.last.wait()
+
+    def done(self) -> bool:
+        """Whether all of it has ended."""
+        return self.last.done()
+
+    def gate(self) -> None:
+        """Makes the current stream wait."""
+        self.last.gate()
+
+    def times(self) -> tuple[int, int] | None:
+        """Returns when the first began and the last ended, where the device's marks know that."""
+        first, last = self._first.times(), self.last.times()
+        return None if first is None or last is None else (first[0], last[1])
+
+
 class StreamedRows:
     """Rows whose parameters and gradients are on a device and whose state is in host memory.
 
-    All that an update needs is launched in one go, in the order of the rows: the state of a piece is copied to a slot,
-    updated there, and copied back, beside those of other pieces. A slot is written again when it has been read.
+    They are updated turn by turn, in the order of the rows: the state of a piece is copied to a slot, updated there,
+    and copied back, beside those of other pieces. A slot is written again when it has been read. `beside`: updates run
+    on a stream of their own, which does not wait for what the program launches after `begin`; else on the current one.
     """
 
-    def __init__(self, link: Copies, place: torch.device, open_table: Callable[[int, int], Any]) -> None:
-        self._link, self._open_table = link, open_table
+    def __init__(
+        self, link: Copies, place: torch.device, open_table: Callable[[int, int], Any], *, beside: bool = False
+    ) -> None:
+        self._link, self._open_table, self._beside = link, open_table, beside
         self._tier = DeviceTier(place, "slots for state that is updated on the device", TAKES_LESS)
         self.slots: list[Tensor] = []
         self.pieces: list[StreamedPiece] = []
+        self._turns: list[int] = []  # of each piece, the first of those that have rows in it
         self._last: Copy | None = None  # the end of the last update
         self._checked = False  # whether the copies have been
         self.began = False
+        # of the update at hand: what it comes after, what has been launched, and its last launch
+        self._start: Copy | None = None
+        self._ready: Copy | None = None
+        self._filled: list[Copy] = []
+        self._emptied: list[Copy] = []
+        self._updated: Copy | None = None
 
     def lay_out(
         self,
@@ -80,8 +123,9 @@ class StreamedRows:
         rows: Sequence[Row],
         steps: Sequence[int],
         first: int,
+        turns: Sequence[int],
     ) -> None:
-        """Cuts the rows into pieces. `first`: the number of the first one's gradient."""
+        """Cuts the rows into pieces. `first`: the number of the first one's gradient. `turns`: those of the rows."""
         self.wait()
         widths = [row.layout.widths for row in rows]
         pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
@@ -90,6 +134,7 @@ class StreamedRows:
             self._last = None
             self.slots = self._tier.lay_out([Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count)
         self.pieces, self._checked = [], False
+        self._turns = [turns[piece.segments[0].span] for piece in pieces]
         for number, piece in enumerate(pieces):
             slot = self.slots[number % count]
             resting: list[Tensor] = []
@@ -113,40 +158,62 @@ class StreamedRows:
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the tables' calls read: hyperparameters, step counts, where the gradients are."""
         self.wait()
-        self.began = False
+        self.began, self._filled, self._emptied, self._updated = False, [], [], None
         for piece in self.pieces:
             set_groups(piece.table, piece.groups, settings)
             piece.table.columns["grad"][:] = array("Q", [pointers[number] + shift for number, shift in piece.rows])
 
-    def launch(self, run: Callable[[Any], object]) -> None:
-        """Launches the update of all rows; `run` launches that of a table on the current stream.
+    def begin(self) -> None:
+        """Begins the update that was prepared: it comes after what the current stream has been given."""
+        self._start = self._link.here()
+        self._ready = self._start if self._last is None else self._last  # slots and state are as the last one left them
 
-        The host waits only where it is far ahead. After an error nothing of it is under way any more.
+    @property
+    def is_launched(self) -> bool:
+        """Whether the update of all rows has been."""
+        return len(self._emptied) == len(self.pieces)
+
+    def launch(self, run: Callable[[Any], object], turn: int) -> tuple[Passage, Passage] | None:
+        """Launches the update of the rows up to this turn; `run` launches that of a table on the current stream.
+
+        Returns tickets: of the update of the last of these rows, and of their state's way back; None where there are no
+        rows. On the program's stream the host waits if it is far ahead. After an error nothing is under way any more.
         """
-        link, count, checked = self._link, len(self.slots), self._checked
-        before = link.here() if self._last is None else self._last
-        emptied: list[Copy] = []
-        filled = before
+        begin, end = len(self._emptied), bisect_right(self._turns, turn)
+        with self._link.driver.aside("update") if self._beside else contextlib.nullcontext():
+            if self._beside and begin == 0 and end:
+                assert self._start is not None
+                self._start.gate()
+            try:
+                for number in range(begin, end):
+                    self._launch(number, run)
+            except BaseException:
+                for one in (*self._emptied, *self._filled):
+                    with contextlib.suppress(Exception):
+                        one.wait()
+                raise
+        if self._updated is None:
+            return None
+        self._checked = self._checked or self.is_launched
+        first = min(begin, len(self._emptied) - 1)
+        return Passage(self._filled[first], self._updated), Passage(self._emptied[first], self._emptied[-1])
+
+    def _launch(self, number: int, run: Callable[[Any], object]) -> None:
+        link, piece, count = self._link, self.pieces[number], len(self.slots)
+        free = self._emptied[number - count] if number >= count else None
+        filled = link.to_device(piece.resting, piece.there, ready=self._ready, after=free, checked=self._checked)
+        self._filled.append(filled)
+        filled.gate()
         try:
-            for number, piece in enumerate(self.pieces):
-                free = emptied[number - count] if number >= count else None
-                filled = link.to_device(piece.resting, piece.there, ready=before, after=free, checked=checked)
-                filled.gate()
-                try:
-                    run(piece.table)
-                    self.began = True
-                finally:
-                    self.began = self.began or getattr(piece.table, "begun", False)
-                self._last = link.to_host(piece.there, piece.resting, checked=checked)
-                emptied.append(self._last)
-                if number >= _AHEAD:
-                    emptied[number - _AHEAD].wait()
-        except BaseException:
-            for one in (*emptied, filled):
-                with contextlib.suppress(Exception):
-                    one.wait()
-            raise
-        self._checked = True
+            run(piece.table)
+            self.began = True
+        finally:
+            self.began = self.began or getattr(piece.table, "begun", False)
+        self._updated = link.here()
+        self._last = link.to_host(piece.there, piece.resting, ready=self._updated, checked=self._checked)
+        self._emptied.append(self._last)
+        if number >= _AHEAD and not self._beside:
+            self._emptied[number - _AHEAD].wait()
 
     def wait(self) -> None:
         """Returns once all state is in host memory again."""

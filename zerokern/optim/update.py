@@ -13,6 +13,7 @@ from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
 from zerokern.optim.parts import Part
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
+from zerokern.schedule.program import state_of
 from zerokern.zero.partition import shards_parameters, shards_state
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Update:
         self.run: Any = None
         self._before: Any = None  # a ticket for what the program had launched by then
         self._launched: Any = None  # and one for what stays on the device
+        self._stored: dict[str, Any] = {}  # by part, the ticket of its state's way back to host memory
 
     def count(self) -> None:
         """Counts it as made, once."""
@@ -108,6 +110,21 @@ class Update:
         self.make_part(turn, readings)
         if copies:
             host.consumed(copies, updated=self.decision.scale is not None)
+
+    def stream_part(self, name: str) -> Any:
+        """Launches one turn of the update on the device; returns its ticket."""
+        scale = self.decision.scale
+        tickets = None if scale is None else self.binding.take_turn(self._turn_of[name], scale)
+        updated, self._stored[name] = tickets or (None, None)
+        return updated
+
+    def gate_reads(self, name: str) -> None:
+        """Makes the current stream wait until the update of a part that streams has read its gradients."""
+        try:
+            self.run.gate("Step", name)
+        except Exception:
+            if self.run.failure is None:
+                raise  # else nothing reads them any more, and why it failed is told elsewhere
 
     def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any, piece: Any) -> Any:
         """Copies updated values to the device, or a piece of them."""
@@ -158,7 +175,7 @@ class Update:
             yield from self._actions_of(part, program, shards, tickets.get(part.name, ()), ready, inline)
             if lazily and gathers(part):
                 yield ("Gather", part.name), partial(self.gather, part, shards.host.driver)
-        if self.binding.streams:
+        if program.has("Store", "state"):
             yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, taken):
             if sharding.publisher.gathers(memory):
@@ -178,6 +195,12 @@ class Update:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
                 copy.free = False
+            if program.has("Store", state := state_of(part.name)):
+                yield ("Step", part.name), partial(self.stream_part, part.name)
+                yield ("Store", state), partial(self._stored.get, part.name)
+                # last: gradients are given up behind what has read them
+                yield ("Publish", part.name), partial(host.consumed, copies, updated=False)
+                return
             near = () if inline else shards.readings(m for m in part.members if m in rows and shards.copy(m).near)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
@@ -193,6 +216,7 @@ class Update:
     ) -> StepProgram:
         """Makes the step program of this update."""
         survey, binding, streams = self.binding.survey, self.binding, self.binding.streams
+        beside = lazily and binding.compute.streams
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(self._turn_of[part.name]) if part.name in self._turn_of else {}
@@ -201,12 +225,19 @@ class Update:
             measured = crosses and shards.host.link is not None
             stored = crosses and self.copies_back
             others = {"measured": measured, "stored": stored, "pieces": len(part.turns), **moved}
+            if beside:
+                others["streamed_nbytes"] = _streamed_nbytes(part, survey.row_of, binding)
             spans.append(_span_of(part, survey.row_of, binding, fetched=part.name in tickets, **others))
         spans = _with_others(spans, buckets_of(shards, taken))
         if self.parts[0].name == ALL:
             lane = "cpu" if survey.device is None else "device"
             return resident(spans, lane, **binding.on_disk(0), on_disk=streams)
-        return program_of(schedule, spans, shadow=self.copies_back, at_once=not lazily, on_disk=streams)
+        on_disk = streams and not beside
+        return program_of(schedule, spans, shadow=self.copies_back, at_once=not lazily, on_disk=on_disk)
+
+    def streamed(self, parts: Sequence[Part]) -> list[Part]:
+        """Returns those of the parts that are updated on a stream beside the program's."""
+        return [part for part in parts if self.run.program.has("Store", state_of(part.name))]
 
 
 class _DeviceCollective:
@@ -244,6 +275,11 @@ def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: An
         **others,
         **_sent(part),
     )
+
+
+def _streamed_nbytes(part: Part, rows: Mapping[int, int], binding: Binding) -> int:
+    params = [binding.survey.params[row] for member in part.members if (row := rows.get(member)) is not None]
+    return sum(binding.tier.nbytes_of(one) for one in params if binding.compute.streams_state_of(one))
 
 
 def _sent(part: Part) -> dict[str, Any]:

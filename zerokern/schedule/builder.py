@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .passes import ROOT, step_of
-from .program import Op, Ref, Span, StepProgram
+from .program import Op, Ref, Span, StepProgram, state_of
 
 __all__ = ["NORM", "OpKey", "ProgramBuilder", "fetched", "reduced"]
 
 _RING = 4  # records of spans that are on their way from and to the disk at once
+_STREAMS = 4  # spans whose state is on its way to the device and back
 
 
 class OpKey(NamedTuple):
@@ -43,6 +44,7 @@ class ProgramBuilder:
         self.name, self.on_disk = name, on_disk
         self.ops: list[tuple[Op, tuple[OpKey, ...]]] = []
         self._records: list[str] = []
+        self._streams: list[OpKey] = []  # what has been stored, in order
         self._pieces: dict[str, list[OpKey]] = {}  # of gradients: the fetch that an update waits for
 
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
@@ -118,12 +120,23 @@ class ProgramBuilder:
 
     def _step_there(self, span: Span) -> None:
         """Adds the update of what stays on the device, to which state may come, and which it leaves again."""
-        state, there, ready = f"{span.name} state", f"{span.name} on the device", [NORM]
+        state, there, ready = state_of(span.name), f"{span.name} on the device", [NORM]
         if span.streamed_nbytes:
             ready = self.add("Fetch", state, "up", [*ready, OpKey("Store", state, 1)], span.streamed_nbytes)
         last = self.add("Step", there, "device", [NORM, *ready], span.there_nbytes)
         if span.streamed_nbytes:
             self.add("Store", state, "down", last, span.streamed_nbytes)
+
+    def stream(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
+        """Adds the update of a span whose state streams to the device and back, beside what the program computes there.
+
+        The update itself hides behind the way up, piece by piece.
+        """
+        state = state_of(span.name)
+        room = self._streams[-_STREAMS:][:1] if len(self._streams) >= _STREAMS else []
+        last = self.add("Step", span.name, "up", [*after, *room, OpKey("Store", state, 1)], span.streamed_nbytes)
+        self._streams += self.add("Store", state, "down", last, span.streamed_nbytes)
+        return last
 
     def fetch_record(self, name: str, read: int, written: int, ahead: Iterable[OpKey]) -> list[OpKey]:
         """Reads what an update has on disk; `written`: bytes of it that are written afterwards."""

@@ -187,8 +187,11 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool, resting: int) 
             left = builder.fetch(span, left) or left
     norm = builder.norm(spans, gradients(spans, resting) if resting else map(fetched, spans))
     for span in spans:
-        last = builder.step(span, norm, ahead=[*norm, *spilled(span, resting)])
-        last = builder.store(span, last) or last
+        if span.streamed_nbytes:
+            last = builder.stream(span, norm)
+        else:
+            last = builder.step(span, norm, ahead=[*norm, *spilled(span, resting)])
+            last = builder.store(span, last) or last
         last = builder.gather(span, last) or last
         builder.publish(span, last)
     return builder.program()

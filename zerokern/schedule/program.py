@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
-__all__ = ["LANES", "PIECE_NBYTES", "VERBS", "Key", "Op", "Reach", "Ref", "Span", "StepProgram", "names_of_pieces"]
+__all__ = [
+    "LANES",
+    "PIECE_NBYTES",
+    "VERBS",
+    "Key",
+    "Op",
+    "Reach",
+    "Ref",
+    "Span",
+    "StepProgram",
+    "names_of_pieces",
+    "state_of",
+]
 
 Key = tuple[str, str]
 """An op by its verb and what it is about."""
@@ -34,6 +46,15 @@ def names_of_pieces(name: str, count: int) -> list[str]:
     (['head'], ['head, piece 1 of 2', 'head, piece 2 of 2'])
     """
     return [name] if count == 1 else [f"{name}, piece {number} of {count}" for number in range(1, count + 1)]
+
+
+def state_of(name: str) -> str:
+    """Returns what the state of a span is called in ops that move it alone.
+
+    >>> state_of("head")
+    'head state'
+    """
+    return f"{name} state"
 
 
 class Ref(NamedTuple):

@@ -112,7 +112,8 @@ class Reduction:
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
         self._read_in_graphs: list[float | Tensor] = []  # factors that replays read
-        self.expecting: list[Callable[[], object]] = []  # called once, as the first pass begins: gradients are coming
+        # called as a pass begins, for gradients are coming: once, or for as long as they return True
+        self.expecting: list[Callable[[], object]] = []
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -186,8 +187,8 @@ class Reduction:
     def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
             hooks.refuse_gradients()
-        while self.expecting:
-            self.expecting.pop(0)()
+        if self.expecting:
+            self.expecting = [hear for hear in self.expecting if hear()]
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
