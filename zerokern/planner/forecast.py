@@ -3,6 +3,7 @@ schedule; and from how many tokens on what moves beside compute is hidden."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -402,7 +403,7 @@ class StepShape:
         self.has_transfers = rests or plan.recipe.tier == "nvme"
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
-        self.kept = plan.kept // self.passes
+        self.kept = list(self._kept())
         self.there = list(self._there(staying_numel(plan)))
         of_memory = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
         self.in_memory = list(self._in_memory(of_memory))
@@ -414,6 +415,18 @@ class StepShape:
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
             last -= min(last, nbytes)
+
+    def _kept(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yields, for each part, its inputs that leave the device, and how they come back: the first parts have those
+        that are in the last tier. The last part's stay."""
+        rests = list(reversed(self.plan.kept_in.items()))
+        each = sum(nbytes for _, nbytes in rests) // max(1, len(self.parts) - 1)
+        ends = list(itertools.accumulate(nbytes for _, nbytes in rests))
+        for number in range(len(self.parts)):
+            middle = number * each + each // 2
+            tier = next((tier for (tier, _), end in zip(rests, ends, strict=True) if middle < end), None)
+            lanes = lanes_to(tier, self.plan.settings.device)
+            yield each if lanes else 0, lanes
 
     def _in_memory(self, left: float) -> Iterator[float]:
         """Yields, for each part, the bytes of its state that never leave host memory: the first parts have them."""
@@ -514,9 +527,8 @@ class StepShape:
             found["stays_nbytes"] = self.stays[number]
         if part.trainable and settings.spills:
             found["spill_nbytes"] = part.own_numel * itemsize(recipe.wire_dtype(part.dtype))
-        if self.kept and recipe.rests:
-            found["keep_nbytes"] = self.kept // max(1, len(self.parts) - 1)
-            found["keep_lanes"] = lanes_to(recipe.keep, settings.device)
+        if recipe.rests:
+            found["keep_nbytes"], found["keep_lanes"] = self.kept[number]
         return found
 
 
