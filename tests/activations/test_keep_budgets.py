@@ -22,6 +22,7 @@ from zerokern.activations import keeping
 from zerokern.activations.keeping import UNDER_WAY, Keeper
 from zerokern.io.tier import NvmeTier
 from zerokern.memory.order import Cascade, place_latest
+from zerokern.planner.transformer import Transformer
 
 NBYTES = ROWS * WIDTH * 4
 SPLITS = (
@@ -275,6 +276,34 @@ def test_a_list_of_one_is_that_one() -> None:
     zk.recompute(layers(1)[0], x, keep=["device"]).sum().backward()
     zk.recompute(layers(1)[0], x, keep=("device:1MiB", "cpu")).sum().backward()
     assert x.grad is not None
+
+
+@each("micro", [1, 3])
+@each("split, device", [
+    (("device:13MiB", "cpu:20MiB", "disk"), True), (("device:13MiB", "cpu"), True), (("device:3MiB", "disk"), True),
+    (("cpu:20MiB", "disk"), True), (("device:13MiB", "cpu:9MiB", "disk"), False), (("cpu", ), True),
+])  # fmt: skip
+def test_a_plan_counts_what_rests(split: tuple[str, ...], device: bool, micro: int, tmp_path: Path) -> None:
+    """By tier, of seven layers whose inputs have 6 MiB; beside the memory of inputs that is alive."""
+    shape = Transformer(7, WIDTH, heads=1, batch=6, seq=ROWS, itemsize=4)
+    asked = ["nvme" if tier == "disk" else tier for tier in split]
+    planned = zk.plan(shape, param_dtype="fp32", keep=asked, micro=micro, device="cuda" if device else "cpu")
+    alive: list[weakref.ref[Any]] = []
+    with keeping_in(split, tmp_path, device=device) as keeper:
+        hidden = batch(6 * ROWS).view(6, ROWS, WIDTH).requires_grad_() * 1.0
+        for layer in layers(7):
+            alive.append(weakref.ref(hidden.untyped_storage()))
+            hidden = by(keeper, micro)(layer, hidden)
+        wait_for_all(keeper)
+        names = {"disk": "nvme", "cpu": "cpu" if device else "device"}
+        found = {names.get(kind, kind): nbytes for kind, nbytes in keeper.held_in().items()}
+        assert found == {tier: nbytes for tier, nbytes in planned.kept_in.items() if nbytes}
+        assert planned.moved("up") == device * (sum(found.values()) - found.get("device", 0))
+        assert planned.moved("read") == found.get("nvme", 0)
+        here = sum(one() is not None for one in alive)
+        if micro == 1:  # else slices that stay are copies
+            assert here == 1 + planned.kept_in.get("device", 0) // (6 << 20)
+        hidden.sum().backward()
 
 
 # the bookkeeping alone

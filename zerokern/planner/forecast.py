@@ -3,7 +3,6 @@ schedule; and from how many tokens on what moves beside compute is hidden."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -419,14 +418,16 @@ class StepShape:
     def _kept(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Yields, for each part, its inputs that leave the device, and how they come back: the first parts have those
         that are in the last tier. The last part's stay."""
-        rests = list(reversed(self.plan.kept_in.items()))
-        each = sum(nbytes for _, nbytes in rests) // max(1, len(self.parts) - 1)
-        ends = list(itertools.accumulate(nbytes for _, nbytes in rests))
-        for number in range(len(self.parts)):
-            middle = number * each + each // 2
-            tier = next((tier for (tier, _), end in zip(rests, ends, strict=True) if middle < end), None)
+        held, tiers = self.plan.kept_in, list[str]()
+        total, count, end = sum(held.values()), max(1, len(self.parts) - 1), 0
+        for tier, nbytes in reversed(held.items()):
+            end += nbytes
+            tiers += [tier] * (round(count * end / total) - len(tiers)) if total else []
+        for tier in tiers:
             lanes = lanes_to(tier, self.plan.settings.device)
-            yield each if lanes else 0, lanes
+            yield held[tier] // tiers.count(tier) if lanes else 0, lanes
+        for _ in range(len(self.parts) - len(tiers)):
+            yield 0, ()
 
     def _in_memory(self, left: float) -> Iterator[float]:
         """Yields, for each part, the bytes of its state that never leave host memory: the first parts have them."""
