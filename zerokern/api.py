@@ -51,7 +51,7 @@ def shard(
     mesh: Meshes = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     tier: Tier | TierConfig | Sequence[str | TierConfig] = "device",
-    keep: Tier | TierConfig | None = None,
+    keep: Tier | TierConfig | Sequence[str | TierConfig] | None = None,
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
     units: Units = None,
@@ -84,7 +84,9 @@ def shard(
             order: `["device:2GiB", "cpu:16GiB", zk.Nvme(path)]`; a budget is bytes of shards that one rank keeps there.
             Each bucket goes to the first tier that has room for all of it, in the order of the forward.
         keep: units keep only their inputs until backward, in this place ("device", "cpu", `zk.Nvme(path)`), and compute
-            the rest again. See `zk.recompute`.
+            the rest again. In a list, such as `["device:2GiB", "cpu:8GiB", zk.Nvme(path)]`, the latest inputs are in
+            the first tier: where its budget is full, the oldest there move on to the next. A budget is bytes of
+            inputs that one rank keeps there for this model. See `zk.recompute`.
         micro: units compute in this many slices of the batch, so that the activations of one slice are alive at a time.
             Forward hooks of modules in a unit run once for each slice; what they or an attribute keep of a slice is
             refused in a loss. See `zk.recompute`.

@@ -118,6 +118,23 @@ def test_parts_leave_a_device(keep: str, micro: int, tmp_path: Path) -> None:
 
 
 @ranked
+def in_several_tiers(world: World, folder: Path, budgets: list[list[str]], micro: int) -> int:
+    """Budgets are each rank's own; what is launched, and in which order, is the same."""
+    keep = [*budgets[world.rank], zk.Nvme(folder, ring_nbytes="1M") if len(budgets[0]) > 1 else "cpu"]
+    return on_a_played_device(world, keep, micro)
+
+
+@each("budgets, micro, moved", [
+    ([["device:512KiB"], ["device:512KiB"]], 1, [2, 2]), ([["device:1MiB"], ["device:1"]], 2, [4, 6]),
+    ([["device:512KiB", "cpu:512KiB"], ["device:1", "cpu:2MiB"]], 1, [2, 3]),
+])  # fmt: skip
+def test_parts_fill_several_tiers(budgets: list[list[str]], micro: int, moved: list[int], tmp_path: Path) -> None:
+    with played():
+        found = on_threads(2, in_several_tiers, tmp_path, budgets, micro)
+    assert found == [2 * count * NBYTES // 2 for count in moved]
+
+
+@ranked
 def small_ones(world: World) -> tuple[int, int]:
     keeper, model, x = keeper_on(world), stack(world), batch(ROWS - 1)
     assert same(step(model, by(keeper), x), step(model, plain, x))

@@ -82,6 +82,15 @@ def test_it_prints_what_zk_plan_prints(capsys) -> None:
     assert out.startswith(f"{plan.page(formats=False)}\n\n--all adds ")
 
 
+def test_kept_inputs_in_several_tiers(capsys) -> None:
+    run = ("--layers", "24", "--hidden", "2048", "--heads", "16", "--batch", "1", "--seq", "4096", "--json")
+    (found,) = json.loads(said(capsys, *run, "--keep", "device:64MiB,cpu:100MiB,nvme"))
+    assert (found["keep"], found["keep_budgets"]) == ("nvme", {"device": 64 << 20, "cpu": 100 << 20})
+    moved = {move["lane"]: move["nbytes"] >> 20 for move in found["moves"] if move["role"] == "checkpoints"}
+    assert moved == {"down": 19 * 16, "up": 19 * 16, "write": 13 * 16, "read": 13 * 16}
+    assert "The last tier takes what is left" in refused(capsys, *run, "--keep", "device:64MiB,cpu:1MiB")
+
+
 def test_a_model_is_built_without_memory(models: str) -> None:
     """In a process of its own: where fresh memory is poisoned, as in these tests, torch.device has no power over it."""
     command = ["plan", "--model", f"{models}:on_meta", "--world", "4", "--stage", "3", "--program"]

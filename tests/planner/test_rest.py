@@ -80,7 +80,7 @@ class TestBytes:
         some, three = [f"cpu:{share}", "nvme"], [f"device:{share}", f"cpu:{share}", "nvme"]
         for asked in (
             {}, {"param_tier": "cpu"}, {"keep": "cpu"}, {"keep": "nvme", "accumulate": 3}, {"param_tier": some},
-            {"param_tier": some, "tier": some, "device": "cpu"}, {"param_tier": three},
+            {"param_tier": some, "tier": some, "device": "cpu"}, {"param_tier": three}, {"keep": three}, {"keep": some},
             {"param_tier": three, "world": 2},
         ):  # fmt: skip
             for schedule in SCHEDULES:
@@ -119,6 +119,25 @@ class TestTiers:
         held = {held.tier: held.nbytes for held in plan.share.held if held.role == "checkpoints"}
         assert held == {"device": 2 * one, keep: 23 * one}
         assert plan.kept == 23 * one
+
+    @pytest.mark.parametrize("micro, device", [(1, 3), (8, 3.125)])
+    def test_inputs_fill_tiers_from_the_latest_on(self, micro: int, device: float) -> None:
+        """Of 23 at rest; slices of a batch are placed one by one. What is in each moves over its lanes twice."""
+        one = SHAPE.checkpoint
+        keep = [f"device:{3 * one + one // 5}", f"cpu:{7 * one}", "nvme"]
+        plan = at_rest(SHAPE, keep=keep, micro=micro, accumulate=2)
+        disk = (23 - device - 7) * one
+        assert plan.kept_in == {"device": device * one, "cpu": 7 * one, "nvme": disk}
+        held = dict.fromkeys(plan.kept_in, 0)
+        for holding in plan.share.held:
+            held[holding.tier] += holding.nbytes * (holding.role == "checkpoints")
+        assert held == {"device": (device + 2) * one, "cpu": 7 * one, "nvme": disk}
+        moved = {move.lane: move.nbytes for move in plan.moves if move.role == "checkpoints"}
+        assert moved == {"up": 2 * (disk + 7 * one), "down": 2 * (disk + 7 * one), "read": 2 * disk, "write": 2 * disk}
+        single = at_rest(SHAPE, keep="nvme", micro=micro)
+        assert at_rest(SHAPE, keep=["nvme"], micro=micro).share.held == single.share.held
+        in_memory = zk.plan(SHAPE, stage=3, tier="nvme", keep=keep, micro=micro, device="cpu")
+        assert in_memory.kept_in["device"] == pytest.approx((device + 7) * one, abs=one // micro)
 
     def test_on_a_cpu_what_rests_in_host_memory_is_on_the_device(self) -> None:
         plan = zk.plan("1B", stage=3, param_tier="cpu", keep="cpu", device="cpu")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerokern.activations.comparing import Compared, Comparing, aside, combined, fingerprint, refuse_unlike
-from zerokern.activations.keeping import ROLE, Keeper, Kept, Turn, View
+from zerokern.activations.keeping import Keeper, Kept, Turn, View
 from zerokern.activations.stretch import has_gaps, stretch
 from zerokern.activations.version import Version
 from zerokern.comm import Group, Handle, group_on
 from zerokern.core.errors import got
+from zerokern.memory.order import TierOrder
 from zerokern.memory.tier import AnyTier, DevicePool
 from zerokern.zero.kinds import is_replicated, local_of, shown_as
 
@@ -31,14 +33,15 @@ __all__ = ["Dividing", "keeper_for"]
 ALIGN = 512  # bytes: a part begins where any dtype may, and a disk likes to
 
 
-def keeper_for(keep: AnyTier, replicated: DeviceMesh | Group | None) -> Keeper | None:
+def keeper_for(keep: AnyTier | TierOrder, replicated: DeviceMesh | Group | None) -> Keeper | None:
     """What keeps inputs there, in parts where several ranks have them alike; None where they stay as they are.
 
     >>> keeper_for("device", None) is None
     True
     """
+    order = TierOrder.of("keep", keep)
     if replicated is None:
-        return None if keep == "device" else Keeper(keep)
+        return None if order.tiers == ("device",) else Keeper(order)
     if isinstance(replicated, DeviceMesh) and replicated.ndim == 1:
         group = group_on(replicated, replicated.device_type)
         ranks = get_process_group_ranks(replicated.get_group())
@@ -49,7 +52,7 @@ def keeper_for(keep: AnyTier, replicated: DeviceMesh | Group | None) -> Keeper |
         raise ValueError(
             got("replicated", replicated, "one dimension of a DeviceMesh, or a zerokern.comm.Group", advice)
         )
-    return keeper_for(keep, None) if group.size == 1 else Dividing(keep, group, ranks)
+    return keeper_for(order, None) if group.size == 1 else Dividing(order, group, ranks)
 
 
 class Dividing(Keeper):
@@ -64,12 +67,11 @@ class Dividing(Keeper):
     {'kept inputs': 2097152}
     """
 
-    def __init__(self, keep: AnyTier, group: Group, ranks: Sequence[int]) -> None:
-        super().__init__("cpu" if keep == "device" else keep)
+    def __init__(self, keep: AnyTier | TierOrder, group: Group, ranks: Sequence[int]) -> None:
+        super().__init__(keep)
         self.group, self.ranks = group, list(ranks)
-        self._stays = keep == "device"
+        self._stays = self.order.tiers == ("device",)
         self.latest: TurnMark | None = None
-        self._parts: weakref.WeakSet[KeptPart] = weakref.WeakSet()
         self._under_way: list[tuple[weakref.ref[Whole], Handle]] = []
         self._pools: dict[torch.device, DevicePool] = {}
         self.comparing = Comparing(group, self.copies_of)
@@ -97,13 +99,10 @@ class Dividing(Keeper):
             return self.of(tensor)
         return self.found(tensor, KeptPart)
 
-    def held(self) -> dict[str, int]:
-        held = Counter(super().held())
-        held[ROLE] += sum(part.piece.numel() for part in self._parts if part.piece is not None)
-        return {role: nbytes for role, nbytes in held.items() if nbytes}
-
     def room(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory for a part that stays on its device, beside nothing that is short-lived."""
+        """Memory for a part, beside nothing that is short-lived if it may stay on its device."""
+        if "device" not in self.order.tiers:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device not in self._pools:
             self._pools[device] = DevicePool(device)
         with self._pools[device].lasting():
@@ -114,10 +113,6 @@ class Dividing(Keeper):
         handle = self.group.all_gather(whole.out, piece)
         self._under_way.append((weakref.ref(whole), handle))
         return handle
-
-    def add(self, part: KeptPart) -> None:
-        """One more part."""
-        self._parts.add(part)
 
     def _sweep(self) -> None:
         """What was gathered for graphs that are gone has to end before its memory does."""
@@ -139,26 +134,25 @@ class KeptPart(Kept):
         super().__init__(keeper, tensor, begin, nbytes)
         size = keeper.group.size
         self.each = -(-nbytes // (size * ALIGN)) * ALIGN
-        self.piece: Tensor | None = None
         self.print = torch.zeros((), dtype=torch.int64)
-        self.moves = keeper.moves(tensor)
-        keeper.add(self)
+        self._is_divided = False
+
+    @property
+    def piece(self) -> Tensor | None:
+        """This rank's part, while that has not left."""
+        return self._here if self._is_divided else None
 
     def leave(self) -> None:
         """All but this rank's part is let go."""
-        if self._here is None:
-            return
-        whole, self._here = self._here, None
-        self.print = fingerprint(whole)
-        own = whole[self._keeper.group.rank * self.each :][: self.each]
-        empty = torch.empty(self.each, dtype=torch.uint8, device=self.device) if self.moves else None
-        piece = self._keeper.room(self.each, self.device) if empty is None else empty
-        piece[: own.numel()].copy_(own)
-        piece[own.numel() :].zero_()
-        if self.moves:
-            self.send(piece)
-        else:
-            self.piece = piece
+        if not self._is_divided:
+            whole, self._is_divided = self._here, True
+            assert whole is not None
+            self.print = fingerprint(whole)
+            own = whole[self._keeper.group.rank * self.each :][: self.each]
+            piece = self._here = self._keeper.room(self.each, self.device)
+            piece[: own.numel()].copy_(own)
+            piece[own.numel() :].zero_()
+        self._keeper.rest(self, self.each)
 
 
 class Whole:
@@ -169,22 +163,21 @@ class Whole:
         self.unread, self.has_come = unread, False
         group = self._keeper.group
         self.out = torch.empty(part.each * group.size, dtype=torch.uint8, device=part.device)
-        self._coming: Callable[[], None] | None = None
         self._handle: Handle | None = None
-        if not part.moves:
-            self._handle = self._keeper.gather(self, part.piece)
-            return
-        self._coming = part.come(self.out[group.rank * part.each :][: part.each])
-        if self._keeper.in_stream_order:
-            with aside(self._keeper.copies_of(self.out), "gather"):
+        self._piece, self._coming = part.piece, None
+        if self._piece is None:
+            self._coming = part.come(self.out[group.rank * part.each :][: part.each])
+        if self._keeper.in_stream_order:  # of all ranks, whichever tier has the part of each
+            with nullcontext() if self._coming is None else aside(self._keeper.copies_of(self.out), "gather"):
                 self.launch()
 
     def launch(self) -> None:
         """This rank's part comes from where it rests; then the others'."""
         if self._handle is None:
-            assert self._coming is not None
-            self._coming()
-            self._handle = self._keeper.gather(self)
+            if self._coming is not None:
+                self._coming()
+            self._handle = self._keeper.gather(self, self._piece)
+            self._piece = None
 
     def read(self) -> Tensor:
         """All of it, for the current stream."""

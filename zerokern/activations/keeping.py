@@ -1,7 +1,8 @@
 """Inputs that are kept for a recomputation: stored while the next one computes, and fetched one ahead in backward.
 
-What is kept latest stays where it is: a backward would need it at once. One memory is stored once, whoever saves views
-of it. A few stores are under way at a time, not more.
+What is kept latest stays where it is: a backward would need it at once. What was kept before rests in the first of
+several tiers that has room beside what was kept later. One memory is stored once, whoever saves views of it. A few
+stores are under way at a time, not more.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from zerokern.activations.version import CHANGED, Version
 from zerokern.core.errors import ZerokernError
 from zerokern.memory import Copies, Tier, Wanted
 from zerokern.memory.blocks import BlockPool, BlockTier
+from zerokern.memory.order import Cascade, TierOrder
 from zerokern.memory.staging import Ticket, driver_of
-from zerokern.memory.tier import AnyTier, config_of
+from zerokern.memory.tier import AnyTier
 from zerokern.zero import hooks
 from zerokern.zero.tiers import own_name
 
@@ -41,7 +43,7 @@ Unpack = Callable[[Any], Tensor]
 
 
 class Keeper:
-    """What is kept in one tier: `"cpu"`, for tensors that lie on a device, or one that is opened.
+    """What is kept in one tier, or in several with budgets: those of `keep=`.
 
     >>> import tempfile
     >>> x = torch.ones(1 << 19)
@@ -54,17 +56,26 @@ class Keeper:
     ({'kept inputs': 2097152}, tensor(524288.))
     """
 
-    def __init__(self, keep: AnyTier) -> None:
+    def __init__(self, keep: AnyTier | Sequence[AnyTier] | TierOrder) -> None:
         self.lock = threading.RLock()
         self.moved_nbytes = 0  # out, so far
-        config = config_of(keep)
+        self.order = TierOrder.of("keep", keep)
+        config = self.order.config
         # other keepers of this process, and other ranks, are given the same one
         self.opened = None if config is None else config.open(own_name(f"inputs-{next(_NUMBERS)}"), ROLE)
         self.blocks = BlockPool(ROLE)
         self._behind: dict[Any, BlockTier] = {}  # by device
         self._turns: list[weakref.ref[Turn]] = []
-        self._leaving: deque[weakref.ref[Kept]] = deque()
+        self._leaving: defaultdict[str, deque[weakref.ref[Kept]]] = defaultdict(deque)  # by where they go
         self._known: dict[int, tuple[StorageWeakRef, list[weakref.ref[Kept]]]] = {}
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Reads the budgets, of which a model in host memory has one for "device" and "cpu"."""
+        self._is_apart = bool(self._behind)
+        kinds = self.order.kinds(apart=self._is_apart)
+        self._kinds = list(kinds)
+        self.resting = Cascade(list(kinds.values()), self._move)
 
     def begin(self) -> Turn:
         """A recomputed function is about to be called: what the one before it kept leaves."""
@@ -87,12 +98,41 @@ class Keeper:
             found = one if one is not None and one.kept else found
         return None
 
+    def rest(self, kept: Kept, nbytes: int) -> None:
+        """It goes where there is room for it; what was kept before makes way. What rests already was kept again."""
+        if self._is_apart != bool(self._behind):  # the first that lies on a device
+            earlier = self.resting
+            self._arrange()
+            for reference, _ in earlier.parts():
+                if (one := reference()) is not None:
+                    first = len(self._kinds) - 1 if one.has_part else self._first(on_device=False)
+                    self.resting.add(reference, one.nbytes, first)
+        self.resting.add(kept.reference, nbytes, self._first(kept.on_device))
+
+    def _first(self, on_device: bool) -> int:
+        """The first tier for a tensor: of one in host memory, beside others on a device, none that is on the device."""
+        return int(self._is_apart and not on_device and self._kinds[0] == "device" and len(self._kinds) > 1)
+
+    def _move(self, reference: weakref.ref[Kept], number: int) -> int:
+        kept = reference()
+        return 0 if kept is None else kept.rest(self._kinds[number])
+
     def held(self) -> dict[str, int]:
         """Bytes at rest, by role."""
-        held = Counter({} if self.opened is None else self.opened.held())
-        for one in self._behind.values():
-            held.update(one.held_in_blocks())
-        return dict(held)
+        nbytes = sum(self.held_in().values())
+        return {ROLE: nbytes} if nbytes else {}
+
+    def held_in(self) -> dict[str, int]:
+        """Bytes at rest, or on their way there, by the kind of tier: "device", "cpu" or "disk"."""
+        with self.lock:
+            found = Counter(disk=sum(({} if self.opened is None else self.opened.held()).values()))
+            for tier in self._behind.values():
+                found["cpu"] += sum(tier.held_in_blocks().values())
+            for reference, number in self.resting.parts():
+                kept = reference()
+                if kept is not None and not kept.has_part:  # where it was
+                    found[self._kinds[number]] += kept.here_nbytes
+            return dict(+found)
 
     @property
     def in_stream_order(self) -> bool:
@@ -152,13 +192,14 @@ class Keeper:
         there.append(weakref.ref(kept))
         return kept
 
-    def make_way(self, leaving: Kept) -> None:
-        """One more is on its way out; the host waits where there are many."""
-        self._leaving.append(weakref.ref(leaving))
-        while len(self._leaving) > UNDER_WAY:
-            oldest = self._leaving.popleft()()
+    def make_way(self, leaving: Kept, kind: str) -> None:
+        """One more is on its way to a kind of tier; the host waits where there are many."""
+        under_way = self._leaving[kind]
+        under_way.append(leaving.reference)
+        while len(under_way) > UNDER_WAY:
+            oldest = under_way.popleft()()
             if oldest is not None:
-                oldest.has_left()
+                oldest.has_left(kind)
 
 
 class Kept:
@@ -167,8 +208,11 @@ class Kept:
     def __init__(self, keeper: Keeper, tensor: Tensor, begin: int, nbytes: int) -> None:
         self.begin, self.nbytes, self.device = begin, nbytes, tensor.device
         self.views: weakref.WeakSet[View] = weakref.WeakSet()
+        self.reference = weakref.ref(self)
+        hash(self.reference)  # now: there is none once the object has gone
         self._keeper = keeper
         self._tier = keeper.tier_of(tensor)
+        self.on_device = isinstance(self._tier, BlockTier)
         self._here: Tensor | None = stretch(tensor.untyped_storage(), begin, nbytes, tensor.device)
         self._unread = 0  # views that are to be read of what has been fetched
         self._part: Any = None
@@ -176,30 +220,61 @@ class Kept:
         self._coming: Callable[[], None] | None = None
         self.version = Version(tensor)
 
+    @property
+    def has_part(self) -> bool:
+        """Whether it has left its place."""
+        return self._part is not None
+
+    @property
+    def here_nbytes(self) -> int:
+        """Bytes of what is where it was kept, or has been fetched."""
+        return 0 if self._here is None else self._here.numel()
+
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether it has these bytes of its memory, as they are now."""
         return self.begin <= begin and begin + nbytes <= self.begin + self.nbytes and not self.version.is_changed
 
     def leave(self) -> None:
         """Off to where it rests; nobody waits for it, but for those before it where they are many."""
-        if self._going is not None or self._here is None or self.version.is_changed:
-            return
-        span, self._here = self._here, None
-        self.send(span)
+        if not self.version.is_changed:
+            self._keeper.rest(self, self.nbytes)
+        elif self._going is None:  # whoever reads it is told so
+            self._here = None
 
-    def send(self, span: Tensor) -> None:
-        """These bytes are what rests."""
-        tier = self._tier
+    def rest(self, kind: str) -> int:
+        """It goes to a kind of tier, from where it is or from the tier before; returns the bytes that it takes there.
+
+        If that raises, it is where it was.
+        """
+        if self._part is not None:
+            begin = getattr(self._going, "begin", None)
+            if begin is not None:
+                self._keeper.make_way(self, kind)
+                begin()
+            return self.nbytes
+        assert self._here is not None
+        if kind == "device" or (kind == "cpu" and not self.on_device):
+            if self._here.untyped_storage().nbytes() > self._here.numel():  # all of which it would keep
+                self._here = self._here.clone()
+            return self._here.numel()
+        span, tier = self._here, self._tier
         assert tier is not None
-        self._keeper.make_way(self)
-        (self._part,) = tier.lay_out([Wanted(ROLE, span.shape, torch.uint8)])
-        self._going = tier.store(self._part, span)
+        self._keeper.make_way(self, kind)
+        (part,) = tier.lay_out([Wanted(ROLE, span.shape, torch.uint8)])
+        try:
+            self._going = tier.store(part, span)
+        except BaseException:
+            tier.evict([part])
+            raise
+        self._part, self._here = part, None
         self._keeper.moved_nbytes += span.numel()
+        return part.block.memory.numel() if kind == "cpu" else span.numel()
 
-    def has_left(self) -> None:
-        """Returns once it is stored."""
-        if self._going is not None:
-            self._going.wait()
+    def has_left(self, kind: str) -> None:
+        """Returns once it is stored in that kind of tier; it may be on its way to the next."""
+        going = self._part.going if kind == "cpu" and self._part is not None else self._going
+        if going is not None:
+            going.wait()
 
     def fetch(self) -> None:
         """It is needed soon."""
@@ -236,6 +311,7 @@ class Kept:
     def __del__(self) -> None:
         # in a fork, or at the interpreter's end, there may be nothing to give back to
         with contextlib.suppress(ZerokernError, AttributeError, TypeError), self._keeper.lock:
+            self._keeper.resting.discard(self.reference)
             if self._part is not None and self._tier is not None:
                 self._tier.evict([self._part])
 

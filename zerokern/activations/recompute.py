@@ -23,7 +23,8 @@ from zerokern.activations.slices import KEPT_OUTSIDE, in_slices, refuse_statisti
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
-from zerokern.memory.tier import AnyTier, check_tier, name_of
+from zerokern.memory.order import TierOrder
+from zerokern.memory.tier import AnyTier
 from zerokern.zero import hooks
 from zerokern.zero.containers import fill_slots, take_tensors
 from zerokern.zero.kinds import is_placed
@@ -39,7 +40,7 @@ _here = threading.local()
 def recompute(
     fn: Callable[..., Any],
     *args: Any,
-    keep: AnyTier = "device",
+    keep: AnyTier | Sequence[AnyTier] = "device",
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
     **kwargs: Any,
@@ -55,7 +56,10 @@ def recompute(
         keep: where the inputs wait for backward. "device": where they are. "cpu": they move from a GPU to pinned host
             memory, and return one call ahead of their use, while the GPU computes. `zk.Nvme(path)`: they move to a
             disk. Parameters, tensors below 1 MiB and the inputs of the latest call stay where they are. Inside another
-            checkpoint, or other saved-tensor hooks, those decide.
+            checkpoint, or other saved-tensor hooks, those decide. A list of tiers with budgets keeps the latest inputs
+            in the first: `["device:2GiB", "cpu:8GiB", zk.Nvme(path)]`. Where a budget is full, the oldest inputs there
+            move on to the next tier; the last one takes what is left. A budget is bytes of all inputs that calls of
+            this thread with the same list keep in that tier.
         micro: the number of slices that the batch is cut into. Each is computed, and later computed again, by itself,
             so the activations of one slice are alive at a time. The bits are those of a loop over as many
             micro-batches. The batch is dimension 0 of the first tensor argument. Tensors of that length are cut as by
@@ -79,13 +83,13 @@ def recompute(
     """
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
-    check_tier("keep", keep)
+    order = TierOrder.of("keep", keep)
     module = module_of(fn)
-    plain = check_micro(micro) == 1 and keep == "device" and replicated is None
+    plain = check_micro(micro) == 1 and order.tiers == ("device",) and replicated is None
     if plain and (torch.compiler.is_compiling() or module is None or not ModuleState(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
-    return recompute_with(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
+    return recompute_with(_keeper(order, replicated), micro, fn, args, kwargs, settings, module)
 
 
 def check_micro(micro: object) -> int:
@@ -110,11 +114,14 @@ class Repeated:
     True
     """
 
-    def __init__(self, keep: AnyTier | None, micro: int, replicated: DeviceMesh | Group | None = None) -> None:
+    def __init__(
+        self, keep: AnyTier | Sequence[AnyTier] | None, micro: int, replicated: DeviceMesh | Group | None = None
+    ) -> None:
         self.micro, self.replicated = check_micro(micro), replicated
         if keep is None and (micro > 1 or replicated is not None):
             keep = "device"
-        self.keep = None if keep is None else check_tier("keep", keep)
+        self.keep = keep
+        self._order = None if keep is None else TierOrder.of("keep", keep)
 
     def check(self, units: Sequence[UnitSpec]) -> str:
         """Describes the settings, for a comparison with other ranks; raises where units cannot be recomputed."""
@@ -131,13 +138,13 @@ class Repeated:
                 "by units="
             )
         parts = "" if self.replicated is None else ", in parts"
-        return f"{name_of(self.keep)}, {self.micro}{parts}"
+        return f"{None if self._order is None else self._order.name}, {self.micro}{parts}"
 
     def begin(self, units: Sequence[UnitSpec]) -> None:
         """Wraps the forwards of the units, which recompute from now on whenever gradients are wanted."""
-        if self.keep is None:
+        if self._order is None:
             return
-        keeper = keeper_for(self.keep, self.replicated)
+        keeper = keeper_for(self._order, self.replicated)
         within: set[int] = set()
         for unit in _recomputable(units):
             if id(unit.module) not in within:
@@ -163,14 +170,15 @@ def _forward(
     return recompute_with(keeper, micro, forward, args, kwargs, {}, module())
 
 
-def _keeper(keep: AnyTier, replicated: DeviceMesh | Group | None) -> Keeper | None:
+def _keeper(order: TierOrder, replicated: DeviceMesh | Group | None) -> Keeper | None:
     """Returns what keeps inputs in a tier, one for all calls of this thread; None: they stay where they are."""
-    if keep == "device" and replicated is None:
+    if order.tiers == ("device",) and replicated is None:
         return None
     keepers: dict[Any, Keeper | None] = _here.__dict__.setdefault("keepers", {})
-    if (keep, replicated) not in keepers:
-        keepers[keep, replicated] = keeper_for(keep, replicated)
-    return keepers[keep, replicated]
+    key = order.tiers, order.budgets, replicated
+    if key not in keepers:
+        keepers[key] = keeper_for(order, replicated)
+    return keepers[key]
 
 
 @torch._disable_dynamo

@@ -93,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--update", choices=("host", "device", "auto"), default="host", help="where it runs with --tier cpu (host)")
     where = "where parameters rest at stage 3 (device); several as for --tier"
     add("--param-tier", default="device", type=parse_tiers, metavar="TIER", help=where)
-    add("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
+    kept = "recompute units; their inputs are kept here: device, cpu, nvme; several as for --tier, the latest first"
+    add("--keep", type=parse_tiers, metavar="TIER", help=kept)
     add("--micro", **count, default=1, help="slices of each batch (1)")
     add("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
     add("--bucket-bytes", **count, default=32 << 20, help="as in zk.shard")

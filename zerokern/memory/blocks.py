@@ -83,20 +83,22 @@ class BlockPool:
 class BlockPart:
     """A part of a `BlockTier`: in a block, or on its way through one to the tier behind."""
 
-    __slots__ = ("block", "going", "part", "wanted")
+    __slots__ = ("block", "going", "part", "storing", "wanted")
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.block: HostBlock | None = None
         self.part: Any = None  # in the tier behind
         self.going: Ticket | None = None
+        self.storing: Ticket | None = None  # in the tier behind
 
 
 class BlockTier:
     """A tier for a device's tensors: blocks of host memory, or a tier `behind` these.
 
     Copies of a device are ordered by its streams, so the host does not wait. A tier behind receives a block's content
-    when the ticket of the store is waited for, or the part is fetched.
+    when the ticket of the store is waited for, or from `begin_behind` on; until then the part is fetched from its
+    block.
     """
 
     budget = None
@@ -121,27 +123,33 @@ class BlockTier:
         part.going = block.last
         return block.last if self.behind is None else _StoreBehind(self, part, value.numel())
 
-    def store_behind(self, part: BlockPart, nbytes: int) -> None:
-        """Stores a block that has arrived in the tier behind, then returns the block to the pool."""
+    def begin_behind(self, part: BlockPart, nbytes: int) -> None:
+        """Starts to store a block, once it has arrived, in the tier behind."""
         block, going = part.block, part.going
-        if block is None or going is None or self.behind is None:
+        if block is None or going is None or self.behind is None or part.storing is not None:
             return
         going.wait()
         if part.part is None:
             (part.part,) = self.behind.lay_out([part.wanted])
-        self.behind.store(part.part, block.memory[:nbytes]).wait()
-        self._release(part)
+        part.storing = self.behind.store(part.part, block.memory[:nbytes])
+
+    def store_behind(self, part: BlockPart, nbytes: int) -> None:
+        """Stores a block in the tier behind, then returns the block to the pool."""
+        self.begin_behind(part, nbytes)
+        storing, part.storing = part.storing, None
+        if storing is not None:
+            storing.wait()  # if it raises, the block still has what there is
+            self._release(part)
 
     def fetch(self, part: BlockPart, out: Tensor, after: Ticket | None = None) -> Ticket:
         """Starts to copy a part to the device; from a tier behind through a block, which the ticket's `gate` waits
         for."""
         if after is not None:
             after.wait()
-        if self.behind is None:
-            assert part.block is not None
+        if part.block is not None:
             part.block.last = self.copies.to_device(part.block.memory[: out.numel()], out, after=part.block.last)
             return part.block.last
-        self.store_behind(part, out.numel())
+        assert self.behind is not None
         block = self.blocks.take(out.numel())
         if block.last is not None:
             block.last.wait()  # its last copy: the tier behind knows nothing of the device's streams
@@ -165,7 +173,7 @@ class BlockTier:
         return +self._held
 
     def _release(self, part: BlockPart) -> None:
-        block, part.block, part.going = part.block, None, None
+        block, part.block, part.going, part.storing = part.block, None, None, None
         if block is not None:
             self._held[part.wanted.role] -= part.wanted.nbytes
             self.blocks.give(block)
@@ -176,6 +184,10 @@ class _StoreBehind:
 
     def __init__(self, tier: BlockTier, part: BlockPart, nbytes: int) -> None:
         self._tier, self._part, self._nbytes = tier, part, nbytes
+
+    def begin(self) -> None:
+        """Starts what `wait` waits for."""
+        self._tier.begin_behind(self._part, self._nbytes)
 
     def wait(self) -> None:
         self._tier.store_behind(self._part, self._nbytes)

@@ -85,6 +85,12 @@ class Footprint(HeldMemory):
         places = place([one.shard_nbytes for one in each], budgets)
         return [(tiers[number], bucket) for number, bucket in zip(places, each, strict=True)]
 
+    @cached_property
+    def kept_in(self) -> dict[str, int]:
+        """Bytes of a batch's inputs that rest in each tier from forward to backward: of all but the latest unit."""
+        shape = self.subject.activated
+        return shape.checkpoints_in(self.recipe.keep_tiers, self.settings.micro) if shape else {}
+
     def _resting_in(self, *tiers: str) -> Buckets:
         """Returns the buckets of parameters that rest in these tiers."""
         return self.buckets.some([bucket for tier, bucket in self.lying if tier in tiers])
@@ -264,7 +270,7 @@ class Footprint(HeldMemory):
     @property
     def kept(self) -> int:
         """Bytes of inputs that leave the device in a step and are fetched again."""
-        return max((move.nbytes for move in self.moves if move.role == "checkpoints"), default=0)
+        return sum(nbytes for tier, nbytes in self.kept_in.items() if tier != "device") * self.settings.accumulate
 
     @property
     def _of_host(self) -> int:
@@ -527,8 +533,7 @@ def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
 
 
 def _activations(run: Footprint) -> Iterator[Holding]:
-    """Yields activations, logits and loss; with `keep`, also checkpoints: all but the last and the next are off the
-    device."""
+    """Yields activations, logits and loss; with `keep`, checkpoints: those at rest, and the last and the next here."""
     shape, keep = run.subject.activated, run.recipe.keep
     if shape is None:
         return
@@ -537,9 +542,9 @@ def _activations(run: Footprint) -> Iterator[Holding]:
     yield Holding("activations", "", "device", activations)
     yield Holding("logits", "", "device", logits)
     if keep is not None:
-        away = 0 if keep == "device" else shape.checkpoints - shape.checkpoint
-        yield Holding("checkpoints", "", keep, away)
-        yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
+        yield from (Holding("checkpoints", "", tier, nbytes) for tier, nbytes in run.kept_in.items())
+        coming = min(shape.checkpoint, run.kept // run.settings.accumulate)
+        yield Holding("checkpoints", "", "device", shape.checkpoint + coming)
 
 
 def _moves(run: Footprint) -> Iterator[Move]:
@@ -557,12 +562,9 @@ def _moves(run: Footprint) -> Iterator[Move]:
     if recipe.tier == "nvme":
         for state in (state for state in _optimizer_state(run) if state.tier == "nvme"):
             yield from (Move(state.role, lane, state.nbytes) for lane in ("read", "write"))
-    shape = run.subject.activated
-    if shape is not None:
-        away = (shape.checkpoints - shape.checkpoint) * settings.accumulate
-        for lane in lanes_to(recipe.keep, settings.device):
-            yield Move("checkpoints", _BACK[lane], away)
-            yield Move("checkpoints", lane, away)
+    for tier, nbytes in run.kept_in.items():
+        for lane in lanes_to(tier, settings.device):
+            yield from (Move("checkpoints", to, nbytes * settings.accumulate) for to in (_BACK[lane], lane))
 
 
 def _moves_at_rest(run: Footprint) -> Iterator[Move]:

@@ -402,7 +402,7 @@ class StepShape:
         self.has_transfers = rests or plan.recipe.tier == "nvme"
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
-        self.kept = plan.kept // self.passes
+        self.kept = list(self._kept())
         self.there = list(self._there(staying_numel(plan)))
         of_memory = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
         self.in_memory = list(self._in_memory(of_memory))
@@ -414,6 +414,20 @@ class StepShape:
             nbytes = part.own_numel * itemsize(part.dtype)
             yield nbytes if part.encloses else min(last, nbytes)
             last -= min(last, nbytes)
+
+    def _kept(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yields, for each part, its inputs that leave the device, and how they come back: the first parts have those
+        that are in the last tier. The last part's stay."""
+        held, tiers = self.plan.kept_in, list[str]()
+        total, count, end = sum(held.values()), max(1, len(self.parts) - 1), 0
+        for tier, nbytes in reversed(held.items()):
+            end += nbytes
+            tiers += [tier] * (round(count * end / total) - len(tiers)) if total else []
+        for tier in tiers:
+            lanes = lanes_to(tier, self.plan.settings.device)
+            yield held[tier] // tiers.count(tier) if lanes else 0, lanes
+        for _ in range(len(self.parts) - len(tiers)):
+            yield 0, ()
 
     def _in_memory(self, left: float) -> Iterator[float]:
         """Yields, for each part, the bytes of its state that never leave host memory: the first parts have them."""
@@ -514,9 +528,8 @@ class StepShape:
             found["stays_nbytes"] = self.stays[number]
         if part.trainable and settings.spills:
             found["spill_nbytes"] = part.own_numel * itemsize(recipe.wire_dtype(part.dtype))
-        if self.kept and recipe.rests:
-            found["keep_nbytes"] = self.kept // max(1, len(self.parts) - 1)
-            found["keep_lanes"] = lanes_to(recipe.keep, settings.device)
+        if recipe.rests:
+            found["keep_nbytes"], found["keep_lanes"] = self.kept[number]
         return found
 
 

@@ -194,7 +194,8 @@ def plan(
         tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
         update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
-        keep, micro: as in `zk.shard`; without them activations are whole. Each of `accumulate` fetches what rests anew.
+        keep, micro: as in `zk.shard`, budgets too; without them activations are whole. Each of `accumulate` fetches
+            what rests anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
         units, bucket_bytes: as in `zk.shard`.
         accumulate: micro-batches in a step, each of them reduced.
@@ -375,7 +376,8 @@ def _fewer_activations(plan: Plan, seconds: _Seconds = None) -> Plan | None:
         in_slices = replace(plan, settings=replace(plan.settings, micro=slices))
         for here in (in_slices, _with_micro_batches(plan, batch, slices)) if slices > 1 else (plan,):
             for keep in keeps:
-                recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
+                rings = RING_NBYTES * (keep == "nvme")
+                recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=rings, keep_budgets=())
                 found = _cheapest(replace(here, recipe=recipe), seconds)
                 if found is not None:
                     return found
@@ -499,10 +501,9 @@ def _is_sharded(plan: Plan) -> bool:
 def _code(plan: Plan) -> str:
     recipe = plan.recipe
     rests = f", tier={table.param_tier_said(recipe, 'zk.Nvme(path)')}" if recipe.rests else ""
-    keeps = {"device": ', keep="device"', "cpu": ', keep="cpu"', "nvme": ", keep=zk.Nvme(path)"}
-    recomputed = keeps.get(recipe.keep or "", "")
+    recomputed = f", keep={table.keep_said(recipe, 'zk.Nvme(path)')}" if recipe.keep else ""
     if plan.settings.micro > 1:  # slices alone imply the device
-        recomputed = f"{recomputed.replace(keeps['device'], '')}, micro={plan.settings.micro}"
+        recomputed = f"{'' if recipe.keep == 'device' else recomputed}, micro={plan.settings.micro}"
     # whether the whole model fits before it is sharded: on the device, or in host memory if that is the device
     rooms = [*plan.device_memory.values()]
     rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -83,6 +83,8 @@ class Recipe:
     leaves (`Footprint.budgets`)"""
     param_budgets: tuple[tuple[str, Any], ...] = ()
     """the same of parameters, before `param_tier`"""
+    keep_budgets: tuple[tuple[str, Any], ...] = ()
+    """the same of kept inputs, before `keep`"""
     update: str = "host"
     """where the update of state in host memory runs"""
 
@@ -122,7 +124,7 @@ class Recipe:
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
         state, budgets = _tiers("tier", tier, auto=True)
         params, param_budgets = _tiers("param_tier", param_tier)
-        kept = (None, 0) if keep is None else _tier("keep", keep)
+        kept, keep_budgets = ((None, 0), ()) if keep is None else _tiers("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
         made = cls(name, param, reduce, state_format, master_format, *places)
         if update not in ("host", "device"):
@@ -132,12 +134,18 @@ class Recipe:
             raise ValueError(got("update", update, "'host' or 'device'", do))
         if update == "device" and made.tier == "nvme":
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
-        return replace(made, budgets=budgets, param_budgets=param_budgets, update=str(update))
+        budgets_by_name: dict[str, Any] = {"param_budgets": param_budgets, "keep_budgets": keep_budgets}
+        return replace(made, budgets=budgets, update=str(update), **budgets_by_name)
 
     @property
     def rests(self) -> bool:
         """Whether parameters rest off the device and are fetched for each forward and backward."""
         return self.param_tier != "device"
+
+    @property
+    def keep_tiers(self) -> list[tuple[str, int | None]]:
+        """The tiers of kept inputs with their budgets, the fastest first; none where nothing is recomputed."""
+        return [] if self.keep is None else [*self.keep_budgets, (self.keep, None)]
 
     @property
     def delays(self) -> bool:
@@ -153,12 +161,12 @@ class Recipe:
         return _CLASSES.get(self.optimizer.removesuffix("-momentum"), "no optimizer")
 
     def placed(self, tier: str, param_tier: str, keep: str | None) -> Recipe:
-        """Returns the same recipe with state, parameters and kept inputs in other tiers."""
+        """Returns the same recipe with state, parameters and kept inputs in other tiers, each in one."""
         rings = [RING_NBYTES * (place == "nvme") for place in (tier, param_tier, keep)]
         names = ("ring_nbytes", "param_ring_nbytes", "keep_ring_nbytes")
         rings_by_name: dict[str, Any] = dict(zip(names, rings, strict=True))
         made = replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
-        return replace(made, budgets=(), param_budgets=())
+        return replace(made, budgets=(), param_budgets=(), keep_budgets=self.keep_budgets if keep == self.keep else ())
 
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
@@ -169,9 +177,8 @@ class Recipe:
             here = replace(here, budgets=budgets, tier="nvme" if self.tier == "nvme" else "cpu")
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
-            memory = sum(budget for _, budget in self.param_budgets)
-            on_disk = self.param_budgets and self.param_tier == "nvme"
-            here = replace(here, param_budgets=(("device", memory),) if on_disk else ())
+            here = replace(here, param_budgets=_in_one_memory(self.param_budgets, self.param_tier))
+            here = replace(here, keep_budgets=_in_one_memory(self.keep_budgets, self.keep))
             here = replace(here, keep="device") if self.keep == "cpu" else here
         if not here.rests:
             return here
@@ -387,6 +394,11 @@ def short(dtype: str) -> str:
 
 def _state_formats(optimizer: str) -> tuple[str, ...]:
     return tuple(name for name in STATE_FORMATS if name != "int8" or optimizer not in _WITHOUT_INT8)
+
+
+def _in_one_memory(budgets: Sequence[tuple[str, int]], tier: str | None) -> tuple[tuple[str, int], ...]:
+    """Returns the budgets before a tier where "device" and "cpu" are the same."""
+    return (("device", sum(budget for _, budget in budgets)),) if budgets and tier == "nvme" else ()
 
 
 def _tiers(

@@ -147,7 +147,7 @@ def settings(plan: Footprint) -> str:
         how = "reduced once" if plan.settings.pp > 1 else how
         words.append(f"{plan.settings.accumulate} micro-batches in a step, {how}")
     words += [f"each batch in {plan.settings.micro} slices"] if plan.settings.micro > 1 else []
-    words += [f"inputs of units kept {TIERS[recipe.keep]}"] if recipe.keep else []
+    words += [f"inputs of units kept {_filled(recipe.keep_budgets, recipe.keep)}"] if recipe.keep else []
     return ", ".join(words)
 
 
@@ -360,7 +360,7 @@ def _placement(plan: Footprint) -> str:
     """
     recipe = plan.recipe
     words = [f"param_tier={_order_said(recipe.param_budgets, recipe.param_tier)}", f"tier={tier_said(plan)}"]
-    words += [f'keep="{recipe.keep}"'] if recipe.keep else []
+    words += [f"keep={keep_said(recipe)}"] if recipe.keep else []
     words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
     words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
     return ", ".join(words)
@@ -382,6 +382,15 @@ def param_tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
     '["cpu:1GB", zk.Nvme(path)]'
     """
     return _order_said(recipe.param_budgets, recipe.param_tier, disk)
+
+
+def keep_said(recipe: Recipe, disk: str = '"nvme"') -> str:
+    """Returns what `keep=` is given.
+
+    >>> keep_said(zk.plan("1B", keep=["device:2GB", "cpu"]).recipe)
+    '["device:2GB", "cpu"]'
+    """
+    return _order_said(recipe.keep_budgets, recipe.keep or "device", disk)
 
 
 def _order_said(budgets: Sequence[tuple[str, int]], last: str, disk: str = '"nvme"') -> str:
@@ -505,6 +514,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "param_tier": recipe.param_tier,
         "param_budgets": dict(recipe.param_budgets),
         "keep": recipe.keep,
+        "keep_budgets": dict(recipe.keep_budgets),
         "micro": settings.micro,
         "gradients_spill": settings.spills,
         "budget": dict(plan.budget),

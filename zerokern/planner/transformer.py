@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -223,6 +223,29 @@ class Transformer:
     def checkpoint(self) -> int:
         """Bytes of one of them."""
         return self.itemsize * self.tokens * self.hidden
+
+    def checkpoints_in(self, tiers: Sequence[tuple[str, int | None]], micro: int) -> dict[str, int]:
+        """Returns the bytes of all checkpoints but the last that rest in each of these tiers, which have budgets, where
+        a batch is computed in `micro` slices.
+
+        >>> shape = preset("llama-3-8b", batch=1, seq=4096)  # 32 layers of 32 MiB
+        >>> shape.checkpoints_in([("device", 100 << 20), ("cpu", None)], 1)
+        {'device': 100663296, 'cpu': 939524096}
+        """
+        if len(tiers) < 2:
+            return {name: self.checkpoints - self.checkpoint for name, _ in tiers}
+        names, budgets = zip(*tiers, strict=True)
+        found = dict.fromkeys(names, 0)
+        from zerokern.memory.order import place_latest  # its package needs torch, other plans do not
+
+        batch = self.batch or 1
+        rows = -(-batch // micro)
+        slices = [min(rows, batch - begin) * self.checkpoint // batch for begin in range(0, batch, rows)]
+        count, rest = divmod(self.checkpoints - self.checkpoint, self.checkpoint)
+        sizes = [rest] * bool(rest) + slices * count
+        for number, size in zip(place_latest(sizes, budgets), sizes, strict=True):
+            found[names[number]] += size
+        return found
 
     @property
     def working_activations(self) -> int:
