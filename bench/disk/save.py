@@ -36,6 +36,7 @@ from .workfile import SPARE_NBYTES, Workfile
 PAIRS, SMOKE_PAIRS = 11, 3
 TRIALS_PER_PASS = 8
 NBYTES_PER_PARAMETER = 12
+DEPTH = 8  # requests in flight of the bytes alone: more are no faster
 WHOLE = 16 * MIB  # in this much fio can be cut into any number of its jobs and blocks
 
 
@@ -130,7 +131,7 @@ class BytesAlone:
                 number = slots.register(fd, self.path)
                 under_way: deque[Any] = deque()
                 for at in range(0, nbytes, BLOCK):
-                    if len(under_way) == len(slots.slots):
+                    if len(under_way) == DEPTH:
                         under_way.popleft().wait()
                     slot, op = at // BLOCK % len(slots.slots), native.IO_WRITE if writes else native.IO_READ
                     under_way.append(slots.start(op, slot, number, at, min(BLOCK, nbytes - at)))
