@@ -18,8 +18,9 @@ from raw_cases import flip
 from torch import Tensor
 from worlds import World, ranked
 
-from zerokern.checkpoint.files import BLOCK, SLOTS, FileReader, FileWriter, PartsWriter, Slots, SlotWriter
-from zerokern.checkpoint.index import FileRow
+from zerokern.checkpoint.files import BLOCK, SLOTS, FileReader, FileWriter, PartsWriter, Slots, SlotWriter, Span
+from zerokern.checkpoint.index import Box, FileRow, TensorRow
+from zerokern.checkpoint.source import BoxTargets, box_reads
 from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io import Faults
@@ -204,10 +205,29 @@ def test_spans_in_any_order_that_overlap(tmp_path: Path) -> None:
 
         return take
 
+    takes = [into(i) if i % 2 else one.data_ptr() for i, one in enumerate(found)]  # half of them by address
+    told: list[int] = []
     with reading(tmp_path, row) as reader:
-        reader.read([(begin, nbytes, into(i)) for i, (begin, nbytes) in enumerate(spans)])
+        reader.read([(begin, nbytes, take) for (begin, nbytes), take in zip(spans, takes, strict=True)], told.append)
     for (begin, nbytes), one in zip(spans, found, strict=True):
         assert torch.equal(one, data[begin : begin + nbytes])
+    assert sum(told) == sum(nbytes for _, nbytes in spans)
+
+
+def test_whole_rows_in_host_memory_are_read_without_a_tensor_for_each_block() -> None:
+    into, row = (
+        torch.zeros(2, 4, dtype=torch.bfloat16),
+        TensorRow("bfloat16", (4, 4), [Box(0, 100, (0, 0), (4, 4), (0, 200))]),
+    )
+
+    def takes(offsets: tuple[int, ...], target: Tensor) -> list[Span]:
+        parts = BoxTargets(torch.Size([4, 4]))
+        parts.boxes.append((offsets, target))
+        return [span for read in box_reads([("x", parts)], {"x": row}) for span in read.spans()]
+
+    assert takes((1, 0), into) == [(100 + 4 * 2, 16, into.data_ptr())]
+    for offsets, target in (((0, 0), into[:, :3]), ((0, 1), torch.zeros(4, 2, dtype=torch.bfloat16))):
+        assert all(callable(take) for _, _, take in takes(offsets, target)), "rows have gaps here, or in the file"
 
 
 def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
@@ -262,6 +282,10 @@ def test_no_damaged_byte_is_handed_out(damaged: tuple[Path, FileRow]) -> None:
         assert max(end for _, end in taken) == 2 * BLOCK
         with pytest.raises(IoError):
             reader.read([(2 * BLOCK, 1, lambda piece, at: pytest.fail("unchecked"))])
+        kept = torch.zeros(row.table, dtype=torch.uint8)
+        with pytest.raises(IoError):
+            reader.read([(0, row.table, kept.data_ptr())])
+        assert torch.equal(kept[: 2 * BLOCK], pattern(row.table)[: 2 * BLOCK]) and not kept[2 * BLOCK :].any()
         reader.read([(3 * BLOCK, 9 * BLOCK, lambda piece, at: taken.append((0, 0)))])
     assert taken[-1] == (0, 0)
 

@@ -106,6 +106,7 @@ def test_smoke_of_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     content = json.loads(result.read_text())
     rows = {(row["contest"], row["name"]): row for row in content["rows"]}
     assert rows["save", "zk.save"]["ratio"].keys() == {"dcp", "dcp-2-threads", "torch"}
+    assert {("save", "the bytes alone"), ("load", "the bytes alone"), ("load", "zk.load, new optimizer")} <= rows.keys()
     for how in ("checked first", 'verify="reading"'):
         loads = [row for (_, name), row in rows.items() if name.startswith("zk.load")]
         assert any(how in row["name"] + row["wiring"] for row in loads)

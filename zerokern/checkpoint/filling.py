@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.checkpoint.files import copy_into
 from zerokern.checkpoint.formats import (
     MASTERS,
     convert_exact,
@@ -274,7 +275,10 @@ class Restore:
 def _copy_boxes(key: str, tensor: Tensor, apart: Sequence[Tensor]) -> None:
     """Copies what was read apart into the boxes of a tensor."""
     for (_, target), source in zip(boxes_of(key, tensor), apart, strict=True):
-        target.copy_(source)
+        if target.is_contiguous():
+            copy_into(target.view(-1), source.view(-1))
+        else:
+            target.copy_(source)
 
 
 class SurroundingBlocks:

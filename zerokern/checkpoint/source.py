@@ -187,7 +187,7 @@ class Saved(Source):
             for number, some in sorted(of_file.items()):
                 try:
                     with self._reader(number) as reader:
-                        for block in reader.read(span for read in some for span in read.spans(report)):
+                        for block in reader.read((span for read in some for span in read.spans()), report):
                             self._checked[self._begins[number] + block] = 1
                 except IoError as error:
                     raise self._with_keys(error, number) from error
@@ -286,16 +286,21 @@ class BoxRead:
     offsets: tuple[int, ...]
     target: Tensor
 
-    def spans(self, report: Report) -> Iterator[Span]:
-        """Yields the spans of the box's file to read, with a function that takes their bytes."""
-        width = self.target.itemsize
-        for first, numel in runs(self.box.sizes, self.offsets, self.target.shape, ROW // width):
-            yield self.box.offset + first * width, numel * width, partial(self._take, first, report)
+    def spans(self) -> Iterator[Span]:
+        """Yields the spans of the box's file to read, with who takes their bytes: whole rows go straight into host
+        memory, not through torch, whose threads would disturb training."""
+        target, sizes = self.target, self.box.sizes
+        width = target.itemsize
+        if target.device.type == "cpu" and target.is_contiguous() and tuple(target.shape[1:]) == tuple(sizes[1:]):
+            begin = self.offsets[0] * prod(sizes[1:]) if sizes else 0
+            yield self.box.offset + begin * width, target.numel() * width, target.data_ptr()
+            return
+        for first, numel in runs(sizes, self.offsets, target.shape, ROW // width):
+            yield self.box.offset + first * width, numel * width, partial(self._take, first)
 
-    def _take(self, first: int, report: Report, piece: Tensor, at: int) -> None:
+    def _take(self, first: int, piece: Tensor, at: int) -> None:
         begin = first + at // self.target.itemsize
         copy_into_box(piece.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
-        report(piece.numel())
 
     def cut(self, whole: Tensor) -> Tensor:
         """Returns this part of the whole box."""
