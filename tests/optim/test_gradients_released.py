@@ -200,6 +200,17 @@ def sets(model: nn.Module, opt: Any, step: int) -> None:
         param.grad = torch.ones(param.shape)
 
 
+def zeroes(model: nn.Module, opt: Any, step: int) -> None:
+    opt.zero_grad(set_to_none=False)
+
+
+def adds(model: nn.Module, opt: Any, step: int) -> None:
+    """A pass without a forward: autograd itself sums up, and not in place."""
+    if step % 2 and shard_of(next(model.parameters())).sharding.stage < 3:
+        param = list(model.parameters())[2]
+        (param * 0.5).sum().backward(create_graph=True)
+
+
 def zeros(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
@@ -214,6 +225,8 @@ USES: dict[str, dict[str, Any]] = {
     "clipped by the function": {"between": clips, "max_grad_norm": None},
     "set by hand": {"between": sets},
     "zeroed": {"zero": zeros},
+    "zeroed by the optimizer": {"after": zeroes, "zero": lambda model: None},
+    "added to by a graph of gradients": {"between": adds},
     "never dropped": {"zero": lambda model: None},
     "accumulated": {"micro": 3},
     "accumulated, reduced once": {"micro": 3, "once": True},
