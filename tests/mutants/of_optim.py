@@ -255,7 +255,7 @@ MUTANTS = (
         "zerokern/optim/step.py",
         "            if any(kept):\n                self._gates.append(tickets[-1])",
         "            if any(kept):\n                self._gates.append(tickets[0])",
-        "With a delay a plain gradient that the program keeps is overwritten when the first of its pieces has been read.",
+        "With a delay a plain gradient that is kept is overwritten when the first of its pieces has been read.",
         ("tests/optim/test_pieces_written.py",),
     ),
     Mutant(
@@ -271,7 +271,7 @@ MUTANTS = (
         "zerokern/optim/step.py",
         "written = self._holdings.delays and bucket is not None and",
         "written = False and bucket is not None and",
-        "With a delay a plain gradient of zk.shard that the program keeps is written while it is on its way to the host.",
+        "With a delay a plain gradient of zk.shard that is kept is written while it is on its way to the host.",
         ("tests/optim/test_pieces_written.py",),
     ),
     Mutant(
