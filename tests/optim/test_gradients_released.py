@@ -200,6 +200,13 @@ def sets(model: nn.Module, opt: Any, step: int) -> None:
         param.grad = torch.ones(param.shape)
 
 
+def adds(model: nn.Module, opt: Any, step: int) -> None:
+    """A pass without a forward: autograd itself sums up, and not in place."""
+    if step % 2 and shard_of(next(model.parameters())).sharding.stage < 3:
+        param = list(model.parameters())[2]
+        (param * 0.5).sum().backward(create_graph=True)
+
+
 def zeros(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
@@ -223,6 +230,7 @@ USES: dict[str, dict[str, Any]] = {
     "set by hand": {"between": sets},
     "zeroed": {"zero": zeros},
     "zeroed by the optimizer": {"after": zeros_its_own, "zero": nothing},
+    "added to by a graph of gradients": {"between": adds},
     "never dropped": {"zero": nothing},
     "accumulated": {"micro": 3},
     "accumulated, reduced once": {"micro": 3, "once": True},

@@ -149,7 +149,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; where an update that is under way still reads gradients, zeroing them in place waits for it."""
         if not set_to_none:
-            self.runner.release_gradients()
+            self.runner.release_gradients(self.param_groups)
         with without_waiting():  # gradients are not what parameters are awaited for
             super().zero_grad(set_to_none)
 

@@ -26,12 +26,13 @@ from zerokern.optim.early import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, in_pieces, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
-from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.optim.update import ALL, Update, buckets_of, gathers
 from zerokern.schedule import Delayed, StepProgram
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero.hooks import weakly
+from zerokern.zero.shard import shard_of
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
@@ -170,8 +171,10 @@ class StepRunner:
             if not tickets:
                 continue
             self._fetched[part.name] = tickets
-            if len(tickets) > 1 and not self._holdings.delays:  # with a delay nobody waits for copies of whole parts
-                self._gates.append(tickets[-1])  # whole ones have ended when step() returns, and may be written then
+            # whole parts have ended when step() returns, and may be written then; with a delay nobody waits for them
+            written = self._holdings.delays and bucket is not None and bucket.shows_plain and bucket.keeps
+            if written or (len(tickets) > 1 and not self._holdings.delays):
+                self._gates.append(tickets[-1])
             if bucket is not None:
                 bucket.reads_until(tickets[-1].gate)
                 if not bucket.released.is_released and self.leaving is not None:
@@ -183,8 +186,9 @@ class StepRunner:
             if any(kept):
                 self._gates.append(tickets[-1])
 
-    def release_gradients(self) -> None:
-        """Returns once gradients may be written: what reads them has done so, or the current stream waits for it."""
+    def release_gradients(self, groups: Groups) -> None:
+        """Returns once gradients may be written: they have memory here, and what reads them has done so, or the current
+        stream waits for it."""
         update = self.pending
         if update is not None and update.reads_in_place:
             update.run.finish()
@@ -193,6 +197,9 @@ class StepRunner:
                 update.gate_reads(part.name)
         for ticket in self._on_their_way:
             ticket.gate()
+        shards = [shard for param in params_of(groups) if (shard := shard_of(param)) is not None]
+        for bucket in dict.fromkeys(shard.gradients for shard in shards if shard.gradients is not None):
+            bucket.make_writable()
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:

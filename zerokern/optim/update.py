@@ -126,9 +126,16 @@ class Update:
             if self.run.failure is None:
                 raise  # else nothing reads them any more, and why it failed is told elsewhere
 
-    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any, piece: Any) -> Any:
-        """Copies updated values to the device, or a piece of them."""
-        return None if self.decision.scale is None else host.store(copies, ready, piece)
+    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any, piece: Any, last: list[Any]) -> Any:
+        """Copies updated values to the device, or a piece of them.
+
+        `last`: the ticket of the piece before, which also stands for one with nothing to copy: who waits for the last
+        piece waits for all. They are of one stream.
+        """
+        ticket = None if self.decision.scale is None else host.store(copies, ready, piece)
+        if ticket is not None:
+            last[:] = [ticket]
+        return last[0] if last else None
 
     def put_away(self) -> None:
         """Returns once state that rests elsewhere is there again."""
@@ -203,11 +210,12 @@ class Update:
                 return
             near = () if inline else shards.readings(m for m in part.members if m in rows and shards.copy(m).near)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
+            stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
                 read = copies if number == len(pieces) else []  # to its end
                 yield ("Step", name), partial(self.make_part_on_host, turn + number - 1, host, read, near)
                 if program.has("Store", name):
-                    yield ("Store", name), partial(self.store, host, copies, ready, piece)
+                    yield ("Store", name), partial(self.store, host, copies, ready, piece, stored)
         if program.has("Publish", part.name):
             yield ("Publish", part.name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
 

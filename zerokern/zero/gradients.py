@@ -106,6 +106,8 @@ class GradientBucket:
         self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
         self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
+        self._was_read = False  # by a step, since the last pass began
+        self.keeps = True  # whether the program kept `.grad` past the last step, as far as is known: it may write there
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [entry.place for entry in self.entries]
         self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
@@ -334,7 +336,7 @@ class GradientBucket:
 
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
-        if self.exposed or self.replicated:
+        if self.shows_plain:
             return True
         last = Sharded.last_hand_out  # before the marks are read: another thread may hand one out meanwhile
         if self._clean_since is not last:
@@ -386,6 +388,8 @@ class GradientBucket:
             lives = self._lives()
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
+        if self._was_read:
+            self._was_read, self.keeps = False, bool(lives)
         self.local &= lives
         self.held &= lives
         if self.held and self.in_place and not self.stays:
@@ -545,12 +549,22 @@ class GradientBucket:
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
         self._guards.append(wait)
+        self._was_read = True
+
+    @property
+    def shows_plain(self) -> bool:
+        """Whether users have plain tensors, whose writing nobody sees."""
+        return self.exposed or self.replicated
+
+    def make_writable(self) -> None:
+        """Returns once what is reduced has memory, with its values, that nothing reads any more."""
+        self.land()
+        self._guard()
 
     def _settle_all(self) -> None:
         if self.settle is not None:
             self.settle()
-        self.land()
-        self._guard()
+        self.make_writable()
 
     def _guard(self) -> None:
         for wait in self._guards:

@@ -160,7 +160,8 @@ class Sharded(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements, flat, for whoever asks."""
+        """This rank's elements, flat, for whoever asks, with the values of the last step."""
+        self.settle()
         return self._shown(counts=False)
 
     def _shown(self, counts: bool = True) -> torch.Tensor:
@@ -333,18 +334,18 @@ class Sharded(torch.Tensor):
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
         given = dict(kwargs or {})
-        if rule_for(func) in UNFETCHED_RULES or not rests((args, given)):
+        if rule_for(func) in UNFETCHED_RULES:
+            return Sharded.operate(func, args, given)
+        for one in sharded_among((args, given)):
+            one.land()  # who comes here past __torch_function__ (autograd's own sums, zero_grad) has waited for nothing
+        if not rests((args, given)):
             return Sharded.operate(func, args, given)
         return with_values(Sharded.operate, written_arguments, func, args, given)
 
     @staticmethod
     def operate(func: Any, args: tuple, given: dict) -> Any:
         """What an operator does below autograd."""
-        rule = rule_for(func)
-        if rule not in UNFETCHED_RULES:
-            for one in sharded_among((args, given)):
-                one.land()  # within DisableTorchFunctionSubclass nobody has: the memory of a gradient may be given back
-        return rule(Sharded, func, args, given)
+        return rule_for(func)(Sharded, func, args, given)
 
 
 def sharded_among(arguments: Any) -> list[Sharded]:
