@@ -298,9 +298,9 @@ class StepRunner:
     def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], *, lazily: bool, inline: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
         here, tickets = self._holdings, self._fetched
-        key = (update.binding, here.schedule, lazily, update.copies_back, frozenset(tickets))
+        key = (update.binding, here.schedule, update.copies_back, frozenset(tickets))
         if self._program is None or self._program[0] != key:
-            self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
+            self._program = (key, update.program(here.schedule, shards, taken, tickets))
         program = self._program[1]
         actions = dict(update.actions(program, shards, taken, tickets, lazily=lazily, inline=inline))
         ahead = ("Publish",) if here.delays and not inline else ()

@@ -189,7 +189,7 @@ class Update:
             yield ("Publish", part.name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
 
     def program(
-        self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
+        self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets
     ) -> StepProgram:
         """Makes the step program of this update."""
         survey, binding, streams = self.binding.survey, self.binding, self.binding.streams
@@ -206,7 +206,8 @@ class Update:
         if self.parts[0].name == ALL:
             lane = "cpu" if survey.device is None else "device"
             return resident(spans, lane, **binding.on_disk(0), on_disk=streams)
-        return program_of(schedule, spans, shadow=self.copies_back, at_once=not lazily, on_disk=streams)
+        at_once = all(part.sharding is None for part in taken)  # step() itself fetches gradients of plain tensors
+        return program_of(schedule, spans, shadow=self.copies_back, at_once=at_once, on_disk=streams)
 
 
 class _DeviceCollective:

@@ -276,9 +276,7 @@ def step_seconds(plan: Footprint, machine: Machine, tokens: int, *, plain: bool 
     name = "delayed" if recipe.delays else str(recipe.schedule)
     if recipe.tier == "device" and not recipe.rests:
         name = NO_OFFLOAD
-    elif plain and name == "overlap":
-        name = PLAIN
-    program = _program(StepShape(plan, _spans_of(plan) // 2), name, tokens)
+    program = _program(StepShape(plan, _spans_of(plan) // 2), name, tokens, plain=plain)
     return simulate(program, machine.shared_by(plan.ranks), steps=1).step_seconds
 
 
@@ -286,7 +284,7 @@ def _spans_of(plan: Footprint) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 
-def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
+def _program(shape: StepShape, name: str, tokens: int, *, plain: bool = False) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
@@ -300,7 +298,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name != "sync":
         spans = shape.in_pieces(spans)
     on_disk = shape.plan.recipe.tier == "nvme"
-    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, on_disk=on_disk, passes=shape.passes)
+    at_once = plain or name == PLAIN
+    return program_of(SCHEDULES[name], spans, at_once=at_once, on_disk=on_disk, passes=shape.passes)
 
 
 def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], tokens: int) -> Iterator[Prediction]:
