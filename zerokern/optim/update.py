@@ -188,9 +188,7 @@ class Update:
         if program.has("Publish", part.name):
             yield ("Publish", part.name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
 
-    def program(
-        self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets
-    ) -> StepProgram:
+    def program(self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets) -> StepProgram:
         """Makes the step program of this update."""
         survey, binding, streams = self.binding.survey, self.binding, self.binding.streams
         spans = []
