@@ -43,8 +43,8 @@ def filling(run: _F) -> _F:
 def would_fit(run: _F) -> list[_F]:
     """Returns what `Plan.would_fit` does.
 
-    >>> [(one.recipe.param_tier, one.recipe.tier) for one in would_fit(zk.plan("20B", device_memory="v100"))][:2]
-    [('cpu', 'cpu'), ('cpu', 'nvme')]
+    >>> [(one.recipe.tier, one.recipe.is_lossy()) for one in would_fit(zk.plan("20B", device_memory="v100"))]
+    [('cpu', False), ('cpu', True)]
     """
     exact, dtype = run.recipe, run.subject.main_dtype
     lossy = [
