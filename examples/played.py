@@ -31,8 +31,9 @@ class PlayedTraining:
 
     `forward_seconds` and `backward_seconds` are those of a unit, the same for all or one for each. `keep_gradients`:
     the same memory in each step, as with `zero_grad(set_to_none=False)`. `light`: only both ends of each parameter
-    take part, so that the device costs nearly no CPU time; gradients are kept then. `broken`: batches whose gradient is
-    not finite. The device is None where everything happens at once.
+    take part, so that the device costs nearly no CPU time; unless gradients are kept, two of each take turns, as an
+    allocator gives memory out again. `broken`: batches whose gradient is not finite. The device is None where
+    everything happens at once.
 
     >>> device = PlayedDevice()
     >>> training = PlayedTraining(device, [1000, (500, 100)], backward_seconds=0.001)
@@ -62,7 +63,7 @@ class PlayedTraining:
         recorder: Recorder | None = None,
     ) -> None:
         self.device, self.dtype, self.seed, self.recorder = device, dtype, seed, recorder
-        self.light, self.keep_gradients, self.broken = light, keep_gradients or light, frozenset(broken)
+        self.light, self.keep_gradients, self.broken = light, keep_gradients, frozenset(broken)
         self.shape = [(unit,) if isinstance(unit, int) else tuple(unit) for unit in units]
         self.forward_seconds = _each("forward_seconds", forward_seconds, len(self.shape))
         self.backward_seconds = _each("backward_seconds", backward_seconds, len(self.shape))
@@ -71,7 +72,7 @@ class PlayedTraining:
             [self._parameter(numel, unit, i) for i, numel in enumerate(u)] for unit, u in enumerate(self.shape)
         ]
         self._read = {param: torch.zeros_like(param.data) for param in self.parameters}
-        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._used: dict[nn.Parameter, list[Tensor]] = {}  # gradients that come again, the next one first
         self._carry = torch.zeros((), dtype=torch.float64)
         self._losses: list[Tensor] = []
 
@@ -185,11 +186,10 @@ class PlayedTraining:
         if param.grad is not None:
             torch.autograd.graph.increment_version(param.grad)
             return param, param.grad, True
-        gradient = self._kept.get(param)
-        if gradient is None:
-            gradient = torch.zeros_like(param.data)
-        if self.keep_gradients:
-            self._kept[param] = gradient
+        used, most = self._used.setdefault(param, []), 1 if self.keep_gradients else 2 * self.light
+        gradient = used.pop(0) if len(used) == most > 0 else torch.zeros_like(param.data)
+        if most:
+            used.append(gradient)
             torch.autograd.graph.increment_version(gradient)
         if self.device is not None:
             self.device.own(gradient)

@@ -26,7 +26,6 @@ from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.memory.order import place
-from zerokern.optim.device import put_in_place
 from zerokern.optim.parts import in_pieces, parts_of
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
@@ -91,8 +90,9 @@ CASES = (
     Case("uneven units", "delayed", UNEVEN, 2.0, 1.0, 10, 20),
     Case("many small units", "delayed", MANY, 2.0, 2.0, 4, 8),
     *(
-        Case(f"{100 * share:.0f} % stays", "overlap", EIGHT, 0.5, 0.5, 4, 8, share)
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+        Case(f"{100 * share:.0f} % stays", schedule, EIGHT, 0.5, 0.5, 4, 8, share)
+        for schedule, shares in (("overlap", (0.0, 0.25, 0.5, 0.75, 1.0)), ("delayed", (0.25, 0.5, 0.75, 1.0)))
+        for share in shares
     ),
 )
 SMOKE = (
@@ -103,16 +103,18 @@ SMOKE = (
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine's CPU does in a second, alone: the update and the norm on the host, copies on the device."""
+    """What this machine's CPU does in a second, alone: the update and the norm on the host, copies on the device, which
+    stand for squares of gradients, too. `op_us`: what an op of the host takes besides."""
 
     update_numel_s: float
     norm_gb_s: float
     device_gb_s: float
+    op_us: float
 
     def __str__(self) -> str:
         return (
             f"update {self.update_numel_s / 1e6:,.0f}M parameters/s, norm {self.norm_gb_s:.1f} GB/s, put in place "
-            f"{self.device_gb_s:.1f} GB/s"
+            f"{self.device_gb_s:.1f} GB/s, an op {self.op_us:.0f} us"
         )
 
 
@@ -122,35 +124,31 @@ def measure(cases: Sequence[Case], steps: int, say: Say, told_to: Path | None = 
 
 
 def measured_rates(steps: int) -> Rates:
-    """Of a step where nothing runs beside it: no compute, an endless link, the schedule "sync"."""
-    alone = Case("alone", "sync", EVEN, 0, 0, 0, 0)
-    events = [event for event in _events(alone, steps) if event.step > WARM_STEPS]
-
-    def seconds(verb: str) -> float:
-        """Of one step."""
-        spent: dict[int, int] = {}
-        for event in events:
-            if event.verb == verb:
-                spent[event.step] = spent.get(event.step, 0) + event.end_ns - event.begin_ns
-        return statistics.median(spent.values()) / 1e9
-
+    """Of steps where nothing runs beside them: no compute, an endless link; what is put in place, of delayed ones."""
+    sync, delayed = (_alone(schedule, steps) for schedule in ("sync", "delayed"))
     numel = sum(EVEN)
-    return Rates(numel / seconds("Step"), 2 * numel / seconds("Norm") / 1e9, _device_gb_s(steps))
+    on_host = [[event for event in step if event.lane == "cpu"] for step in delayed]
+    between = [after.begin_ns - before.end_ns for step in on_host for before, after in itertools.pairwise(step)]
+    return Rates(
+        numel / _seconds(sync, "Step"),
+        2 * numel / _seconds(sync, "Norm") / 1e9,
+        2 * 2 * numel / _seconds(delayed, "Publish") / 1e9,
+        statistics.median(between) / 1e3,
+    )
 
 
-def _device_gb_s(steps: int) -> float:
-    """Read and written where updated parameters are put in place."""
-    device = PlayedDevice()
-    pairs = [(torch.ones(numel, dtype=DTYPE), torch.ones(numel, dtype=DTYPE)) for numel in EVEN]
-    times = []
-    for _ in range(WARM_STEPS + steps):
-        put_in_place(device, pairs)
-        mark = device.mark(None)
-        mark.wait()
-        begin, end = mark.times() or (0, 0)
-        times.append(end - begin)
-    device.close()
-    return 2 * sum(dst.nbytes for dst, _ in pairs) / statistics.median(times[WARM_STEPS:])
+def _alone(schedule: str, steps: int) -> list[list[Event]]:
+    """What ran in each of so many steps."""
+    found: dict[int, list[Event]] = {}
+    for event in _events(Case("alone", schedule, EVEN, 0, 0, 0, 0), steps):
+        found.setdefault(event.step, []).append(event)
+    return [found[step] for step in sorted(found) if WARM_STEPS < step <= WARM_STEPS + steps]
+
+
+def _seconds(steps: Sequence[Sequence[Event]], verb: str) -> float:
+    """Of the ops of one step."""
+    spent = (sum(event.end_ns - event.begin_ns for event in step if event.verb == verb) for step in steps)
+    return statistics.median(spent) / 1e9
 
 
 def foretell(case: Case, rates: Rates) -> Told:
@@ -162,6 +160,7 @@ def foretell(case: Case, rates: Rates) -> Told:
         down_gb_s=case.down_gb_s,
         up_gb_s=case.up_gb_s,
         host_gb_s=rates.norm_gb_s,
+        step_us=rates.op_us,
     )
     program = program_for(case, rates)
     timeline = simulate(program, machine)
@@ -193,8 +192,10 @@ def program_for(case: Case, rates: Rates) -> StepProgram:
         updated = moved / rates.update_numel_s * rates.norm_gb_s * 1e9
         # its native calls are the host's; and its gradients are read there for the norm, as those are that leave
         there = (numel - moved) * (rates.device_gb_s * 1e9 / rates.update_numel_s + 2)
+        if case.schedule == "delayed":
+            there += 2 * 2 * (numel - moved)  # and it is put in place
         spans.append(dataclasses.replace(span, step_nbytes=round(updated), there_nbytes=round(there)))
-    return program_of(SCHEDULES[case.schedule], spans, at_once=case.schedule == "overlap")
+    return program_of(SCHEDULES[case.schedule], spans, at_once=True)
 
 
 def run_case(case: Case, steps: int) -> tuple[Estimate, float]:

@@ -12,7 +12,8 @@ from torch import nn
 
 import zerokern as zk
 from zerokern.planner import forecast
-from zerokern.planner.forecast import NO_OFFLOAD, PLAIN, SCHEDULES, SPANS, step_program
+from zerokern.planner.footprint import staying_numel
+from zerokern.planner.forecast import NO_OFFLOAD, PLAIN, SCHEDULES, SPANS, StepShape, step_program
 from zerokern.schedule import machine_of, simulate
 
 EXACT: dict = {}
@@ -91,6 +92,26 @@ class TestPublished:
         found = predicted("1B", H200, *TOKENS, needed=True, tier="cpu", **SMALL)
         assert found.at("delayed", 16_384).of_resident >= 0.95
         assert found.at("overlap", 32_768).of_resident >= 0.90
+
+
+class TestBudgets:
+    @pytest.mark.parametrize("gb", [1, 4, 6, 28])
+    def test_parameters_stay_whole_as_the_optimizer_places_them(self, gb: int) -> None:
+        """Embeddings, 5.3 GB of state each, come first: where they have no room, what follows them stays."""
+        plan = zk.plan("llama-3-8b", tier=[f"device:{gb}GB", "cpu"], schedule="overlap")
+        shape = StepShape(plan, SPANS)
+        embedding = next(one for one in plan.placed if one.numel > 500e6)
+        assert embedding.tier == ("device" if gb > 5.3 else "cpu")
+        assert shape.there[0] == (embedding.numel if gb > 5.3 else 0)
+        assert sum(shape.there) == staying_numel(plan) > 0.9 * gb * 1e8
+        assert all(there <= part.own_numel for there, part in zip(shape.there, shape.parts, strict=True))
+
+    def test_state_in_memory_before_a_disk_is_of_whole_parameters(self) -> None:
+        plan = zk.plan("llama-3-8b", tier=["device:1GB", "cpu:4GB", "nvme"], schedule="overlap")
+        shape = StepShape(plan, SPANS)
+        assert (shape.there[0], shape.in_memory[0]) == (0, 0)
+        of_memory = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
+        assert sum(shape.in_memory) == of_memory > 3.8e9
 
 
 class TestSettings:

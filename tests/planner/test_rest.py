@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,11 @@ GB = 10**9
 
 def at_rest(model: object = "1B", param_tier: str = "nvme", tier: str = "nvme", **asked: object) -> zk.Plan:
     return zk.plan(model, stage=3, param_tier=param_tier, tier=tier, **({"device": "cuda"} | asked))
+
+
+def order(budgets: Any, last: str) -> Any:
+    """What `tier=` is given."""
+    return [*(f"{tier}:{nbytes}" for tier, nbytes in budgets), last] if budgets else last
 
 
 def per_parameter(plan: zk.Plan) -> tuple[float, ...]:
@@ -171,18 +178,28 @@ class TestBudget:
             plan.require()
         said = str(refused.value)
         assert said.startswith("70B parameters, on 1 rank do not fit: 843 GB of host memory are missing")
-        assert "| parameters " in said and 'param_tier="nvme", tier="nvme"' in said
+        assert "| parameters " in said and 'param_tier=["cpu:137GB", "nvme"], tier="nvme"' in said
         assert 'state_format="int8", master_format="split8" *(lossy)*' in said
 
     def test_what_would_fit_does(self) -> None:
         for one in zk.plan("70B", device_memory="h100", host_memory="128GiB", disk="4TB").would_fit():
             again = zk.plan(
-                "70B", stage=3, param_tier=one.recipe.param_tier, tier=one.recipe.tier, device_memory="h100",
-                host_memory="128GiB", disk="4TB", state_format=one.recipe.state_format,
-                master_format=one.recipe.master_format,
+                "70B", stage=3, param_tier=order(one.recipe.param_budgets, one.recipe.param_tier),
+                tier=order(one.budgets, one.recipe.tier), device_memory="h100", host_memory="128GiB", disk="4TB",
+                state_format=one.recipe.state_format, master_format=one.recipe.master_format,
             )  # fmt: skip
             again.require()
             assert again.tiers == one.tiers
+
+    @pytest.mark.parametrize("host, of_params, of_state", [(100, 99, 0), (200, None, 59), (400, None, 119)])
+    def test_it_fills_host_memory_before_the_disk(self, host: int, of_params: int | None, of_state: int) -> None:
+        """By the rule of `tier=` with budgets: parameters first, and no part of them on disk needlessly."""
+        found = zk.plan("70B", device_memory="h100", host_memory=f"{host}GB", disk="4TB").would_fit()
+        (exact,) = [one for one in found if not one.recipe.is_lossy()]
+        params = () if of_params is None else (("cpu", of_params * GB),)
+        assert (exact.recipe.param_budgets, exact.recipe.param_tier) == (params, "nvme" if params else "cpu")
+        assert (exact.budgets, exact.recipe.tier) == ((("cpu", of_state * GB),) if of_state else (), "nvme")
+        assert (host - 2) * GB < exact.tiers["cpu"] <= host * GB and not exact.missing
 
 
 class TestText:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import TypeVar
 
 from zerokern.core.errors import got
@@ -25,14 +24,12 @@ from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "Footprint", "filling", "share_filled", "staying_numel", "with_recipe",
+    "Footprint", "free_for_state", "share_filled", "staying_numel", "with_recipe",
 ]  # fmt: skip
 
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
-_GB = 10**9
 _FILLED_BARE = 0.75  # of a device, as far as state may fill it where activations, which nobody has said, come on top
-_PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
 
 
@@ -193,7 +190,7 @@ class Footprint(HeldMemory):
         """
         asked, free = self.recipe.budgets, 0
         if any(budget == AUTO for _, budget in asked):
-            free = max(0, _free_for_state(self))
+            free = max(0, free_for_state(self))
         return tuple((tier, free if budget == AUTO else budget) for tier, budget in asked)
 
     @cached_property
@@ -273,7 +270,7 @@ class Footprint(HeldMemory):
         return sum(nbytes for tier, nbytes in self.kept_in.items() if tier != "device") * self.settings.accumulate
 
     @property
-    def _of_host(self) -> int:
+    def of_host(self) -> int:
         """Bytes of host memory; of a CPU's, the device's are."""
         return self.tiers.get("cpu", 0) + (self.total if self.settings.device == "cpu" else 0)
 
@@ -286,7 +283,7 @@ class Footprint(HeldMemory):
         """
         found = {name: self.total - most for name, most in self.device_memory.items()}
         names = {"cpu": "host memory", "nvme": "disk"}
-        held = {**self.tiers, "cpu": self._of_host}
+        held = {**self.tiers, "cpu": self.of_host}
         found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
 
@@ -332,30 +329,6 @@ class Footprint(HeldMemory):
         recipes = self.recipe.alternatives(self.subject.main_dtype)
         return [with_recipe(self, recipe, self.stage) for recipe in recipes]
 
-    def would_fit(self: _F) -> list[_F]:
-        """Returns the same run with what is needed least off the device, as far as it fits: exact formats, then lossy.
-
-        >>> found = zk.plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
-        >>> [(one.recipe.param_tier, one.recipe.tier, one.recipe.is_lossy()) for one in found][:3]
-        [('cpu', 'nvme', False), ('nvme', 'nvme', False), ('cpu', 'nvme', True)]
-        """
-        exact, dtype = self.recipe, self.subject.main_dtype
-        lossy = [
-            recipe
-            for recipe in (exact if exact.is_lossy() else None, exact.smallest_lossy(dtype))
-            if recipe is not None
-        ]
-        if exact.is_lossy():
-            exact = replace(exact, state_format="fp32", master_format=None)
-        recipes = [exact, *sorted(lossy, key=lambda recipe: recipe.state_nbytes(dtype))[:1]]
-        keeps = dict.fromkeys((self.recipe.keep, *(("cpu", "nvme") if self.recipe.keep else ())))
-        found: list[_F] = []
-        for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
-            candidate = with_recipe(self, recipe.placed(tier, param_tier, keep).on(self.settings.device, 3), 3)
-            if not candidate.missing and all(candidate.recipe != other.recipe for other in found):
-                found.append(candidate)
-        return found
-
 
 def staying_numel(run: Footprint, dtype: str | None = None) -> int:
     """Returns the elements of parameters that are updated on the device, beside an update in host memory.
@@ -372,37 +345,13 @@ def share_filled(run: Footprint) -> float:
     return FILLED if run.subject.activated else _FILLED_BARE
 
 
-def _free_for_state(run: Footprint) -> int:
+def free_for_state(run: Footprint) -> int:
     """Returns the bytes that the smallest device has left at a step's peak, up to that share."""
     without = replace(run, recipe=replace(run.recipe, budgets=()))
     wire = run.recipe.wire_dtype
     gradients = sum(_gradient_numel(kind, run) * itemsize(wire(kind.dtype)) for kind in run.buckets.trained)
     stay = max(0, gradients - _leaving_nbytes(without))  # beside state that stays they do, too
     return int(share_filled(run) * min(run.device_memory.values(), default=0)) - without.total - stay
-
-
-def filling(run: _F) -> _F:
-    """Returns the same run with as much state as there is room for, in whole GB, on the device, then in host memory,
-    before what its tier is: as `["device:28GB", "cpu:40GB", zk.Nvme(path)]` has it.
-
-    >>> filling(zk.plan("8B", tier="nvme", device_memory="80GB", host_memory="64GB")).budgets
-    (('device', 28000000000), ('cpu', 43000000000))
-    """
-    recipe = run.recipe
-    budgets: list[tuple[str, int]] = []
-    if recipe.tier == "device" or recipe.optimizer == "none" or recipe.is_on_both_sides(run.settings.device):
-        return run
-
-    def room(tier: str, nbytes: int) -> None:
-        if (whole := nbytes // _GB * _GB) > 0:
-            budgets.append((tier, whole))
-
-    if run.settings.device != "cpu" and not recipe.rests and not recipe.delays:
-        room("device", _free_for_state(run))
-    if recipe.tier == "nvme" and "cpu" in run.budget:
-        beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
-        room("cpu", run.budget["cpu"] - beside._of_host)
-    return replace(run, recipe=replace(recipe, budgets=tuple(budgets)))
 
 
 def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:

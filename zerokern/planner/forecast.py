@@ -3,6 +3,7 @@ schedule; and from how many tokens on what moves beside compute is hidden."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -11,8 +12,8 @@ from typing import Any
 from zerokern.core.errors import got
 from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.footprint import Footprint, staying_numel
-from zerokern.planner.holding import lanes_to
+from zerokern.planner.footprint import Footprint
+from zerokern.planner.holding import StatePiece, lanes_to
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
 from zerokern.schedule.program import PIECE_NBYTES
@@ -276,9 +277,7 @@ def step_seconds(plan: Footprint, machine: Machine, tokens: int, *, plain: bool 
     name = "delayed" if recipe.delays else str(recipe.schedule)
     if recipe.tier == "device" and not recipe.rests:
         name = NO_OFFLOAD
-    elif plain and name == "overlap":
-        name = PLAIN
-    program = _program(StepShape(plan, _spans_of(plan) // 2), name, tokens)
+    program = _program(StepShape(plan, _spans_of(plan) // 2), name, tokens, plain=plain)
     return simulate(program, machine.shared_by(plan.ranks), steps=1).step_seconds
 
 
@@ -286,7 +285,7 @@ def _spans_of(plan: Footprint) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 
-def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
+def _program(shape: StepShape, name: str, tokens: int, *, plain: bool = False) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
@@ -300,7 +299,8 @@ def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name != "sync":
         spans = shape.in_pieces(spans)
     on_disk = shape.plan.recipe.tier == "nvme"
-    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, on_disk=on_disk, passes=shape.passes)
+    at_once = plain or name == PLAIN
+    return program_of(SCHEDULES[name], spans, at_once=at_once, on_disk=on_disk, passes=shape.passes)
 
 
 def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], tokens: int) -> Iterator[Prediction]:
@@ -403,9 +403,9 @@ class StepShape:
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = list(self._kept())
-        self.there = list(self._there(staying_numel(plan)))
-        of_memory = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
-        self.in_memory = list(self._in_memory(of_memory))
+        placed = list(_placed(self.parts, plan.placed))
+        self.there = [0 if plan.settings.device == "cpu" else numel["device"] for numel, _ in placed]
+        self.in_memory = [nbytes["cpu"] for _, nbytes in placed]  # state that never leaves host memory
 
     def _stays(self, last: int) -> Iterator[int]:
         """Yields, for each part from the last on, the bytes that stay from forward to backward: those of the last unit
@@ -428,21 +428,6 @@ class StepShape:
             yield held[tier] // tiers.count(tier) if lanes else 0, lanes
         for _ in range(len(self.parts) - len(tiers)):
             yield 0, ()
-
-    def _in_memory(self, left: float) -> Iterator[float]:
-        """Yields, for each part, the bytes of its state that never leave host memory: the first parts have them."""
-        for part, there in zip(self.parts, self.there, strict=True):
-            state = (part.own_numel - there) * self.plan.recipe.state_nbytes(part.dtype)
-            nbytes = min(left, state) if part.trainable else 0.0
-            left -= nbytes
-            yield nbytes
-
-    def _there(self, left: int) -> Iterator[int]:
-        """Yields, for each part, the elements that stay on the device: those of the first parts."""
-        for part in self.parts:
-            numel = min(left, part.own_numel) if part.trainable else 0
-            left -= numel
-            yield numel
 
     def spans(self, tokens: int) -> list[Span]:
         """Returns the spans. Gradients leave in the last micro-batch, whose backward begins with the compute of earlier
@@ -542,6 +527,27 @@ def _parts(plan: Footprint) -> Iterator[StepPart]:
             own = own if shards_state(plan.stage) else numel
             alone = count == max(load.count, 1)
             yield StepPart(numel, own, load.dtype, load.trainable, tier, encloses, alone)
+
+
+def _placed(parts: Sequence[StepPart], placed: Sequence[StatePiece]) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Yields of each part its elements and the bytes of their state, by the tier that the pieces of state are in."""
+    left: dict[str, list[StatePiece]] = {}
+    for one in reversed(placed):
+        left.setdefault(one.dtype, []).append(one)
+    for part in parts:
+        numel, nbytes, missing = Counter[str](), Counter[str](), part.own_numel if part.trainable else 0
+        pieces = left.get(part.dtype, [])
+        while missing and pieces:
+            one = pieces.pop()
+            taken, state = min(missing, one.numel), sum(nbytes for _, nbytes in one.tensors)
+            share = state * taken // one.numel
+            numel[one.tier] += taken
+            nbytes[one.tier] += share
+            missing -= taken
+            if taken < one.numel:  # the rest of it, which a bucket's end divides
+                tensors = ((one.tensors[0][0], state - share),) if one.tensors else ()
+                pieces.append(one._replace(numel=one.numel - taken, tensors=tensors))
+        yield numel, nbytes
 
 
 def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:

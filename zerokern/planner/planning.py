@@ -13,7 +13,8 @@ from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import AUTO, RING_NBYTES
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
-from zerokern.planner.footprint import Footprint, filling, share_filled, with_recipe
+from zerokern.planner.filling import filling, would_fit
+from zerokern.planner.footprint import Footprint, share_filled, with_recipe
 from zerokern.planner.forecast import USUAL, Forecast, forecast, in_seconds, step_seconds
 from zerokern.planner.model import model_spec
 from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
@@ -112,6 +113,17 @@ class Plan(Footprint):
         if self.settings.tp * self.settings.pp > 1:
             do = "A step of one part alone: zk.plan(part, world=...)"
             raise ValueError(got("mesh", self.settings.mesh, "dp and replicate: others wait for each other", do))
+
+    def would_fit(self) -> list[Plan]:
+        """Returns the same run with what is needed least off the device, as far as it fits: exact formats, then lossy.
+
+        What rests on disk fills host memory first, by the rule of `tier=` with budgets: parameters, then state.
+
+        >>> found = plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
+        >>> [(one.recipe.param_tier, one.budgets, one.recipe.tier, one.recipe.is_lossy()) for one in found][:2]
+        [('cpu', (('cpu', 57000000000),), 'nvme', False), ('cpu', (('cpu', 57000000000),), 'nvme', True)]
+        """
+        return would_fit(self)
 
     def page(self, *, formats: bool = True) -> str:
         """Returns the plan as text, as `str` has it; or without what it would take in other formats.

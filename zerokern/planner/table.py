@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
+from zerokern.planner.filling import would_fit
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
 from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
@@ -411,7 +412,7 @@ def lacks(plan: Footprint) -> str:
 
 
 def _refusal(plan: Footprint) -> list[str]:
-    fitting = [alternative for alternative in plan.would_fit() if alternative.recipe != plan.recipe][:_MOST_FITTING]
+    fitting = [alternative for alternative in would_fit(plan) if alternative.recipe != plan.recipe][:_MOST_FITTING]
     if not fitting:
         return [f"It does not fit: {lacks(plan)} are missing. No placement fits; more ranks each hold less."]
     rows = []

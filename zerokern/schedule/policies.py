@@ -67,9 +67,9 @@ def program_of(
     """Builds the program of one optimizer step over spans in forward order.
 
     `shadow`: with Delayed, updated parameters wait on the device until they are published; otherwise on the host.
-    `at_once`: with "overlap", gradients leave when all are there, and no forward begins before every span is published,
-    as with plain tensors. `on_disk`: state is on disk, and the step ends when all of it is stored. `passes`: the number
-    of micro-batches, each of which fetches resting parameters anew.
+    `at_once`: gradients leave when all are there, with Delayed behind what is published then; and with "overlap" no
+    forward begins before every span is published: as with plain tensors. `on_disk`: state is on disk, and the step ends
+    when all of it is stored. `passes`: the number of micro-batches, each of which fetches resting parameters anew.
 
     A Delayed program is that of a step after the exact ones. References to a step that ran another program, or that
     never ran, count as done.
@@ -99,7 +99,7 @@ def program_of(
         return _sync(spans, on_disk, resting)
     if schedule == "overlap":
         return _overlap(spans, at_once, on_disk, resting)
-    return _delayed(spans, shadow and not resting, on_disk, resting)
+    return _delayed(spans, shadow and not resting, at_once, on_disk, resting)
 
 
 def resident(
@@ -197,10 +197,10 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool, resting: int) 
     return builder.program()
 
 
-def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool, resting: int) -> StepProgram:
+def _delayed(spans: Sequence[Span], shadow: bool, at_once: bool, on_disk: bool, resting: int) -> StepProgram:
     """Builds it so that an update runs beside the next step's compute, and is published at that step's end.
 
-    Gathers of updated values then run beside nothing.
+    Gathers of updated values then run beside nothing. `at_once`: gradients leave behind that, beside the next forward.
     """
     seen: list[OpKey] = [OpKey("Gather" if _is_gathered_once(span) else "Publish", span.name, 1) for span in spans]
     stored = [OpKey("Store" if span.param_nbytes else "Step", span.names[-1], 1) for span in spans if span.is_updated]
@@ -208,7 +208,7 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool, resting: int) -
     if resting:
         compute_resting(builder, spans, lambda place: seen if place == 0 else [], resting, behind=2)
     else:
-        builder.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
+        builder.compute(spans, lambda place: seen if place == 0 else [], fetched=not at_once)
     # All of it is stored before the first is published. The others follow that one, so that edges stay linear.
     ready: list[OpKey] = [OpKey("Backward", spans[0].name, turn=max(resting, 1) - 1), *stored]
     published: list[OpKey] = []
@@ -217,6 +217,9 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool, resting: int) -
     after = published
     for span in spans:
         after = builder.gather(span, after) or after
+    left = [*map(reduced, spans), published[-1]]
+    for span in reversed(spans) if at_once and not resting else ():  # by step(), which publishes first
+        left = builder.fetch(span, left) or left
     norm = builder.norm(spans, gradients(spans, resting) if resting else map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: OpKey = OpKey("Publish", span.name)

@@ -1,0 +1,87 @@
+"""Fills tiers in order, by the rule of `tier=` with budgets: what a plan advises, and what would fit instead of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TypeVar
+
+from zerokern.planner.footprint import Footprint, free_for_state, with_recipe
+from zerokern.planner.recipe import Recipe
+
+__all__ = ["filling", "would_fit"]
+
+_GB = 10**9
+_PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
+_F = TypeVar("_F", bound=Footprint)
+
+
+def filling(run: _F) -> _F:
+    """Returns the same run with as much state as there is room for, in whole GB, on the device, then in host memory,
+    before what its tier is: as `["device:28GB", "cpu:40GB", zk.Nvme(path)]` has it.
+
+    >>> filling(zk.plan("8B", tier="nvme", device_memory="80GB", host_memory="64GB")).budgets
+    (('device', 28000000000), ('cpu', 43000000000))
+    """
+    recipe = run.recipe
+    budgets: list[tuple[str, int]] = []
+    if recipe.tier == "device" or recipe.optimizer == "none" or recipe.is_on_both_sides(run.settings.device):
+        return run
+
+    def room(tier: str, nbytes: int) -> None:
+        if (whole := nbytes // _GB * _GB) > 0:
+            budgets.append((tier, whole))
+
+    if run.settings.device != "cpu" and not recipe.rests and not recipe.delays:
+        room("device", free_for_state(run))
+    if recipe.tier == "nvme" and "cpu" in run.budget:
+        beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
+        room("cpu", run.budget["cpu"] - beside.of_host)
+    return replace(run, recipe=replace(recipe, budgets=tuple(budgets)))
+
+
+def would_fit(run: _F) -> list[_F]:
+    """Returns what `Plan.would_fit` does.
+
+    >>> [(one.recipe.tier, one.recipe.is_lossy()) for one in would_fit(zk.plan("20B", device_memory="v100"))]
+    [('cpu', False), ('cpu', True)]
+    """
+    exact, dtype = run.recipe, run.subject.main_dtype
+    lossy = [
+        recipe for recipe in (exact if exact.is_lossy() else None, exact.smallest_lossy(dtype)) if recipe is not None
+    ]
+    if exact.is_lossy():
+        exact = replace(exact, state_format="fp32", master_format=None)
+    recipes = [exact, *sorted(lossy, key=lambda recipe: recipe.state_nbytes(dtype))[:1]]
+    keeps = dict.fromkeys((run.recipe.keep, *(("cpu", "nvme") if run.recipe.keep else ())))
+    found: list[_F] = []
+    fitting = set[tuple[Recipe, str | None, str, str]]()
+    for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
+        memory = {(param_tier, "cpu")} if tier == "nvme" else set()  # where there is no need of the disk
+        memory |= {("cpu", tier)} if param_tier == "nvme" else set()
+        if any((recipe, keep, *places) in fitting for places in memory):
+            fitting.add((recipe, keep, param_tier, tier))
+            continue
+        candidate = with_recipe(run, recipe.placed(tier, param_tier, keep).on(run.settings.device, 3), 3)
+        if candidate.missing:
+            continue
+        fitting.add((recipe, keep, param_tier, tier))
+        candidate = _in_memory_first(candidate)
+        if all(candidate.recipe != other.recipe for other in found):
+            found.append(candidate)
+    return found
+
+
+def _in_memory_first(run: _F) -> _F:
+    """Returns the same run with as much in host memory, in whole GB, as there is room for, of what rests on disk."""
+    memory = run.budget.get("cpu", 0)
+    room = memory - run.of_host if run.recipe.param_tier == "nvme" else 0
+    while (whole := room // _GB * _GB) > 0:
+        recipe = replace(run.recipe, param_budgets=(("cpu", whole),)).on(run.settings.device, run.stage)
+        found = with_recipe(run, recipe, run.stage)
+        if not found.missing:
+            run = found
+            break
+        room = whole - max(_GB, found.missing.get("host memory", whole))  # beside parameters lies what comes of them
+    found = filling(run)
+    return run if found.missing else found
