@@ -57,6 +57,7 @@ def shard(
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
     reduce: Reduce = "mean",
+    whole: Iterable[nn.Parameter | str] | None = None,
 ) -> Module:
     """ZeRO in place: divides optimizer state (stage 1), gradients (2) and parameters (3) among ranks.
 
@@ -99,6 +100,9 @@ def shard(
         bucket_bytes: the most that one collective moves, unless a single parameter is larger.
         reduce: gradients become the "mean" over the ranks, or their "sum" for losses that are divided by the tokens of
             all ranks.
+        whole: matrices that are updated whole (`zk.Muon`), as parameters or as patterns of their names. At stages 1 and
+            2 each lies on one rank, and the ranks have equally many elements and equally much to compute, as far as the
+            shapes allow. Their buckets are as large as that takes: equal matrices go together, one for each rank.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)
@@ -126,6 +130,7 @@ def shard(
             bucket_bytes=bucket_bytes,
             reduce=reduce,
             groups=partial(groups_of, apart=apart),
+            whole=whole,
         )
         refuse_half_backwards(sharding)
     return module
@@ -202,6 +207,7 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
         "units": None,
         "bucket_bytes": BUCKET_BYTES,
         "reduce": "mean",
+        "whole": None,
     }
     if isinstance(fn, nn.Module):
         do = "zk.build(lambda: Model()) makes it from the start; zk.shard(model) takes one that is there"

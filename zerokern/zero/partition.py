@@ -5,10 +5,16 @@ A parameter lies in one piece in its bucket, so that it can be a view. Optimizer
 a parameter's element 0, so a cut between two ranks falls on a multiple of 128 within the parameter that it crosses:
 such a parameter begins at a multiple of 128, up to 127 elements after the one before it. Nothing else is padded: within
 a bucket parameters are in order of the power of two that divides their size, so that each begins aligned to its own.
+
+Matrices that are updated whole (Muon's) are never cut. They have buckets of their own, each of as many matrices as it
+takes to fill its shards evenly; within a bucket the shards are dealt out so that the work of all updates is even, too.
 """
 
 from __future__ import annotations
 
+import heapq
+import operator
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +28,7 @@ __all__ = [
     "Member",
     "Piece",
     "check_stage",
+    "imbalance",
     "partition",
     "shards_gradients",
     "shards_parameters",
@@ -39,6 +46,7 @@ class Member:
     trainable: bool = True
     ranks: int = 0  # which of several groups of ranks divides it
     most: int = 0  # elements on the rank that has most, where others have another part of it
+    work: int = 0  # of its update, where one rank makes all of it; 0: it may be cut
 
 
 @dataclass(frozen=True)
@@ -94,14 +102,21 @@ def partition(members: Sequence[Member], world: int | Sequence[int], bucket_nume
     [(0, 512), (1, 256)]
     """
     worlds = [world] if isinstance(world, int) else world
-    kinds: dict[tuple[int, str, bool, int], list[int]] = {}
+    kinds: dict[tuple[int, str, bool, int, bool], list[int]] = {}
     for number, member in enumerate(members):
-        kinds.setdefault((member.unit, member.dtype, member.trainable, member.ranks), []).append(number)
+        kind = member.unit, member.dtype, member.trainable, member.ranks, member.work > 0
+        kinds.setdefault(kind, []).append(number)
     buckets: list[Bucket] = []
-    for (unit, dtype, trainable, ranks), numbers in sorted(kinds.items(), key=lambda kind: kind[0][0]):
-        for some in _capped(members, numbers, bucket_numel):
-            shard_numel, places = _place(members, some, worlds[ranks])
-            buckets.append(Bucket(len(buckets), unit, dtype, trainable, worlds[ranks], shard_numel, places, ranks))
+    loads = [[0] * size for size in worlds]
+    for (unit, dtype, trainable, ranks, whole), numbers in sorted(kinds.items(), key=lambda kind: kind[0][0]):
+        size = worlds[ranks]
+        groups = _even(members, numbers, size, bucket_numel) if whole else _capped(members, numbers, bucket_numel)
+        for some in groups:
+            if whole:
+                shard_numel, places = _deal(members, some, loads[ranks])
+            else:
+                shard_numel, places = _place(members, some, size)
+            buckets.append(Bucket(len(buckets), unit, dtype, trainable, size, shard_numel, places, ranks))
     return buckets
 
 
@@ -148,6 +163,127 @@ def _lay_out(members: Sequence[Member], order: Sequence[int], shard_numel: int) 
         places.append(Piece(number, 0, numel, at))
         at += numel
     return tuple(places), at
+
+
+_PADDING = 1 / 128  # of all elements: with less, shards of whole matrices count as even
+
+
+def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: int | None) -> list[list[int]]:
+    """Puts whole matrices into buckets whose shards they fill evenly; the order is that of each bucket's first.
+
+    Equal matrices go together, as many of them to one rank as to another. Those that are left over share a bucket, with
+    the last of the other buckets, or with more and more of them, until its shards are even, too.
+    """
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for number in numbers:
+        kinds.setdefault((members[number].numel, members[number].work), []).append(number)
+    groups: list[list[int]] = []
+    left: list[int] = []
+    for (numel, _), some in kinds.items():
+        full = len(some) // world * world
+        step = world * max(1, (most or 0) // (world * max(1, numel)))
+        groups += [some[begin : min(begin + step, full)] for begin in range(0, full, step)]
+        left += some[full:]
+    groups.sort(key=min)
+    if left:
+        allowed = _PADDING * sum(members[number].numel for number in numbers)
+        groups = _with_left(members, groups, left, world, allowed)
+    return sorted(groups, key=min)
+
+
+def _with_left(
+    members: Sequence[Member], groups: list[list[int]], left: list[int], world: int, allowed: float
+) -> list[list[int]]:
+    """Returns the buckets and one more of what is left over. `allowed`: elements of padding."""
+    last = {(members[some[0]].numel, members[some[0]].work): place for place, some in enumerate(groups)}
+    joins: list[Sequence[int]] = [(), *((place,) for place in reversed(last.values()))]
+    counts = (min(2**power, len(groups)) for power in range(len(groups).bit_length() + 1))
+    joins += [range(len(groups) - count, len(groups)) for count in counts]
+    best: tuple[float, Sequence[int], list[int]] | None = None
+    for join in joins:
+        some = sorted(left + [number for place in join for number in groups[place]])
+        largest = max(sum(members[number].numel for number in mine) for mine in _bins(members, some, world))
+        padding = float(largest * world - sum(members[number].numel for number in some))
+        if best is None or padding < best[0]:
+            best = padding, join, some
+        if padding <= allowed:
+            break
+    assert best is not None
+    return [group for place, group in enumerate(groups) if place not in best[1]] + [best[2]]
+
+
+def _bins(members: Sequence[Member], some: Sequence[int], world: int) -> list[list[int]]:
+    """Divides matrices among as many shards, so that the fullest holds little.
+
+    The largest come first, each to the shard that holds least; or, where that is better, to the fullest that has room
+    for it, with the least room for which all find some (Coffman, Garey and Johnson's MULTIFIT).
+    """
+    order = sorted(some, key=lambda number: -members[number].numel)
+    bins: list[list[int]] = [[] for _ in range(world)]
+    held = [(0, one) for one in range(world)]
+    for number in order:
+        numel, one = held[0]
+        bins[one].append(number)
+        heapq.heapreplace(held, (numel + members[number].numel, one))
+    high, total = max(held)[0], sum(members[number].numel for number in some)
+    low = max(-(-total // world), members[order[0]].numel)
+    while low < high:
+        room = (low + high) // 2
+        found = _fit(members, order, world, room)
+        if found is None:
+            low = room + 1
+        else:
+            bins, high = found, room
+    return bins
+
+
+def _fit(members: Sequence[Member], order: Sequence[int], world: int, room: int) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(world)]
+    free = [(room, one) for one in range(world)]  # sorted
+    for number in order:
+        numel = members[number].numel
+        place = bisect_left(free, (numel, 0))
+        if place == world:
+            return None
+        left, one = free.pop(place)
+        bins[one].append(number)
+        insort(free, (left - numel, one))
+    return bins
+
+
+def _deal(members: Sequence[Member], some: Sequence[int], loads: list[int]) -> tuple[int, tuple[Piece, ...]]:
+    """Lays a bucket out whose matrices are not cut. The shard with most work is that of the rank with least so far.
+
+    `loads`: the work of each rank, to which this is added.
+    """
+    bins = _bins(members, some, len(loads))
+    bins.sort(key=lambda mine: -sum(members[number].work for number in mine))
+    largest = max(sum(members[number].numel for number in mine) for mine in bins)
+    shard_numel = max(1, -(-largest // BLOCK)) * BLOCK
+    places = []
+    for rank, mine in zip(sorted(range(len(loads)), key=loads.__getitem__), bins, strict=True):
+        at = rank * shard_numel
+        for number in sorted(mine, key=lambda number: -_alignment(members[number].numel)):
+            places.append(Piece(number, 0, members[number].numel, at))
+            at += members[number].numel
+            loads[rank] += members[number].work
+    return shard_numel, tuple(sorted(places, key=operator.attrgetter("offset")))
+
+
+def imbalance(members: Sequence[Member], buckets: Sequence[Bucket]) -> float:
+    """How much more work than the average the rank with most has in updates of whole matrices.
+
+    >>> some = [Member(256, "float32", work=1), Member(256, "float32", work=2)]
+    >>> round(imbalance(some, partition(some, world=2)), 2)
+    0.33
+    """
+    loads: dict[int, int] = {}
+    for bucket in buckets:
+        for rank in range(bucket.world):
+            mine = sum(members[piece.param].work for piece in bucket.pieces(rank))
+            loads[rank] = loads.get(rank, 0) + mine
+    total = sum(loads.values())
+    return max(loads.values()) * len(loads) / total - 1.0 if total else 0.0
 
 
 STAGES = (0, 1, 2, 3)

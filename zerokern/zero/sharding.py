@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError
+from zerokern.core.errors import ShardError, StateError, got
 from zerokern.kernels.flat import warm
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
@@ -35,7 +35,18 @@ from zerokern.zero.shard import Shard
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.tiers import check_tier, keep_driver, reserve, rests_on, take_driver
 from zerokern.zero.unit import Registration, Unit
-from zerokern.zero.units import PLACE, GroupsOf, Units, UnitSpec, UnitWrapper, members, one_group, owners_of, units_of
+from zerokern.zero.units import (
+    PLACE,
+    GroupsOf,
+    Units,
+    UnitSpec,
+    UnitWrapper,
+    members,
+    one_group,
+    owners_of,
+    units_of,
+    whole_of,
+)
 
 __all__ = ["Sharding"]
 
@@ -60,6 +71,7 @@ class Sharding:
         materialize: Callable[[UnitSpec], None] | None = None,
         reduce: str = "mean",
         groups: GroupsOf = one_group,
+        whole: Iterable[nn.Parameter | str] | None = None,
     ) -> None:
         """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
         hooks.import_compiler()
@@ -86,6 +98,10 @@ class Sharding:
         self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
             checks.refuse_max_norm(module, group.everyone)
+        uncut = set() if self.replicated else whole_of(whole, found)
+        if uncut and shards_parameters(stage):
+            do = "a unit's few matrices would fill its shards unevenly, and gathers would move the padding, too"
+            raise ValueError(got("whole", "matrices", "None at stage 3; stages 1 and 2 keep matrices whole", do))
         settings = {
             "stage": stage,
             "reduce": self.op,
@@ -94,6 +110,7 @@ class Sharding:
             "tier": order.name,
             "keep, micro": wrapped,
             "units": [unit.name for unit in found],
+            "whole": [name for name, param in params if id(param) in uncut],
             PLACE: ranks.place,
         }
         checks.same_on_all_ranks(group.everyone, settings, found)
@@ -101,7 +118,7 @@ class Sharding:
             checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
-            self._fill_buckets(found, device, bucket_bytes, materialize, order)
+            self._fill_buckets(found, device, bucket_bytes, materialize, order, uncut)
         self._hook_gradients()
         self.groups.watch_gradients(self)
         self.wrapper = wrapper
@@ -130,10 +147,11 @@ class Sharding:
         bucket_bytes: int,
         materialize: Callable[[UnitSpec], None] | None,
         order: TierOrder,
+        uncut: set[int],
     ) -> None:
         """Moves parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
-        listed = members(units, self.stage, self.policy.param_dtype, self.groups.number)
+        listed = members(units, self.stage, self.policy.param_dtype, self.groups.number, uncut)
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
         buckets = partition(listed, self.groups.sizes, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []

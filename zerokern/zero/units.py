@@ -7,8 +7,10 @@ zerokern/parallel, and is handed to `Sharding` as `groups`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, MeshGroups
 from zerokern.core.errors import got
-from zerokern.zero.kinds import largest_local_numel, local_of
+from zerokern.zero.kinds import is_placed, largest_local_numel, local_of
 from zerokern.zero.partition import Member
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "one_group",
     "owners_of",
     "units_of",
+    "whole_of",
+    "work_of",
 ]
 
 
@@ -139,12 +143,13 @@ def members(
     stage: int,
     param_dtype: torch.dtype | None = None,
     ranks: Mapping[int, int] | None = None,
+    whole: Container[int] = (),
 ) -> list[Member]:
     """What `partition` needs of the parameters of the units, one after the other.
 
     Below stage 3 nothing is gathered, so that all units are one. `ranks`: which group divides each, by its id, where
     there are several. Ranks with other parts of a DTensor cut buckets alike: what is called as one is complete, such
-    as users' hooks, comes in one order on all of them.
+    as users' hooks, comes in one order on all of them. `whole`: the ids of matrices that are updated whole.
     """
     found = [(param, number if stage >= 3 else 0) for number, unit in enumerate(units) for _, param in unit.params]
     groups = {id(param): 0 for param, _ in found} if ranks is None else ranks
@@ -156,9 +161,47 @@ def members(
             param.requires_grad,
             groups[id(param)],
             largest_local_numel(param),
+            work_of(param.shape) if id(param) in whole else 0,
         )
         for param, number in found
     ]
+
+
+def work_of(shape: Sequence[int]) -> int:
+    """Returns how much work it is to orthogonalise a matrix, in proportion: its iteration multiplies the smaller side.
+
+    >>> work_of([2, 4]) == work_of([4, 2]), work_of([4, 4]) / work_of([2, 2])
+    (True, 8.0)
+    """
+    small, large = sorted((shape[0], math.prod(shape[1:])))
+    return small * small * (2 * large + small)
+
+
+def whole_of(whole: Iterable[nn.Parameter | str] | None, units: Sequence[UnitSpec]) -> set[int]:
+    """Returns the ids of the parameters that are named here, by themselves or by patterns of their names.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> whole_of(["*weight"], units_of(layer)) == {id(layer.weight)}
+    True
+    """
+    named = {name: param for unit in units for name, param in unit.params}
+    known, found = {id(param): name for name, param in named.items()}, set()
+    for one in [whole] if isinstance(whole, str | Tensor) else whole or ():
+        if isinstance(one, str):
+            mine = {id(param) for name, param in named.items() if fnmatchcase(name, one)}
+        elif isinstance(one, Tensor):
+            mine = {id(one)} & known.keys()
+        else:
+            raise TypeError(got("whole", type(one).__name__, "parameters of the model, or patterns of their names"))
+        if not mine:
+            said = repr(one) if isinstance(one, str) else f"a parameter of shape {tuple(one.shape)}"
+            raise ValueError(f"whole has {said}, which no parameter of the model is; allowed: {', '.join(named)}")
+        found |= mine
+    for name, param in named.items():
+        if id(param) in found and (is_placed(param) or param.dim() < 2):
+            what = "a DTensor, which no rank has whole" if is_placed(param) else f"of shape {tuple(param.shape)}"
+            raise ValueError(f"whole has {name!r}, {what}; allowed: matrices")
+    return found
 
 
 def dtype_name(param: Tensor, param_dtype: torch.dtype | None = None) -> str:
