@@ -179,7 +179,12 @@ class Restore:
 
     def _plans_apart(self) -> list[TensorPlan]:
         """Returns the parameters and buffers that are read into a copy first: all that are read as they are, if there
-        is memory for them."""
+        is memory for them.
+
+        None where all state is read twice anyway: new memory for a sixth of the bytes costs more than to read them.
+        """
+        if any(self._plan.states) and not self._ahead:
+            return []
         plans = [part for part in self._plan.tensors if not part.converts and rest_of(part.tensor) is None]
         nbytes = sum(local_of(part.tensor).nbytes for part in plans)
         return [] if exceeds_half_of_memory(nbytes) else plans
