@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from optim_cases import same_bits
 from tables import each
 from test_offload_played import HostComputes
 from test_programs_ran import Submitted, planned_for, submitted, the_same_ops  # noqa: F401
-from worlds import World, alone, on_threads
-from zero_cases import IN
+from worlds import World, alone, built, on_threads
+from zero_cases import IN, OUT
 
 import zerokern as zk
+from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.played_units import PlayedUnits
 from zerokern.optim import beside, holdings, rates, streamed
@@ -25,12 +27,27 @@ from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shard_of
 
 UNITS, STEPS, LINK = (20000,) * 5, 4, 0.01  # a unit's state is 200 kB: 20 ms
+SLOW_GB_S = 1e-3  # that of the second block below, 41 kB: 41 ms
 
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces of each unit."""
     monkeypatch.setattr(streamed, "_LEAST", 60000)
+
+
+class Chain(torch.nn.Module):
+    """Units of a bucket each, and nothing beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [IN, 64, 64, OUT]
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def played_units(update: str, stage: int, device: PlayedDevice, **seconds: float) -> tuple[list[Any], list[Event], Any]:
@@ -64,9 +81,12 @@ def test_a_forward_waits_for_its_own_part_and_runs_beside_the_next(stage: int) -
         for number in range(last + 1):
             begun, updated = at[step + 1, "Forward", str(number)].begin_ns, at[step, "Step", f"bucket {number}"].end_ns
             assert begun >= updated, f"forward {number} of step {step + 1} comes before its update"
-        # the last two buckets may end with one piece
-        assert at[step + 1, "Forward", "0"].end_ns < at[step, "Step", f"bucket {last}"].end_ns
-        assert at[step + 1, "Forward", "1"].begin_ns < at[step, "Step", f"bucket {last}"].end_ns
+        for number in range(last - 1):  # a piece may have the end of one bucket and the begin of the next
+            ended, updated = (
+                at[step + 1, "Forward", str(number)].end_ns,
+                at[step, "Step", f"bucket {number + 2}"].end_ns,
+            )
+            assert ended < updated, f"forward {number} of step {step + 1} waits for more than its update"
         for number in range(last + 1):
             stored = at[step, "Store", f"bucket {number} state"].end_ns
             assert number == last or stored < at[step + 1, "Step", f"bucket {number}"].begin_ns
@@ -82,6 +102,17 @@ def test_gradients_of_the_programs_own_are_read_before_it_goes_on(devices: Calla
         at[step + 1, "Forward", "0"].begin_ns >= at[step, "Step", f"bucket {len(UNITS) - 1}"].end_ns
         for step in range(1, STEPS)
     )
+
+
+def test_an_update_comes_behind_backward_where_nobody_asks_for_a_norm(devices: Callable) -> None:
+    """The host does not wait for gradients then: the stream of the update does."""
+    training = PlayedTraining(devices(), (3000, 700), backward_seconds=0.02)
+    for one in (training, training.reference()):
+        opt = zk.AdamW(one.parameters, lr=1e-2, tier="cpu", schedule="overlap", update="device")
+        one.train(opt, 4)
+        opt.flush()
+        one.synchronize()
+    assert same_bits(training.values(), one.values())
 
 
 def nothing(model: torch.nn.Module, opt: Any) -> None:
@@ -106,8 +137,7 @@ def written(model: torch.nn.Module, opt: Any) -> None:
 def collected_anew(model: torch.nn.Module, opt: Any) -> None:
     """By a pass that leaves out a unit, whose forward therefore waits for nothing; all buckets are written."""
     opt.zero_grad()
-    x = model.enter(torch.ones(2, IN, dtype=torch.bfloat16))  # type: ignore[operator]
-    model.leave(model.blocks[0](x)).sum().backward()  # type: ignore[operator,index]
+    model.blocks[0](torch.ones(2, IN, dtype=torch.bfloat16)).sum().backward()  # type: ignore[operator,index]
 
 
 def handed_out(model: torch.nn.Module, opt: Any) -> None:
@@ -120,7 +150,7 @@ def trained(
 ) -> tuple[list[Any], list[Any]]:
     """The parameters in the end, and the state as the first thing that is asked for after each step."""
     device, row = HostComputes(up_gb_s=up_gb_s, poison=True), Row(f"stage {stage}", "bf16", "often")
-    model = row.model(world)
+    model = world.shard(built(Chain).bfloat16(), stage=stage, bucket_bytes=1)
     on_device(device, row, model)
     opt = optimizer_of(row, model, tier="cpu", schedule="overlap", update=update)
     seen: list[Any] = []
@@ -143,9 +173,12 @@ EDITS = [(0, zeroed_by_the_model), (1, zeroed_in_place), (2, written), (2, hande
 
 
 @each("stage, edit", [*EDITS, (0, zeroed_in_place), (2, nothing), (2, collected_anew)])
-def test_gradients_are_written_when_they_have_been_read(stage: int, edit: Callable) -> None:
+def test_gradients_are_written_when_they_have_been_read(
+    stage: int, edit: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is done to them after step(), the update is of what they were then; and so is the state."""
-    ((values, seen),) = alone(trained, stage, "device", edit, 0.001)
+    monkeypatch.setattr(streamed, "_LEAST", 8192)
+    ((values, seen),) = alone(trained, stage, "device", edit, SLOW_GB_S)
     ((expected, before),) = alone(trained, stage, "host", edit, None)
     assert same_bits(values, expected) and same_bits(seen, before)
     assert bool(seen) == (edit is nothing)
