@@ -113,7 +113,7 @@ class Directions:
         lossy: str = "",
         rtol: float = 1e-9,
     ) -> Provider:
-        """`start` makes the average 0; `run` returns sums of squares that add up to the whole; `width`: the average's."""
+        """`start` makes the average 0; `run` returns sums of squares that make the whole; `width`: the average's."""
 
         def check() -> None:
             start()
