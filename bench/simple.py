@@ -88,6 +88,52 @@ class Accumulation:
         return Provider(name, run, check, nbytes, use_threads, streams=streams, wiring=wiring)
 
 
+class Directions:
+    """Muon's average moved by a gradient, and the bf16 direction with the sum of its squares."""
+
+    op = "muon"
+    momentum = 0.95
+
+    def __init__(self, numel: int, dtype: torch.dtype, buffers: Buffers) -> None:
+        self.numel, self._buffers = numel, buffers
+        self.grad = buffers.take("grad", dtype).copy_(noise(numel, 1))
+        self.out = buffers.take("out", torch.bfloat16)
+
+    def average(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._buffers.take(f"average {dtype}", dtype).zero_()
+
+    def provider(
+        self,
+        name: str,
+        wiring: str,
+        start: Callable[[], object],
+        run: Callable[[], torch.Tensor],
+        use_threads: Callable[[int], object],
+        width: float,
+        lossy: str = "",
+        rtol: float = 1e-9,
+    ) -> Provider:
+        """`start` makes the average 0; `run` returns sums of squares that make the whole; `width`: the average's."""
+
+        def check() -> None:
+            start()
+            sums = run()
+            kept = 1.0 - self.momentum
+            # from an average of 0: m = (1 - momentum) g, and u = (1 - momentum) g + momentum m
+            factor = kept + self.momentum * kept
+            for some, grads in zip(self.out.split(SAMPLE), self.grad.split(SAMPLE), strict=True):
+                off = (some.double() - factor * grads.double()).abs() > 3 * 2**-8 * (factor * grads.double()).abs()
+                if off.any():
+                    at = int(off.nonzero()[0])
+                    raise WrongResult(f"{name} ({wiring}): element {at} is {some[at].item()}, not {factor} * gradient")
+            want = sum(part.double().square().sum().item() for part in self.out.split(SAMPLE))
+            if not math.isclose(sums.sum().item(), want, rel_tol=rtol):
+                raise WrongResult(f"{name} ({wiring}): sum of squares {sums.sum().item():.9g}, it should be {want:.9g}")
+
+        nbytes = self.numel * (self.grad.dtype.itemsize + 2 * width + 2)
+        return Provider(name, run, check, nbytes, use_threads, streams=(1, 1, 1), lossy=lossy, wiring=wiring)
+
+
 def noise(numel: int, seed: int) -> torch.Tensor:
     """Random values that repeat, so that a large tensor is filled quickly."""
     values = torch.randn(min(numel, SAMPLE), generator=torch.Generator().manual_seed(seed))

@@ -20,6 +20,7 @@ bool finite(double x) { return std::isfinite(x); }
 bool fraction(double x) { return x >= 0.0 && x < 1.0; }
 
 int target_of(const zk_group &g) {
+    if (g.algorithm == ZK_MUON) return zk::TO_FP32;  // of no use: there is no parameter
     switch (g.master) {
         case ZK_MASTER_FP32:
             return zk::TO_FP32;
@@ -36,10 +37,11 @@ int target_of(const zk_group &g) {
 
 int check_group(const zk_group &g) {
     if (!is_float(g.grad) || target_of(g) < 0 || !zk::active().update(g, target_of(g))) return ZK_E_FORMAT;
-    if (g.out != ZK_NONE && g.out != ZK_BF16 && g.out != ZK_F16) return ZK_E_FORMAT;
+    if (g.out != ZK_NONE && g.out != ZK_BF16 && g.out != ZK_F16 && g.algorithm != ZK_MUON) return ZK_E_FORMAT;
     if ((g.flags & ZK_STOCHASTIC) && g.master != ZK_MASTER_NONE) return ZK_E_FORMAT;
     if ((g.flags & ~31u) || g.reserved) return ZK_E_FORMAT;
     const bool averages = g.algorithm == ZK_ADAM || g.algorithm == ZK_LION;
+    if (g.algorithm == ZK_MUON) return fraction(g.momentum) ? ZK_OK : ZK_E_VALUE;
     if (!finite(g.lr) || !finite(g.weight_decay) || g.step < 1) return ZK_E_VALUE;
     if (averages && !(fraction(g.beta1) && fraction(g.beta2))) return ZK_E_VALUE;
     if ((g.algorithm == ZK_ADAM || g.algorithm == ZK_ADAGRAD) && !(finite(g.eps) && g.eps >= 0.0)) return ZK_E_VALUE;
@@ -53,6 +55,10 @@ int check_segment(const zk_segment &s, const zk_group *groups, int64_t ngroups) 
     if (s.numel > INT64_MAX - ZK_BLOCK || s.first > INT64_MAX - ZK_BLOCK - s.numel) return ZK_E_COUNT;
     if (s.numel == 0) return ZK_OK;
     const zk_group &g = groups[s.group];
+    if (g.algorithm == ZK_MUON) {
+        const bool whole = s.grad && s.exp_avg && s.exp_avg_sq && s.out && (g.state != ZK_INT8 || s.exp_avg_scale);
+        return whole ? ZK_OK : ZK_E_NULL;
+    }
     const bool split = g.master == ZK_MASTER_SPLIT16 || g.master == ZK_MASTER_SPLIT8;
     if (!s.grad || (g.master == ZK_MASTER_FP32 ? !s.master : !s.param) || (split && !s.remainder)) return ZK_E_NULL;
     if ((g.state != ZK_NONE && !s.exp_avg) || (g.algorithm == ZK_ADAM && !s.exp_avg_sq) || (g.out != ZK_NONE && !s.out))
@@ -84,7 +90,7 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
     k.wd = static_cast<float>(g.weight_decay);
     k.wdd = g.weight_decay;
     k.coupled = !decoupled && g.weight_decay != 0.0;
-    k.w1d = 1.0 - g.beta1;
+    k.w1d = 1.0 - (g.algorithm == ZK_MUON ? g.momentum : g.beta1);
     k.w2d = 1.0 - g.beta2;
     k.w1 = static_cast<float>(k.w1d);
     k.w2 = static_cast<float>(k.w2d);
@@ -117,6 +123,7 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
 struct GroupPlan {
     zk::Scalars scalars;
     zk::UpdateFn run;
+    int64_t unit;  // elements of a row that one thread must take: blocks, or chunks where squares are added up
 };
 
 // Threads take the next GRAIN elements, of one segment or of many small ones, until none are left.
@@ -139,9 +146,9 @@ void update_task(void *context) {
             offset = end = w.offset;
             for (int64_t taken = 0; taken < GRAIN && w.segment < w.nseg;) {
                 const int64_t left = w.segments[w.segment].numel - w.offset;
-                const int64_t some = left < GRAIN - taken || left <= ZK_BLOCK
-                                         ? left
-                                         : (GRAIN - taken + ZK_BLOCK - 1) / ZK_BLOCK * ZK_BLOCK;
+                const int64_t unit = w.plans[w.segments[w.segment].group].unit;
+                const int64_t some =
+                    left < GRAIN - taken || left <= unit ? left : (GRAIN - taken + unit - 1) / unit * unit;
                 last = w.segment;
                 end = w.offset + (some < left ? some : left);
                 taken += end - w.offset;
@@ -193,7 +200,8 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
         at_fault = i;
         if (const int code = check_segment(segments[i], groups, ngroups)) return code;
         total += segments[i].numel;
-        if (groups[segments[i].group].out != ZK_NONE) written += 2 * segments[i].numel;
+        const uint32_t out = groups[segments[i].group].out;
+        if (out != ZK_NONE) written += (out == ZK_F32 ? 4 : 2) * segments[i].numel;
     }
     at_fault = INT64_MAX;
     constexpr int64_t FEW = 16;  // plans for a handful of groups need no memory
@@ -202,7 +210,8 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
         ngroups <= FEW ? few : static_cast<GroupPlan *>(std::malloc(sizeof(GroupPlan) * static_cast<size_t>(ngroups)));
     if (!plans) return ZK_E_MEMORY;
     for (int64_t i = 0; i < ngroups; ++i)
-        plans[i] = {scalars_of(groups[i], scale ? *scale : 1.0f), zk::active().update(groups[i], target_of(groups[i]))};
+        plans[i] = {scalars_of(groups[i], scale ? *scale : 1.0f), zk::active().update(groups[i], target_of(groups[i])),
+                    groups[i].algorithm == ZK_MUON ? ZK_SUMSQ_CHUNK : ZK_BLOCK};
     UpdateWork work{segments, nseg, plans, written >= STREAMED, {}};
     zk::pool_run(update_task, &work, workers_for(total));
     if (plans != few) std::free(plans);

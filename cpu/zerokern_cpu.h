@@ -48,10 +48,13 @@ typedef enum zk_dtype { ZK_NONE = 0, ZK_F32 = 1, ZK_BF16 = 2, ZK_F16 = 3, ZK_INT
  *   ADAGRAD  g += wd * p;  s += g * g;  p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
  *   SGD      g += wd * p;  b = momentum * b + (1 - dampening) * g, with ZK_FIRST b = g
  *            p -= lr * g without state, lr * (g + momentum * b) with ZK_NESTEROV, else lr * b
+ *   MUON     m = momentum * m + (1 - momentum) * g;  out = (1 - momentum) * g + momentum * m with ZK_NESTEROV, else m
+ *            and the sums of squares of out, as it was rounded: there is no parameter; param, master, lr and
+ *            weight_decay of the group are ignored
  *
  * These are the meanings. The order of operations, which is also that of the bits, stands in
  * zerokern/kernels/reference.py. States begin with zeros: values, codes and scales alike. */
-typedef enum zk_algorithm { ZK_ADAM = 1, ZK_LION = 2, ZK_ADAGRAD = 3, ZK_SGD = 4 } zk_algorithm;
+typedef enum zk_algorithm { ZK_ADAM = 1, ZK_LION = 2, ZK_ADAGRAD = 3, ZK_SGD = 4, ZK_MUON = 5 } zk_algorithm;
 
 /* Where the fp32 value of a parameter is. bits(x) are those of an fp32 number, as an unsigned integer. A NaN becomes
  * 0xFFC00000 before it is split.
@@ -73,7 +76,7 @@ typedef enum zk_master {
 /* zk_group.flags */
 #define ZK_DECOUPLED 1u   /* weight decay shrinks the parameter (AdamW) instead of entering the gradient */
 #define ZK_MAXIMIZE 2u    /* ascend */
-#define ZK_NESTEROV 4u    /* SGD */
+#define ZK_NESTEROV 4u    /* SGD, MUON */
 #define ZK_FIRST 8u       /* SGD: the momentum buffer starts as the gradient */
 #define ZK_STOCHASTIC 16u /* ZK_MASTER_NONE: round stochastically, counted by (seed, key, step, element) */
 
@@ -83,12 +86,12 @@ typedef struct zk_group {
     uint32_t grad;      /* zk_dtype: F32, BF16, F16 */
     uint32_t param;     /* zk_dtype of the parameter when master is NONE: BF16 or F16; else ignored */
     uint32_t master;    /* zk_master */
-    uint32_t state;     /* zk_dtype: F32, BF16, INT8 (ADAM, LION), NONE (SGD without momentum) */
-    uint32_t out;       /* zk_dtype: NONE, BF16, F16 */
+    uint32_t state;     /* zk_dtype: F32, BF16, INT8 (ADAM, LION, MUON), NONE (SGD without momentum) */
+    uint32_t out;       /* zk_dtype: NONE, BF16, F16; MUON: F32, BF16 */
     uint32_t flags;
     uint32_t reserved; /* 0 */
     double lr, beta1, beta2, eps, weight_decay;
-    double momentum, dampening; /* SGD */
+    double momentum, dampening; /* SGD; MUON: momentum, below 1 */
     double lr_decay;            /* ADAGRAD */
     int64_t step;               /* 1 for the first update */
     uint64_t seed;              /* ZK_STOCHASTIC */
@@ -99,8 +102,9 @@ typedef struct zk_segment {
     void *param;             /* SPLIT16, SPLIT8: the bf16 upper half; NONE: the parameter */
     void *remainder;         /* SPLIT16: int16; SPLIT8: int8 */
     void *master;            /* FP32: the fp32 value */
-    void *exp_avg;           /* ADAM and LION exp_avg, ADAGRAD sum, SGD momentum_buffer */
-    void *exp_avg_sq;        /* ADAM; for INT8 codes of its square root */
+    void *exp_avg;           /* ADAM and LION exp_avg, ADAGRAD sum, SGD and MUON momentum_buffer */
+    void *exp_avg_sq;        /* ADAM; for INT8 codes of its square root. MUON: one double for each started chunk of
+                                ZK_SUMSQ_CHUNK elements of out, the sum of its squares as zk_sumsq takes it */
     float *exp_avg_scale;    /* INT8: one per started block */
     float *exp_avg_sq_scale; /* INT8, ADAM */
     const void *grad;

@@ -17,7 +17,7 @@ from zerokern.memory import span_copies
 __all__ = ["Info", "get_include", "get_library", "info"]
 
 OPS = (
-    "adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream",
+    "adam", "lion", "adagrad", "sgd", "muon", "sumsq", "cast", "accumulate", "stream",
     "flatten", "unflatten", "encode_int8", "decode_int8", "split", "join",
 )  # fmt: skip
 OPTIONAL = ("triton",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-KERNELS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+KERNELS = ("adam", "lion", "adagrad", "sgd", "muon", "sumsq", "cast", "accumulate", "stream")
 NAMES = (*KERNELS, "io", "save", "zero", "offload", "infinity")
 
 ELSEWHERE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..contest import Provider
-from ..simple import Accumulation, Cast, Squares
+from ..simple import Accumulation, Cast, Directions, Squares
 
 
 def squares(problem: Squares) -> list[Provider]:
@@ -38,4 +38,20 @@ def accumulate(problem: Accumulation) -> list[Provider]:
     return [problem.provider("torch", "one add_ per source", run, torch.set_num_threads)]
 
 
-CANDIDATES = {"sumsq": squares, "cast": cast, "accumulate": accumulate}
+def directions(problem: Directions) -> list[Provider]:
+    """The statements of torch.optim.Muon before the iteration's division; its average has the gradients' dtype."""
+    average = problem.average(problem.grad.dtype)
+
+    def run() -> torch.Tensor:
+        average.lerp_(problem.grad, 1 - problem.momentum)
+        update = problem.grad.lerp(average, problem.momentum)
+        problem.out = update.bfloat16()
+        return problem.out.norm().double() ** 2
+
+    width = problem.grad.dtype.itemsize
+    lossy = "the average is bf16, the norm has 8 bits" if width == 2 else "the norm has 8 bits"
+    wiring = "lerp_, lerp, bfloat16, norm"
+    return [problem.provider("torch", wiring, average.zero_, run, torch.set_num_threads, width, lossy, rtol=0.03)]
+
+
+CANDIDATES = {"sumsq": squares, "cast": cast, "accumulate": accumulate, "muon": directions}

@@ -4,6 +4,7 @@
 #include "adam/adam.inl.h"
 #include "codec/convert.inl.h"
 #include "lion/lion.inl.h"
+#include "muon/muon.inl.h"
 #include "sgd/sgd.inl.h"
 #include "stream/stream.inl.h"
 #include "sumsq/sumsq.inl.h"
@@ -50,6 +51,8 @@ UpdateFn update(const zk_group &g, int target) {
                    : g.state == ZK_BF16 ? pick<SgdRule, ZK_BF16>(g, target)
                    : g.state == ZK_NONE ? pick<SgdRule, ZK_NONE>(g, target)
                                         : nullptr;
+        case ZK_MUON:
+            return muon(g);
         default:
             return nullptr;
     }

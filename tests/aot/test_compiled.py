@@ -40,7 +40,7 @@ def one_of_each() -> list[Work]:
 
 
 def algorithm_of(case: str) -> str:
-    return found[0] if (found := re.match("adam|lion|adagrad|sgd", case)) else ""
+    return found[0] if (found := re.match("adam|lion|adagrad|sgd|muon", case)) else ""
 
 
 def many() -> list[Work]:

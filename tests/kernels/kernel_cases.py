@@ -88,6 +88,13 @@ def cases(states: Sequence[str], every: bool) -> list[Case]:
     return list(dict.fromkeys(chosen))
 
 
+def cases_of(algorithm: str, every: bool) -> list[Case]:
+    """Those of an algorithm; a direction has no target, and all of its few formats are taken."""
+    if algorithm != "muon":
+        return cases(STATES[algorithm], every)
+    return [Case(g, s, "none", o) for g in ("fp32", "bf16", "fp16") for s in STATES["muon"] for o in ("fp32", "bf16")]
+
+
 def supported(target: str, out: str) -> bool:
     """With an fp32 master the parameter is the output."""
     return out == "none" or ">" not in target
@@ -149,12 +156,14 @@ STATES = {
     "lion": ("fp32", "bf16", "int8"),
     "adagrad": ("fp32", "bf16"),
     "sgd": ("none", "fp32", "bf16"),
+    "muon": ("fp32", "bf16", "int8"),
 }
 STATE_NAMES = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "adagrad": ("state_sum",),
     "sgd": ("momentum_buffer",),
+    "muon": ("exp_avg",),
 }
 
 
@@ -166,6 +175,12 @@ def make_rows(algorithm: str, case: Case, sizes: Sequence[int], seed: int = 0, m
 
 def _make_row(algorithm: str, case: Case, numel: int, generator: torch.Generator, misaligned: bool) -> Row:
     row = Row({})
+    if algorithm == "muon":
+        place(row, "grad", spread_values(numel, generator).to(DTYPES[case.grad]), misaligned)
+        _place_state(row, "exp_avg", case.state, numel, generator, misaligned)
+        place(row, "out", torch.full((numel,), torch.nan, dtype=DTYPES[case.out]), misaligned)
+        place(row, "sums", torch.full((-(-numel // reference.SUMSQ_CHUNK),), torch.nan, dtype=torch.float64))
+        return row
     dtype, master_format, _ = TARGETS[case.target]
     value = spread_values(numel, generator, -3.0, 0.5)
     if master_format in ("split16", "split8"):
@@ -202,6 +217,9 @@ def _place_state(row: Row, name: str, state: str, numel: int, generator: torch.G
 def hyperparameters(algorithm: str, case: Case) -> dict[str, object]:
     """Keyword arguments that fit the case: the same ones every time, different from case to case."""
     choose = case.choices()
+    if algorithm == "muon":
+        settings = {"momentum": choose.choice((0.95, 0.9, 0.5, 0.3)), "nesterov": choose.random() < 0.7}
+        return settings | {"maximize": choose.random() < 0.3, "scale": choose.choice((1.0, 0.125, 0.3))}
     common = {
         "lr": choose.choice((1e-3, 0.3)),
         "weight_decay": choose.choice((0.0, 0.1, 0.1)),
@@ -226,6 +244,7 @@ def hyperparameters(algorithm: str, case: Case) -> dict[str, object]:
 
 
 ARGUMENTS = {name: ("param", "grad", *states) for name, states in STATE_NAMES.items()}
+ARGUMENTS["muon"] = ("grad", "exp_avg", "out", "sums")
 
 
 def run_op(algorithm: str, rows: Sequence[Row], hyper: dict[str, object], impl: str | None = None) -> None:
@@ -257,7 +276,7 @@ def _different(got: Tensor, expected: Tensor) -> Tensor:
     got, expected = got.reshape(-1), expected.reshape(-1)
     if not got.dtype.is_floating_point:
         return (got != expected).nonzero().reshape(-1)
-    word = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     equal = (got.view(word) == expected.view(word)) | (got.isnan() & expected.isnan())
     return (~equal).nonzero().reshape(-1)
 
@@ -372,7 +391,7 @@ def check_updates(algorithm: str, every: bool) -> None:
 
     `every`: of all formats, at all sizes.
     """
-    table = where_they_meet(list(itertools.product(cases(STATES[algorithm], every), IMPLS)), 2)
+    table = where_they_meet(list(itertools.product(cases_of(algorithm, every), IMPLS)), 2)
     run_table(check_update, ["case", "impl", "sizes", "misaligned"], list(sized(table, every)), (algorithm,))
 
 

@@ -8,6 +8,7 @@ from kernel_cases import (
     SETS,
     Case,
     assert_same,
+    cases_of,
     every_impl,
     every_set,
     hyperparameters,
@@ -69,11 +70,12 @@ def test_a_missing_implementation_is_refused_and_nothing_written(asked: str) -> 
     assert param.tolist() == [1.0] * 3
 
 
-@each("algorithm", ["adam", "lion", "adagrad", "sgd"])
+@each("algorithm", ["adam", "lion", "adagrad", "sgd", "muon"])
 def test_the_reference_is_an_implementation(algorithm: str) -> None:
-    rows = make_rows(algorithm, EXACT, (0, 5, 300))
+    case = cases_of(algorithm, False)[0] if algorithm == "muon" else EXACT
+    rows = make_rows(algorithm, case, (0, 5, 300))
     expected = [row.clone() for row in rows]
-    hyper = hyperparameters(algorithm, EXACT)
+    hyper = hyperparameters(algorithm, case)
     run_op(algorithm, rows, hyper, "reference")
     run_reference(algorithm, expected, hyper)
     assert_same(rows, expected)

@@ -236,7 +236,7 @@ def test_a_quotient_is_rounded_to_nearest_whatever_the_reciprocal_is(off: int) -
 
 def test_formats_cover_what_the_ops_accept() -> None:
     every = set(every_format())
-    assert len(every) == 759
+    assert len(every) == 777
     assert all(made.vector in (4, 8) and 16 % made.vector == 0 for made in every)
     assert {made.algorithm for made in every} == set(formats.ALGORITHMS)
     fp32 = Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from .tree import tracked
 
-OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+OPS = ("adam", "lion", "adagrad", "sgd", "muon", "sumsq", "cast", "accumulate", "stream")
 SHELVES = ("cpu/{op}/", "tests/kernels/test_{op}.py", "bench/ops/{op}.py")
 ENGINES = ("io",)  # no kernel: native code with a package of its own
 ENGINE_SHELVES = ("cpu/{op}/", "zerokern/{op}/", "tests/{op}/", "bench/ops/{op}.py")
@@ -54,4 +54,4 @@ def test_an_empty_place_is_found() -> None:
     assert empty_places([path for path in full if not path.startswith("tests/io/")]) == ["tests/io/"]
     assert empty_places([path for path in full if path != "bench/ops/lion.py"]) == ["bench/ops/lion.py"]
     assert empty_places([*full, "zerokern/kernels/triton/adam.py"])[0] == "zerokern/kernels/triton/lion.py"
-    assert strangers([*full, "bench/ops/muon.py"]) == ["bench/ops/muon.py"]
+    assert strangers([*full, "bench/ops/shampoo.py"]) == ["bench/ops/shampoo.py"]

@@ -67,13 +67,15 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def as_list(name: str, value: Tensor | Sequence[Tensor] | None, like: int | None = None) -> list[Tensor] | None:
-    """One tensor or a list of them as a list, as long as the parameters are."""
+def as_list(
+    name: str, value: Tensor | Sequence[Tensor] | None, like: int | None = None, of: str = "param"
+) -> list[Tensor] | None:
+    """One tensor or a list of them as a list, as long as the parameters are, or what else `of` names."""
     if value is None:
         return None
     tensors = [value] if isinstance(value, Tensor) else list(value)
     if like is not None and len(tensors) != like:
-        raise ValueError(f"{name} has {len(tensors)} tensors, param has {like}; allowed: one for each")
+        raise ValueError(f"{name} has {len(tensors)} tensors, {of} has {like}; allowed: one for each")
     return tensors
 
 

@@ -9,6 +9,7 @@ from zerokern.core.units import BLOCK, MASTER_FORMATS, STATE_FORMATS
 __all__ = [
     "ALGORITHMS",
     "BLOCK",
+    "COLUMNS",
     "DTYPES",
     "MASTER_FORMATS",
     "PER_BLOCK",
@@ -21,9 +22,11 @@ __all__ = [
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 STATES = {"none": 0, "fp32": 1, "bf16": 2, "int8": 4}
 MASTERS = {"fp32": 1, "split16": 2, "split8": 3, "none": 4}
-ALGORITHMS = {"adam": 1, "lion": 2, "adagrad": 3, "sgd": 4}
+ALGORITHMS = {"adam": 1, "lion": 2, "adagrad": 3, "sgd": 4, "muon": 5}
 FLAGS = {"decoupled": 1, "maximize": 2, "nesterov": 4, "first_step": 8, "stochastic": 16}
-MOMENTS = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1}
+MOMENTS = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1, "muon": 1}
+COLUMNS = {"sums": "exp_avg_sq"}
+"""of a table, that hold what an op calls otherwise: Muon has no second average, and sums of squares"""
 CODECS = {
     ("encode", "exp_avg"): 1,
     ("decode", "exp_avg"): 2,

@@ -20,7 +20,7 @@ from zerokern.kernels.casts import accumulate, cast
 from zerokern.kernels.codecs import decode_int8, encode_int8, join, split
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.triton import backend
-from zerokern.kernels.update import Tensors, update
+from zerokern.kernels.update import Tensors, update, update_directions
 
 __all__ = [
     "accumulate",
@@ -31,6 +31,7 @@ __all__ = [
     "encode_int8",
     "join",
     "lion",
+    "muon",
     "sgd",
     "split",
     "stream",
@@ -225,6 +226,40 @@ def sgd(
     }
     roles = {"exp_avg": momentum_buffer}
     update("sgd", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+
+
+def muon(
+    grad: Tensors,
+    exp_avg: Tensors,
+    out: Tensors,
+    sums: Tensors,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    maximize: bool = False,
+    exp_avg_scale: Tensors | None = None,
+    scale: float = 1.0,
+    impl: str | None = None,
+) -> None:
+    """The element-wise half of one Muon step: moves the average, and writes the matrix that is to be orthogonalized.
+
+    No parameter is read or written: `orthogonal.orthogonalize_` takes ``out`` (fp32 or bf16) and ``sums``, and its
+    result is applied as `orthogonal.apply_settings` says. ``sums`` gets the sum of squares of each started chunk of
+    65536 elements of ``out`` as it was rounded, in float64, with the bits of `sumsq`.
+
+    >>> g, m, out = torch.tensor([4.0, -8.0]), torch.zeros(2), torch.empty(2)
+    >>> sums = torch.empty(1, dtype=torch.float64)
+    >>> muon(g, m, out, sums, momentum=0.75)
+    >>> m, out, sums
+    (tensor([ 1., -2.]), tensor([ 1.7500, -3.5000]), tensor([15.3125], dtype=torch.float64))
+    """
+    hyper = {
+        "momentum": checks.fraction("momentum", momentum),
+        "nesterov": checks.flag("nesterov", nesterov),
+        "maximize": checks.flag("maximize", maximize),
+    }
+    roles = {"exp_avg": exp_avg, "exp_avg_scale": exp_avg_scale, "sums": sums}
+    update_directions(grad, roles, out, hyper, scale, impl)
 
 
 def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:

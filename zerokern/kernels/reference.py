@@ -35,6 +35,7 @@ __all__ = [
     "encode_int8",
     "join",
     "lion",
+    "muon",
     "sgd",
     "split",
     "sumsq",
@@ -271,6 +272,50 @@ def sgd(
         momentum_buffer.copy_(b)
     p = (before - lr * d).float()
     _publish(p, param, remainder, master, out, _random(p, stochastic_seed, key, step, first))
+
+
+def muon(
+    grad: Tensor,
+    exp_avg: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    maximize: bool = False,
+    exp_avg_scale: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """The element-wise half of one step of Muon: the average moves, and `out` is the matrix to be orthogonalized.
+
+    g             scale * grad (-scale where `maximize`); m is the average, decoded where it is int8
+    m'            w = F(1 - momentum) < 0.5: fma(w, g - m, m), else fma(-F(momentum), g - m, g), as torch.lerp does
+    u             m' without `nesterov`; else F(momentum) < 0.5: fma(F(momentum), m' - g, g), else
+                  fma(-F(1 - F(momentum)), m' - g, m'), as torch.lerp does, whose weights are fp32 numbers
+    out           u, rounded to nearest even in its dtype; u uses m' as it is before it is rounded to a lossy state
+    sums          of the squares of `out` as rounded: of each chunk of 65536 elements, as `sumsq` sums it, in float64
+
+    >>> g, m, out, sums = torch.tensor([4.0, -8.0]), torch.zeros(2), torch.empty(2), torch.empty(1).double()
+    >>> muon(g, m, out, sums, momentum=0.75)
+    >>> m.tolist(), out.tolist(), sums.tolist()
+    ([1.0, -2.0], [1.75, -3.5], [15.3125])
+    """
+    g = _load_grad(grad.reshape(-1), scale, maximize)
+    m = (exp_avg.float() if exp_avg_scale is None else decode_int8(exp_avg, exp_avg_scale)).reshape(-1)
+    w, kept = to_fp32(1.0 - momentum), to_fp32(momentum)
+    m = fma(w, g - m, m) if w < 0.5 else fma(-kept, g - m, g)
+    u = m
+    if nesterov:
+        u = fma(kept, m - g, g) if kept < 0.5 else fma(-to_fp32(1.0 - kept), m - g, m)
+    if exp_avg_scale is None:
+        exp_avg.copy_(m.view(exp_avg.shape))
+    else:
+        codes, scales = encode_int8(m)
+        exp_avg.copy_(codes.view(exp_avg.shape))
+        exp_avg_scale.copy_(scales.view(exp_avg_scale.shape))
+    out.copy_(u.view(out.shape))
+    chunks = out.reshape(-1).split(SUMSQ_CHUNK) if out.numel() else ()
+    sums.copy_(torch.tensor([_sumsq_of_one(chunk) for chunk in chunks], dtype=torch.float64).view(sums.shape))
 
 
 def sumsq(tensors: Sequence[Tensor]) -> float:

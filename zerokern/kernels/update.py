@@ -15,7 +15,7 @@ from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.versions import say_written
 
-__all__ = ["Tensors", "update"]
+__all__ = ["Tensors", "update", "update_directions"]
 
 Tensors = Tensor | Sequence[Tensor]
 _STATE_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
@@ -38,11 +38,8 @@ class _Row:
     def __init__(self, algorithm: str, at: str, tensors: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> None:
         self.tensors = dict(tensors)
         param = checks.tensor(f"param{at}", tensors["param"])
-        n = param.numel()
-        grad = checks.tensor(f"grad{at}", tensors["grad"], numel=n)
-        if grad.shape != param.shape and grad.dim() > 1 and param.dim() > 1:
-            shapes = f"{tuple(grad.shape)}; param{at} has {tuple(param.shape)}"
-            raise ValueError(f"grad{at} has shape {shapes}; allowed: the same shape, or a flat span")
+        self.numel = n = param.numel()
+        _check_grad(at, tensors["grad"], f"param{at}", param)
         self.master = self._master_format(at, param, n)
         self.state = self._state_format(algorithm, at, n, hyper)
         if "out" in tensors:
@@ -83,12 +80,8 @@ class _Row:
             checks.tensor(
                 f"exp_avg_sq{at}", self.tensors["exp_avg_sq"], (torch.uint8 if state == "int8" else average.dtype,), n
             )
-        for name in ("exp_avg_scale", "exp_avg_sq_scale")[: formats.MOMENTS[algorithm] if state == "int8" else 0]:
-            if name not in self.tensors:
-                raise ValueError(
-                    f"exp_avg{at} is int8 and {name}{at} is missing; allowed: int8 states with their scales"
-                )
-            checks.tensor(f"{name}{at}", self.tensors[name], (torch.float32,), formats.blocks(n), why=formats.PER_BLOCK)
+        if state == "int8":
+            _check_scales(at, self.tensors, ("exp_avg_scale", "exp_avg_sq_scale")[: formats.MOMENTS[algorithm]], n)
         return state
 
     def _group(self) -> tuple[Any, ...]:
@@ -114,6 +107,75 @@ class _Row:
             else:
                 addresses["master"] = addresses.pop("param")
         return addresses
+
+
+class _DirectionRow:
+    """The tensors of one matrix whose direction `muon` computes, checked: no parameter is among them."""
+
+    key = first = 0
+
+    def __init__(self, at: str, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        out = checks.tensor(f"out{at}", tensors["out"], (torch.float32, torch.bfloat16))
+        self.numel = n = out.numel()
+        _check_grad(at, tensors["grad"], f"out{at}", out)
+        average = checks.tensor(
+            f"exp_avg{at}", tensors["exp_avg"], (torch.float32, torch.bfloat16, torch.int8), n, why=f"as out{at} has"
+        )
+        state = _STATE_OF_DTYPE[average.dtype]
+        if state == "int8":
+            _check_scales(at, self.tensors, ("exp_avg_scale",), n)
+        chunks = -(-n // reference.SUMSQ_CHUNK)
+        why = f"one for each started chunk of {reference.SUMSQ_CHUNK} elements of out{at}"
+        checks.tensor(f"sums{at}", tensors["sums"], (torch.float64,), chunks, why=why)
+        self.group = (tensors["grad"].dtype, torch.bfloat16, "none", state, out.dtype)
+        self.written = [(f"{name}{at}", t) for name, t in self.tensors.items() if name != "grad"]
+        self.read = f"grad{at}", tensors["grad"]
+
+    def pointers(self) -> dict[str, int]:
+        return {formats.COLUMNS.get(name, name): t.data_ptr() for name, t in self.tensors.items()}
+
+
+def _check_grad(at: str, grad: Tensor, name: str, like: Tensor) -> None:
+    checks.tensor(f"grad{at}", grad, numel=like.numel(), why=f"as {name} has")
+    if grad.shape != like.shape and grad.dim() > 1 and like.dim() > 1:
+        shapes = f"{tuple(grad.shape)}; {name} has {tuple(like.shape)}"
+        raise ValueError(f"grad{at} has shape {shapes}; allowed: the same shape, or a flat span")
+
+
+def _check_scales(at: str, tensors: Mapping[str, Tensor], names: Sequence[str], n: int) -> None:
+    for name in names:
+        if name not in tensors:
+            raise ValueError(f"exp_avg{at} is int8 and {name}{at} is missing; allowed: int8 states with their scales")
+        checks.tensor(f"{name}{at}", tensors[name], (torch.float32,), formats.blocks(n), why=formats.PER_BLOCK)
+
+
+def update_directions(
+    grad: Tensors,
+    roles: Mapping[str, Tensors | None],
+    out: Tensors,
+    hyper: Mapping[str, Any],
+    scale: float,
+    impl: str | None,
+) -> None:
+    """Checks all tensors, then computes all directions of `muon` in one call."""
+    outs = checks.as_list("out", out) or []
+    n = len(outs)
+    given = {"grad": grad, **roles}
+    lists = {k: found for k, value in given.items() if (found := checks.as_list(k, value, n, "out")) is not None}
+    at = (lambda i: "") if isinstance(out, Tensor) else (lambda i: f"[{i}]")
+    rows = [_DirectionRow(at(i), {"out": outs[i], **{k: v[i] for k, v in lists.items()}}) for i in range(n)]
+    named = [w for row in rows for w in row.written]
+    checks.no_overlap(named, [row.read for row in rows])
+    device = checks.one_device([*named, *(row.read for row in rows)])
+    factor = checks.number("scale", scale)
+    with implementation(impl, device) as family:
+        if family == REFERENCE:
+            for row in rows:
+                reference.muon(**{**row.tensors, **hyper}, scale=factor)
+        else:
+            _run_table(_table_of(family, device), "muon", rows, {"lr": 0.0, **hyper}, factor)
+    say_written(tensor for _, tensor in named)
 
 
 def update(
@@ -174,7 +236,7 @@ def _table_of(family: str, device: torch.device) -> Callable[[int, int], Any]:
 def _run_table(
     make_table: Callable[[int, int], Any],
     algorithm: str,
-    rows: list[_Row],
+    rows: Sequence[_Row | _DirectionRow],
     settings: Mapping[str, Any],
     scale: float,
 ) -> None:
@@ -188,7 +250,7 @@ def _run_table(
         table.set_row(
             i,
             group=numbers[row.group],
-            numel=row.tensors["param"].numel(),
+            numel=row.numel,
             key=row.key,
             first=row.first,
             **row.pointers(),

@@ -37,7 +37,7 @@ __all__ = [
 
 ARCHITECTURES = (80, 90, 100, 103, 120)
 MODULES = (
-    "accumulate", "cast", "codecs", "ferry", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq",
+    "accumulate", "cast", "codecs", "ferry", "fingerprint", "flatten", "muon", "prepare", "stream", "strided", "sumsq",
     "variants", "words",
 )  # fmt: skip
 FAST_FLOAT64 = (80, 90, 100)  # of all architectures, those with at least half as many float64 units as fp32 units

@@ -147,6 +147,7 @@ def _scalars(constants, wides, marks, order, group, ngroups, scale):
     first = ((flags & 8) != 0) & ((counted == 0) | (made == 0))
     step = tl.where(counted, made + 1, step)
     is_adam, is_adagrad = algorithm == 1, algorithm == 3
+    beta1 = tl.where(algorithm == 5, momentum, beta1)
     decoupled = ((flags & 1) != 0) | (algorithm == 2)
     unbias = 1.0 - _power(beta1, step)
     late = 1.0 + (step - 1).to(tl.float64) * lr_decay

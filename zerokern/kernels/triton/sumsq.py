@@ -107,6 +107,28 @@ def _other_rows(sums, start, begin, left, TYPE: tl.constexpr, ROWS: tl.constexpr
     return sums
 
 
+@triton.jit
+def squares_of_chunks(
+    start, left, TYPE: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """The lanes of CHUNKS chunks, of which `left` elements from the address `start` on are there."""
+    blocks = tl.min(left, axis=0) // (ROWS * LANES)
+    if VEC > 1:
+        ragged = (start % (VEC * WIDTH)) | (left % VEC)
+        blocks = tl.where(tl.max(ragged, axis=0) == 0, blocks, -1)
+    sums = tl.zeros((CHUNKS, LANES), tl.float64)
+    if blocks > 0:
+        sums = _whole_rows(start, blocks, TYPE, CHUNKS, ROWS, VEC)
+    if VEC == 1:
+        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, 1)
+    elif blocks >= 0:
+        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, VEC)
+    else:
+        sums = _other_rows(sums, start, 0, left, TYPE, SOME, 1)
+    return sums
+
+
 @triton.jit(
     do_not_specialize=["index", "base", "nchunks"],
     do_not_specialize_on_alignment=["out", "partials", "pointers", "numels"],
@@ -127,19 +149,7 @@ def sumsq_chunks(
     first = tl.load(chunks + 2 * chunk + 1, mask=some, other=0).to(tl.int64) * CHUNK
     left = tl.minimum(tl.load(numels + row, mask=some, other=0) - first, CHUNK).to(tl.int32)
     start = base + tl.load(pointers + row, mask=some, other=0) + first * WIDTH
-    blocks = tl.min(left, axis=0) // (ROWS * LANES)
-    if VEC > 1:
-        ragged = (start % (VEC * WIDTH)) | (left % VEC)
-        blocks = tl.where(tl.max(ragged, axis=0) == 0, blocks, -1)
-    sums = tl.zeros((CHUNKS, LANES), tl.float64)
-    if blocks > 0:
-        sums = _whole_rows(start, blocks, TYPE, CHUNKS, ROWS, VEC)
-    if VEC == 1:
-        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, 1)
-    elif blocks >= 0:
-        sums = _other_rows(sums, start, blocks * (ROWS * LANES), left, TYPE, SOME, VEC)
-    else:
-        sums = _other_rows(sums, start, 0, left, TYPE, SOME, 1)
+    sums = squares_of_chunks(start, left, TYPE, WIDTH, CHUNKS, ROWS, SOME, VEC)
     tl.store(partials + chunk, sum_halves(sums, CHUNKS, LANES), mask=some)
     if is_last_program(counter):
         tl.store(out + index, sum_columns(partials, nchunks))
@@ -164,8 +174,7 @@ class SumsqTable:
         self.dtype = dtype
         self.nrows = len(numels)
         self.nchunks = len(chunks)
-        multiprocessors, short = _gpu(device)
-        self._shape = shape_of(self.nchunks, dtype.itemsize, multiprocessors, short=short)
+        self._shape = shape_there(device, self.nchunks, dtype)
         self._chunks = upload(chunks, device)
         self._numels = upload(array("q", numels), device)
         self._partials = torch.empty(max(self.nchunks, 1), dtype=torch.float64, device=device)
@@ -196,10 +205,16 @@ class SumsqTable:
             base,
             self._numels,
             self.nchunks,
-            **_constants(shape, self.dtype),
+            **constants(shape, self.dtype),
             num_warps=shape.num_warps,
             enable_fp_fusion=False,
         )
+
+
+def shape_there(device: torch.device, nchunks: int, dtype: torch.dtype) -> Shape:
+    """`shape_of` on a device."""
+    multiprocessors, short = _gpu(device)
+    return shape_of(nchunks, dtype.itemsize, multiprocessors, short=short)
 
 
 @functools.cache
@@ -211,7 +226,8 @@ def _gpu(device: torch.device) -> tuple[int, bool]:
     return int(found.multi_processor_count), 10 * found.major + found.minor not in FAST_FLOAT64
 
 
-def _constants(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+def constants(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments of a kernel that sums chunks."""
     vec = 1 if shape.lanes == 1 else 16 // dtype.itemsize
     rows = {"ROWS": shape.rows, "SOME": min(shape.rows, SOME_ROWS)}
     return {"TYPE": TYPES[dtype], "WIDTH": dtype.itemsize, "CHUNKS": shape.chunks, **rows, "VEC": vec}
@@ -250,10 +266,10 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
             sumsq_chunks,
             f"{str(dtype).removeprefix('torch.')} {name}",
             signature,
-            _constants(shape, dtype),
+            constants(shape, dtype),
             Promises(
                 REGISTERS,
-                fma={} if name.startswith("short") else {"f64": _fmas(shape)},
+                fma={} if name.startswith("short") else {"f64": fmas(shape)},
                 wide=("load",) if shape.lanes > 1 else (),
                 shared=SHARED,
                 float64=TREES,
@@ -263,12 +279,13 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
             scarce=name.startswith("short"),
         )
         for dtype in TYPES
-        for name, shape in _shapes(dtype.itemsize)
+        for name, shape in shapes(dtype.itemsize)
         if every or dtype != torch.float16
     ]
 
 
-def _shapes(width: int) -> list[tuple[str, Shape]]:
+def shapes(width: int) -> list[tuple[str, Shape]]:
+    """The shapes that kernels are compiled in, by name."""
     return [
         ("wide", WIDE[width]),
         ("narrow", NARROW),
@@ -277,6 +294,6 @@ def _shapes(width: int) -> list[tuple[str, Shape]]:
     ]
 
 
-def _fmas(shape: Shape) -> int:
+def fmas(shape: Shape) -> int:
     """Multiply-adds that the source names for a thread: whole rows twice, other rows for each alignment."""
     return (2 * shape.rows + (2 if shape.lanes > 1 else 1) * min(shape.rows, SOME_ROWS)) * shape.lanes

@@ -19,7 +19,9 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels import checks, formats
 from zerokern.kernels.reference_codecs import splitmix64
+from zerokern.kernels.triton import muon as directions
 from zerokern.kernels.triton import prepare as preparing
+from zerokern.kernels.triton import sumsq as squares
 from zerokern.kernels.triton import update as updating
 from zerokern.kernels.triton.backend import capturing, check_device, launching
 from zerokern.kernels.triton.upload import refresh, tile_map, upload
@@ -62,11 +64,13 @@ def _bits(number: float) -> int:
 
 
 class _Sent(NamedTuple):
-    """What the device has: the order, the rows, and for each launch its formats and its tiles."""
+    """What the device has: the order, the rows, for each launch its formats and its tiles, and where directions are
+    measured, for each such launch the dtype and the chunks."""
 
     order: Tensor
     rows: Tensor
     launches: list[tuple[Formats, Tensor, int]]
+    measured: list[tuple[torch.dtype, Tensor, int]]
 
 
 class DeviceTable:
@@ -188,6 +192,12 @@ class DeviceTable:
                     outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
                     **made.constants(self.config), **made.options(self.config),
                 )  # fmt: skip
+            for dtype, chunks, nchunks in sent.measured:
+                shape = squares.shape_there(self.device, nchunks, dtype)
+                directions.direction_sums[(-(-nchunks // shape.chunks),)](
+                    outcome, sent.rows, chunks, nchunks,
+                    **directions.constants(shape, dtype), num_warps=shape.num_warps, enable_fp_fusion=False,
+                )  # fmt: skip
 
     def _address(self, scale: float, control: Control | None) -> None:
         """The header of the order, and each group's witness."""
@@ -221,25 +231,33 @@ class DeviceTable:
         self._known = self._order[:]
         return self._sent
 
-    def _plan(self) -> tuple[Tensor, list[tuple[Formats, Tensor, int]]]:
+    def _plan(self) -> tuple[Tensor, list[tuple[Formats, Tensor, int]], list[tuple[torch.dtype, Tensor, int]]]:
         """Cuts the rows of each combination of formats into tiles, and marks those whose addresses are aligned."""
         members: dict[Formats, list[int]] = {}
         for row, group in enumerate(self.columns["group"]):
             made = self._formats[group]
             assert made is not None, f"group {group} has no formats"
             members.setdefault(made, []).append(row)
-        numels = self.columns["numel"]
-        launches = []
+        launches, measured = [], []
         for made, rows in members.items():
             for row in rows:
                 self.columns["aligned"][row] = self._is_aligned(row, made.vector)
-            tiles = tile_map([numels[row] for row in rows], self.config.numel)
+            tiles = self._map(rows, self.config.numel)
             if len(tiles):
-                if len(rows) < self.nseg:
-                    numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")[tiles[:, 0].long()]
-                    tiles = torch.stack((numbers, tiles[:, 1]), 1)
                 launches.append((made, upload(tiles, self.device), len(tiles)))
-        return upload(self._rows, self.device), launches
+                if made.algorithm == "muon" and made.out is not None:
+                    chunks = self._map(rows, squares.CHUNK.value)
+                    measured.append((made.out, upload(chunks, self.device), len(chunks)))
+        return upload(self._rows, self.device), launches, measured
+
+    def _map(self, rows: Sequence[int], tile: int) -> Tensor:
+        """(row, tile within the row) of each program, for some of the rows."""
+        numels = self.columns["numel"]
+        tiles = tile_map([numels[row] for row in rows], tile)
+        if len(tiles) and len(rows) < self.nseg:
+            numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")[tiles[:, 0].long()]
+            tiles = torch.stack((numbers, tiles[:, 1]), 1)
+        return tiles
 
     def _is_aligned(self, row: int, vector: int) -> bool:
         """Whether vectors fit the row's length and, whatever the widths, its addresses."""

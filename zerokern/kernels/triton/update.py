@@ -31,6 +31,7 @@ from zerokern.kernels.triton.codecs import (
     widened,
 )
 from zerokern.kernels.triton.lion import lion
+from zerokern.kernels.triton.muon import muon
 from zerokern.kernels.triton.prepare import CONSTANTS, WIDE
 from zerokern.kernels.triton.sgd import sgd
 
@@ -160,6 +161,8 @@ def _coded(
         root_scale = block_scale(root)
         tl.store(root_scale_at, root_scale, mask=some)
         tl.store(root_at, encode_root(root, root_scale), mask=mask)
+    elif ALGORITHM == "muon":
+        p, m = muon(g * factor, value_of_code(codes) * scale, c[6], c[8], c[18] != 0.0)
     else:
         p, m = lion(
             p, g * factor, value_of_code(codes) * scale, c[6], c[7], 0.0, 0.0, 0.0, c[1],
@@ -196,6 +199,8 @@ def _plain(
         tl.store(v_at, rounded(v, STATE), mask=mask)
     elif ALGORITHM == "lion":
         p, m = lion(p, g, m, c[6], c[7], c[19], d[0], d[1], c[1], c[2], EXACT, APART, GROUP)
+    elif ALGORITHM == "muon":
+        p, m = muon(g, m, c[6], c[8], c[18] != 0.0)
     elif ALGORITHM == "adagrad":
         p, m = adagrad(p, g, m, c[5], c[3], c[4], c[20], d[2], coupled, EXACT, APART, GROUP)
     else:
@@ -225,12 +230,19 @@ def _tile(
         mask = tl.max_constancy(mask, [1, VEC])
     g = tl.load(_at((grad,), 0, base, GRAD, GRAD_WIDTH, VEC) + at, mask=mask, other=0.0)
     g = widened(g)
-    p = _load_param(words, base, at, mask, PARAM, MASTER, VEC)
+    if ALGORITHM == "muon":  # no parameter; what the rule returns for one is the direction
+        p = g
+    else:
+        p = _load_param(words, base, at, mask, PARAM, MASTER, VEC)
     if STATE == tl.int8:
         p = _coded(words, base, at, block, mask, some, g, p, c, ALGORITHM, VEC)
     else:
         p = _plain(words, base, at, mask, g, p, c, d, ALGORITHM, STATE, STATE_WIDTH, VEC, GROUP)
-    _publish(words, base, at, mask, p, marks, PARAM, MASTER, OUT, RANDOM, VEC)
+    if ALGORITHM == "muon":
+        WIDTH: tl.constexpr = 4 if OUT == tl.float32 else 2
+        tl.store(_at(words, 7, base, OUT, WIDTH, VEC) + at, rounded(p, OUT), mask=mask)
+    else:
+        _publish(words, base, at, mask, p, marks, PARAM, MASTER, OUT, RANDOM, VEC)
 
 
 @triton.jit

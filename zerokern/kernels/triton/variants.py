@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from zerokern.kernels.formats import BLOCK, MOMENTS
+from zerokern.kernels.formats import BLOCK
 from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.update import update
@@ -120,7 +120,7 @@ SIGNATURE = {
 }
 # Fused multiply-adds by name, per element, and those of exact rules in pairs. sm_100 fuses two at a time: of SGD's with
 # a buffer one may be idle.
-FMAS = {"adam": 7}
+FMAS = {"adam": 7, "muon": 2}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
 REGISTERS = {False: 120, True: 136}
 PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
@@ -138,7 +138,9 @@ def every_format() -> Iterator[Formats]:
     states = {"adam": averages, "lion": averages, "adagrad": sums, "sgd": ("none", *sums)}
     masters = [(fp32, "fp32", False), (bf16, "split16", False), (bf16, "split8", False)]
     masters += [(dtype, "none", random) for dtype in (bf16, fp16) for random in (False, True)]
-    for algorithm in MOMENTS:
+    for grad, state, out in product(TYPES, averages, (fp32, bf16)):
+        yield Formats("muon", grad, bf16, "none", state, out, False)
+    for algorithm in states:
         for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
             for out in (None, bf16, fp16):
                 yield Formats(algorithm, grad, param, master, state, out, random)
@@ -160,6 +162,8 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
         Formats("lion", bf16, bf16, "split16", "fp32", None, False),
         Formats("adagrad", bf16, bf16, "split16", "fp32", None, False),
         Formats("sgd", bf16, bf16, "none", "fp32", None, True),
+        Formats("muon", bf16, bf16, "none", "bf16", bf16, False),
+        Formats("muon", bf16, bf16, "none", "int8", bf16, False),
     ]
     many = (
         made
@@ -173,7 +177,7 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
 
 def _jobs(made: Formats, config: Config) -> list[dict[str, Any]]:
     """One for all GPUs, or, where the rule is one of float64, one for those that have it and one for others."""
-    if made.algorithm == "adam" or made.state in ("bf16", "int8"):
+    if made.algorithm in ("adam", "muon") or made.state in ("bf16", "int8"):
         return [_job(made, config, None)]
     return [_job(made, config, True), _job(made, config, False)]
 

@@ -1,0 +1,219 @@
+"""The iteration against torch's own, bit for bit from the same matrix; norms, layouts and memory; how it is applied."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_cases import same_bits
+from tables import each
+from torch import Tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from zerokern.kernels import ops, reference
+from zerokern.kernels.orthogonal import (
+    COEFFICIENTS,
+    EPS,
+    STEPS,
+    adjusted_lr,
+    apply_settings,
+    orthogonalize_,
+    workspace_numel,
+)
+
+SHAPES = [(64, 64), (100, 300), (300, 100), (513, 128), (7, 1), (1, 9)]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def sums_of(x: Tensor) -> Tensor:
+    """As `ops.muon` writes them."""
+    matrices = x.reshape(-1, x.shape[-2] * x.shape[-1])
+    sums = [[ops.sumsq(chunk) for chunk in one.split(reference.SUMSQ_CHUNK)] for one in matrices]
+    found = torch.tensor(sums, dtype=torch.float64)
+    return found if x.dim() == 3 else found[0]
+
+
+def newton_schulz(x: Tensor, steps: int = STEPS) -> Tensor:
+    """Torch's loop, from a matrix that is normalised already."""
+    a, b, c = COEFFICIENTS
+    tall = x.shape[0] > x.shape[1]
+    now = x.T if tall else x
+    for _ in range(steps):
+        gram = now @ now.T
+        now = torch.addmm(now, torch.addmm(gram, gram, gram, beta=b, alpha=c), now, beta=a)
+    return now.T.contiguous() if tall else now
+
+
+def matrix(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.01).to(dtype)
+
+
+@each("dtype", DTYPES)
+@each("shape", SHAPES)
+def test_the_bits_are_those_of_torch_from_the_same_matrix(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = matrix(shape, dtype)
+    normalised = (x.float() / max(math.sqrt(ops.sumsq(x)), EPS)).to(dtype)
+    for steps in (5, 4, 1, 0):
+        assert same_bits(orthogonalize_(x.clone(), sums_of(x), steps=steps), newton_schulz(normalised, steps)), steps
+
+
+def test_that_loop_is_the_one_of_torch() -> None:
+    x = matrix((96, 40), torch.bfloat16)
+    assert same_bits(
+        newton_schulz(x.div(x.norm())), _zeropower_via_newtonschulz(x.clone(), COEFFICIENTS, STEPS, EPS).contiguous()
+    )
+
+
+def test_no_further_from_float64_than_torch() -> None:
+    """In bf16 roundings of the products decide, whatever the norm's are: the mean of many matrices. In fp32 none do."""
+    errors = {"ours": 0.0, "ours in fp32": 0.0, "torch's": 0.0}
+    for seed in range(40):
+        u = matrix((48, 96), torch.float32, seed)
+        exact = newton_schulz(u.double() / u.double().norm())
+        found = {
+            "ours": orthogonalize_(u.bfloat16(), sums_of(u.bfloat16())),
+            "ours in fp32": orthogonalize_(u.clone(), sums_of(u)),
+            "torch's": _zeropower_via_newtonschulz(u, COEFFICIENTS, STEPS, EPS),
+        }
+        for name, one in found.items():
+            errors[name] += (one.double() - exact).norm().item() / 40
+    assert errors["ours"] <= 1.01 * errors["torch's"]
+    assert errors["ours in fp32"] <= 1e-3 * errors["torch's"]
+
+
+@each("dtype", DTYPES)
+@each("shape", [(3, 40, 90), (3, 90, 40), (1, 8, 8), (0, 4, 4), (2, 0, 4)])
+def test_a_batch_has_the_bits_of_its_matrices(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = matrix(shape, dtype)
+    sums = sums_of(x) if x.numel() else torch.empty(shape[0], 0 if 0 in shape[1:] else 1, dtype=torch.float64)
+    found = orthogonalize_(x.clone(), sums)
+    assert found.shape == x.shape
+    for one, mine in zip(x, found, strict=True):
+        if one.numel():
+            assert same_bits(mine, orthogonalize_(one.clone(), sums_of(one)))
+
+
+@each("shape", [(3, 40, 90), (3, 90, 40)])
+def test_a_batch_of_products_as_a_gpu_has_it(shape: tuple[int, int, int]) -> None:
+    """`_iterate` on the whole batch, its norms as a tensor: the way of tensors on a GPU, on this CPU."""
+    from zerokern.kernels import orthogonal
+
+    x = matrix(shape, torch.float32)
+    room = torch.empty(3 * workspace_numel(x))
+    norms = orthogonal._norms(sums_of(x), EPS).view(-1, 1, 1)
+    found = x.clone()
+    orthogonal._iterate(found, norms, room, STEPS, COEFFICIENTS)
+    torch.testing.assert_close(found, orthogonalize_(x, sums_of(x)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tensor_as_divisor_has_the_bits_of_a_number() -> None:
+    x, norm = matrix((64, 64), torch.bfloat16), torch.tensor(0.637)
+    by_tensor = torch.div(x, norm.view(1, 1), out=torch.empty_like(x))
+    assert same_bits(by_tensor, torch.div(x, norm.item(), out=torch.empty_like(x)))
+    assert same_bits(by_tensor, (x.float() / norm).bfloat16())
+
+
+def test_the_norm_has_the_bits_of_sumsq_and_eps_below_it() -> None:
+    from zerokern.kernels import orthogonal
+
+    x = matrix((300, 700), torch.bfloat16)
+    (norm,) = orthogonal._norms(sums_of(x).view(1, -1), 0.0).tolist()
+    assert norm == torch.tensor(math.sqrt(ops.sumsq(x))).float().item()
+    tiny = torch.full((4, 4), 1e-12)
+    assert same_bits(orthogonalize_(tiny.clone(), sums_of(tiny), steps=0), tiny / 1e-7)
+    assert orthogonalize_(torch.zeros(4, 4), torch.zeros(1, dtype=torch.float64)).tolist() == [[0.0] * 4] * 4
+    assert orthogonalize_(torch.ones(4, 4), torch.full((1,), torch.nan, dtype=torch.float64)).isnan().all()
+
+
+@each("dtype", DTYPES)
+@each("shape", [(512, 1024), (1024, 512)])
+def test_one_matrix_and_two_squares_beside_it(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = matrix(shape, dtype)
+    sums, bound = sums_of(x), (math.prod(shape) + 2 * min(shape) ** 2) * x.itemsize
+    assert workspace_numel(x) * x.itemsize == bound
+    assert peak(lambda: orthogonalize_(x, sums)) <= bound + 4096
+    workspace = torch.empty(workspace_numel(x), dtype=dtype)
+    assert peak(lambda: orthogonalize_(x, sums, workspace=workspace)) <= 4096
+
+
+def peak(call: object) -> int:
+    """The most bytes that torch's allocator lends at a time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    lent = most = 0
+    for event in profile.events():
+        if event.name == "[memory]":
+            lent += event.cpu_memory_usage
+            most = max(most, lent)
+    return most
+
+
+@each(
+    "wrong, error, words",
+    [
+        ({"x": torch.ones(4)}, ValueError, "a matrix (rows, cols) or a batch"),
+        ({"x": torch.ones(4, 4, dtype=torch.float16)}, TypeError, "x has dtype torch.float16"),
+        ({"x": torch.ones(4, 4).t()[:2]}, ValueError, "contiguous"),
+        ({"sums": torch.ones(2, dtype=torch.float64)}, ValueError, "sums has shape (2,); allowed: (1,)"),
+        ({"sums": torch.ones(1)}, TypeError, "torch.float64"),
+        ({"coefficients": (1.0, 2.0)}, ValueError, "three numbers (a, b, c)"),
+        ({"coefficients": (1.0, 2.0, math.nan)}, ValueError, "coefficients[2]=nan"),
+        ({"steps": 100}, ValueError, "steps=100"),
+        ({"steps": -1}, ValueError, "steps=-1"),
+        ({"eps": -1e-7}, ValueError, "eps=-1e-07"),
+        ({"workspace": torch.ones(47)}, ValueError, "workspace has 47 elements; allowed: at least 48"),
+        ({"workspace": torch.ones(48, dtype=torch.bfloat16)}, TypeError, "workspace has dtype"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_written(wrong: dict[str, object], error: type[Exception], words: str) -> None:
+    given = {"x": torch.ones(4, 4), "sums": torch.ones(1, dtype=torch.float64)} | wrong
+    before = given["x"].clone()
+    with pytest.raises(error) as caught:
+        orthogonalize_(given.pop("x"), given.pop("sums"), **given)
+    assert words in str(caught.value)
+    assert "x" in wrong or torch.equal(before, torch.ones(4, 4))
+
+
+def test_a_workspace_may_not_be_part_of_the_matrix() -> None:
+    memory = torch.ones(64)
+    with pytest.raises(ValueError, match="share memory"):
+        orthogonalize_(memory[:16].view(4, 4), torch.ones(1, dtype=torch.float64), workspace=memory[8:56])
+
+
+@each("rule", [None, "original", "match_rms_adamw"])
+@each("shape", [(400, 100), (100, 400), (64, 64), (7, 3)])
+def test_learning_rates_are_adjusted_as_torch_does(rule: str | None, shape: tuple[int, int]) -> None:
+    assert adjusted_lr(0.02, rule, shape) == _adjust_lr(0.02, rule, torch.Size(shape))
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"adjust_lr_fn='adamw'.*'match_rms_adamw'"):
+        adjusted_lr(0.02, "adamw", (2, 2))
+
+
+@each("direction", DTYPES)
+@each("master", ["fp32", "split16"])
+def test_applied_by_sgd_it_is_nearer_to_float64_than_torch(master: str, direction: torch.dtype) -> None:
+    """One pass against torch's two statements on fp32 parameters, of a value that both hold."""
+    lr, weight_decay = 0.02, 0.1
+    adjusted = adjusted_lr(lr, "match_rms_adamw", (300, 100))
+    generator = torch.Generator().manual_seed(0)
+    start, o = torch.randn(300, 100, generator=generator), torch.randn(300, 100, generator=generator).to(direction)
+    exact = start.double() * (1.0 - lr * weight_decay) - adjusted * o.double()
+    theirs = start.clone().mul_(1 - lr * weight_decay).add_(o.float(), alpha=-adjusted)
+    settings = apply_settings(lr, adjusted, weight_decay)
+    if master == "fp32":
+        mine = start.clone()
+        ops.sgd(mine, o, **settings)
+    else:
+        hi, low = ops.split(start, "split16")
+        ops.sgd(hi, o, remainder=low, **settings)
+        mine = ops.join(hi, low)
+    ours, torchs = ((one.double() - exact).abs() for one in (mine, theirs))
+    assert ours.max() < torchs.max() and ours.mean() < 0.8 * torchs.mean()
+    assert same_bits(mine, exact.float()) or (mine != exact.float()).sum() < 5  # rounded once
+
+
+def test_without_a_rate_nothing_is_decayed() -> None:
+    assert apply_settings(0.0, 0.0, 0.1) == {"lr": 0.0, "weight_decay": 0.0}

@@ -1,0 +1,194 @@
+"""Muon's whole-matrix half: the Newton-Schulz iteration by torch's matmul, and how its result is applied.
+
+`ops.muon` writes a matrix and the sums of its squares; `orthogonalize_` replaces the matrix by its orthogonal factor,
+roughly; the existing rule `sgd` applies that, with the two settings of `apply_settings`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+from zerokern.kernels import checks, reference
+
+__all__ = ["COEFFICIENTS", "EPS", "STEPS", "adjusted_lr", "apply_settings", "orthogonalize_", "workspace_numel"]
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+EPS = 1e-7
+STEPS = 5
+"""as `torch.optim.Muon` has them unless told otherwise"""
+_MOST_STEPS = 99
+_RULES = (None, "original", "match_rms_adamw")
+
+
+def orthogonalize_(
+    x: Tensor,
+    sums: Tensor,
+    *,
+    coefficients: Sequence[float] = COEFFICIENTS,
+    steps: int = STEPS,
+    eps: float = EPS,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Replaces a matrix, or each of a batch of equal ones, by what the iteration makes of it; returns `x`.
+
+    X = x / max(norm, eps); then `steps` times A = X X^T, X = a X + (b A + c A A) X, of the transpose where a matrix has
+    more rows than columns. All products are torch's, in the dtype of `x`: on one device they have the bits of
+    `torch.optim.Muon`'s iteration from the same X. X itself differs: torch rounds the norm to bf16, here it is the root
+    of `sums` in fp32, which is nearer to the truth. Nothing waits for a GPU.
+
+    Args:
+        x: (rows, cols), or (k, rows, cols), contiguous, in fp32 or bf16.
+        sums: float64 sums of squares of the chunks of each matrix, as `ops.muon` writes them: (chunks,) or (k, chunks).
+        workspace: memory for the iteration, of the dtype of `x`, at least `workspace_numel` elements, which must not
+            be part of `x`; None allocates it.
+
+    >>> x, sums = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([25.0], dtype=torch.float64)
+    >>> orthogonalize_(x, sums, coefficients=(1.5, -0.5, 0.0), steps=20)
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    matrices, chunk_sums = _checked(x, sums)
+    a, b, c = _coefficients(coefficients)
+    if checks.count("steps", steps, 0) > _MOST_STEPS:
+        raise ValueError(got("steps", steps, f"a whole number up to {_MOST_STEPS}"))
+    least = checks.number("eps", eps, 0.0)
+    room = _room(x, workspace)
+    if not x.numel():
+        return x
+    norms = _norms(chunk_sums, least)
+    if x.device.type == "cpu":
+        for matrix, norm in zip(matrices, norms.tolist(), strict=True):
+            _iterate(matrix, norm, room, steps, (a, b, c))
+    else:
+        _iterate(matrices if x.dim() == 3 else matrices[0], norms.view(-1, 1, 1), room, steps, (a, b, c))
+    return x
+
+
+def workspace_numel(x: Tensor) -> int:
+    """Returns how many elements the iteration needs beside `x`: those of one matrix and of two small squares.
+
+    On a GPU a batch is multiplied at once, and needs as much for each of its matrices.
+
+    >>> workspace_numel(torch.empty(10, 4)), workspace_numel(torch.empty(8, 10, 4))
+    (72, 72)
+    """
+    rows, cols = x.shape[-2:]
+    batch = x.shape[0] if x.dim() == 3 and x.device.type != "cpu" else 1
+    return batch * (rows * cols + 2 * min(rows, cols) ** 2)
+
+
+def adjusted_lr(lr: float, rule: str | None, shape: Sequence[int]) -> float:
+    """Returns the learning rate of a matrix of this shape.
+
+    "original", or None, multiplies by sqrt(max(1, rows / cols)); "match_rms_adamw" by 0.2 * sqrt(max(rows, cols)),
+    which gives updates the size of AdamW's. Both as `torch.optim.Muon` has them. Of a batch the last two sizes count.
+
+    >>> adjusted_lr(0.1, "original", (400, 100)), adjusted_lr(0.1, None, (100, 400))
+    (0.2, 0.1)
+    """
+    if rule not in _RULES:
+        raise ValueError(got("adjust_lr_fn", rule, "None, 'original' or 'match_rms_adamw'"))
+    rows, cols = shape[-2:]
+    if rule == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, cols)))
+    return lr * math.sqrt(max(1.0, rows / cols)) if cols else lr
+
+
+def apply_settings(lr: float, adjusted: float, weight_decay: float) -> dict[str, float]:
+    """Returns the two settings with which the rule `sgd`, without momentum, applies the result O as its gradient.
+
+    Muon's p' = (1 - lr * weight_decay) p - adjusted * O is p' = p - adjusted * (O + weight_decay' * p) with
+    weight_decay' = weight_decay * lr / adjusted. Without a buffer the rule computes in float64 and rounds once, where
+    torch's two statements round the decay factor, its product and the sum: so it is never further from the truth, and
+    with `split16` the rounded bits are kept as with every other rule.
+
+    >>> apply_settings(0.1, 0.2, 0.5)
+    {'lr': 0.2, 'weight_decay': 0.25}
+    """
+    return {"lr": adjusted, "weight_decay": weight_decay * lr / adjusted if adjusted else 0.0}
+
+
+def _checked(x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrices as (k, rows, cols), and their sums as (k, chunks)."""
+    checks.tensor("x", x, (torch.float32, torch.bfloat16))
+    if x.dim() not in (2, 3):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; allowed: a matrix (rows, cols) or a batch (k, rows, cols) of them"
+        )
+    matrices = x.detach().view(-1, *x.shape[-2:]) if x.numel() else x.detach()
+    chunks = -(-x.shape[-1] * x.shape[-2] // reference.SUMSQ_CHUNK)
+    wanted = (chunks,) if x.dim() == 2 else (x.shape[0], chunks)
+    checks.tensor("sums", sums, (torch.float64,))
+    if tuple(sums.shape) != wanted:
+        raise ValueError(
+            f"sums has shape {tuple(sums.shape)}; allowed: {wanted}, one for each started chunk of "
+            f"{reference.SUMSQ_CHUNK} elements of each matrix"
+        )
+    checks.one_device([("x", x), ("sums", sums)])
+    return matrices, sums.view(-1, chunks) if sums.numel() else sums
+
+
+def _coefficients(values: Sequence[float]) -> tuple[float, float, float]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or len(values) != 3:
+        raise ValueError(got("coefficients", values, "three numbers (a, b, c)"))
+    a, b, c = (checks.number(f"coefficients[{i}]", value) for i, value in enumerate(values))
+    return a, b, c
+
+
+def _room(x: Tensor, workspace: Tensor | None) -> Tensor:
+    numel = workspace_numel(x)
+    if workspace is None:
+        return torch.empty(numel, dtype=x.dtype, device=x.device)
+    checks.tensor("workspace", workspace, (x.dtype,))
+    if workspace.numel() < numel:
+        raise ValueError(f"workspace has {workspace.numel()} elements; allowed: at least {numel}")
+    checks.one_device([("x", x), ("workspace", workspace)])
+    checks.no_overlap([("x", x), ("workspace", workspace)])
+    return workspace.detach().view(-1)
+
+
+def _norms(chunk_sums: Tensor, least: float) -> Tensor:
+    """max(norm, least) of each matrix in fp32; a NaN stays. On a CPU chunks are added in order: `sumsq`'s sum."""
+    there = chunk_sums.device.type != "cpu"
+    totals = chunk_sums.sum(-1) if there else chunk_sums.cumsum(-1)[:, -1]
+    return totals.sqrt().float().clamp_(min=least)
+
+
+def _iterate(x: Tensor, norm: float | Tensor, room: Tensor, steps: int, by: tuple[float, float, float]) -> None:
+    """The iteration on a matrix, or on a batch. X and its successor change places in the memory of `x` and in `room`.
+
+    A matrix with more rows than columns starts as a transposed view, and all that follows is laid out as its transpose
+    is: in the layouts of torch's own iteration, so that products take the same way through its libraries.
+    """
+    a, b, c = by
+    tall = x.shape[-2] > x.shape[-1]
+    small, large = sorted(x.shape[-2:])
+    batch = x.shape[:-2]
+    count = math.prod(batch)
+    lying = (*batch, small, large)
+    square = (*batch, small, small)
+    ends = [x.numel(), x.numel() + count * small * small, x.numel() + 2 * count * small * small]
+    other, gram, change = room[: ends[0]].view(lying), room[ends[0] : ends[1]], room[ends[1] : ends[2]]
+    gram, change = gram.view(square), change.view(square)
+    mine = x.view(lying)  # the same memory
+    if tall or steps % 2 == 0:
+        torch.div(x, norm, out=x)
+        now, following = x.mT if tall else x, other
+    else:
+        torch.div(x, norm, out=other)
+        now, following = other, mine
+    multiply, add_product = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
+    for _ in range(steps):
+        multiply(now, now.mT, out=gram)
+        add_product(gram, gram, gram, beta=b, alpha=c, out=change)
+        add_product(now, change, now, beta=a, out=following)
+        now, following = following, mine if following is other else other
+    if tall and steps:
+        if now is mine:
+            now = other.copy_(mine)
+        x.copy_(now.mT)
