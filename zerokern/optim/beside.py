@@ -66,7 +66,7 @@ class SplitCompute(HostCompute):
         members, rows = [pairs[at][0] for at in order], [pairs[at][1] for at in order]
         near = far.count(False)
         self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
-        self.streamed.lay_out(survey, groups, members[near:], rows[near:], steps, self._streams_from)  # type: ignore[arg-type]
+        self.streamed.lay_out(survey, groups, members[near:], rows[near:], steps, self._streams_from)
 
     def _open_table(self, nrows: int, ngroups: int) -> Any:
         """Opens a table of the device's kernels; where a device's memory is the host's, one of native calls."""

@@ -120,6 +120,9 @@ class Holdings:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
+        if algorithm.whole and self.order.config is not None:
+            do = "Records on a disk would cut matrices"
+            raise ValueError(got("tier", tier, f"'device' or 'cpu' for {name}", do))
         self.update = check_update(update, self.order)
         self.updated_on = self.update  # "auto", until that has chosen
         self.why = ""  # it has chosen that
@@ -273,6 +276,9 @@ class Holdings:
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
+        if self.algorithm.whole and self.update == "host" and is_apart(trained):
+            do = "Matrices are never orthogonalized on the host where parameters are on a GPU"
+            raise ValueError(got("update", self.update, "'device'", do))
         if self.update == "device" and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
             raise ValueError(got("update", self.update, "'host' or 'auto'", do))
@@ -320,6 +326,9 @@ class Holdings:
     def _choose(self, groups: Groups, of: Sequence[tuple[Tensor, Layout, dict[str, Any]]]) -> None:
         """Chooses where updates of these (parameter, its layout, its group) run from now on."""
         if not of:
+            return
+        if self.algorithm.whole:
+            self.updated_on, self.why = "device", "device: matrices are multiplied there"
             return
         self.updated_on, why = "host", ""
         if self.order.config is not None:
