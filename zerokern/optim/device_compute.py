@@ -108,6 +108,11 @@ class DeviceCompute(HostCompute):
         witnesses: dict[int, int] = {}
         for group, (i, _) in zip(self.table.columns["group"], members, strict=True):
             witnesses.setdefault(group, survey.numbers[i])
+        # the row that each parameter begins with: of whole matrices it may have several
+        begins: dict[int, int] = {}
+        for row, (i, _) in enumerate(members):
+            begins.setdefault(i, row)
+        self._begins = [begins[i] for i in sorted(begins)]
         self._witnesses = [witnesses[group] for group in range(len(self.groups))]
 
     def _open_table(self, nrows: int, ngroups: int) -> Any:
@@ -132,7 +137,8 @@ class DeviceCompute(HostCompute):
                 )
             self.table.set_group(number, **values)
         self.table.columns["grad"][:] = pointers
-        self._pointers = pointers
+        whole_ones = isinstance(self.table, MatrixTable)
+        self._pointers = array("Q", map(pointers.__getitem__, self._begins)) if whole_ones else pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
         """Launches the update of all rows."""

@@ -161,6 +161,7 @@ class MatrixTable:
             "state_format": state_format,
             "out_dtype": dtype,
             "lr": 0.0,
+            "first_step": False,
             "momentum": momentum,
             "nesterov": nesterov,
             "maximize": maximize,

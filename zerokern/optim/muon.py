@@ -29,9 +29,8 @@ class Muon(FusedOptimizer):
     `zk.muon_groups(model)` proposes which parameters go where. lr, weight_decay, momentum, nesterov, ns_coefficients,
     eps, ns_steps and adjust_lr_fn are torch's.
 
-    A matrix is updated whole, one at a time. Its average is the only state: with bf16 parameters, `state_format="bf16"`
-    and the exact master, 6 bytes per parameter in all, where AdamW's smallest exact one has 8. Under `zk.shard` each
-    matrix must lie whole on one rank.
+    A matrix is updated whole, one at a time. Beside a bf16 parameter lie 6 bytes of exact state, an fp32 average and a
+    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank.
 
     ns_dtype: what matrices are orthogonalized in, "bf16" or "fp32". By default bf16 on a GPU, and on a CPU fp32 unless
         the CPU multiplies bf16 itself. Also per param_group.
