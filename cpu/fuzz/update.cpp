@@ -12,7 +12,7 @@ namespace {
 constexpr uint32_t FLOATS[] = {ZK_F32, ZK_BF16, ZK_F16};
 constexpr uint32_t HALVES[] = {ZK_BF16, ZK_F16};
 constexpr uint32_t MASTERS[] = {ZK_MASTER_FP32, ZK_MASTER_SPLIT16, ZK_MASTER_SPLIT8, ZK_MASTER_NONE};
-constexpr uint32_t ALGORITHMS[] = {ZK_ADAM, ZK_LION, ZK_ADAGRAD, ZK_SGD};
+constexpr uint32_t ALGORITHMS[] = {ZK_ADAM, ZK_LION, ZK_ADAGRAD, ZK_SGD, ZK_MUON};
 
 // The buffers of all rows, in the order in which they were made.
 using Memory = std::vector<std::unique_ptr<Buffer>>;
@@ -44,7 +44,8 @@ zk_group valid_group(Random &random) {
               : g.algorithm == ZK_ADAGRAD ? random.pick(sums)
                                           : random.pick(averages);
     constexpr uint32_t outs[] = {ZK_NONE, ZK_BF16, ZK_F16};
-    g.out = random.pick(outs);
+    constexpr uint32_t directions[] = {ZK_F32, ZK_BF16};
+    g.out = g.algorithm == ZK_MUON ? random.pick(directions) : random.pick(outs);
     g.flags = static_cast<uint32_t>(random.below(16));
     if (g.master == ZK_MASTER_NONE && random.one_in(2)) g.flags |= ZK_STOCHASTIC;
     g.lr = random.unit();
@@ -78,13 +79,22 @@ zk_segment valid_segment(Call &call, Random &random, const zk_group &g, uint64_t
     // Adam's update may use an approximate division on int8 states; what follows from it is not compared.
     const Same exact = g.algorithm == ZK_ADAM && g.state == ZK_INT8 ? Same::unless_approximate : Same::all;
     s.grad = give(call, random, kind_of(g.grad), s.numel);
+    const int64_t blocks = (s.numel + ZK_BLOCK - 1) / ZK_BLOCK;
+    if (g.algorithm == ZK_MUON) {  // no parameter, and sums of chunks where others have a second average
+        s.exp_avg = give(call, random, g.state == ZK_INT8 ? Kind::bytes : kind_of(g.state), s.numel, false,
+                         g.state == ZK_INT8 ? Same::codes : Same::all);
+        if (g.state == ZK_INT8) s.exp_avg_scale = static_cast<float *>(give(call, random, Kind::fp32, blocks, true));
+        s.exp_avg_sq =
+            give(call, random, Kind::fp64, s.numel / ZK_SUMSQ_CHUNK + (s.numel % ZK_SUMSQ_CHUNK != 0), false);
+        s.out = give(call, random, kind_of(g.out), s.numel);
+        return s;
+    }
     if (g.master == ZK_MASTER_FP32)
         s.master = give(call, random, Kind::fp32, s.numel, false, exact);
     else
         s.param = give(call, random, g.master == ZK_MASTER_NONE ? kind_of(g.param) : Kind::bf16, s.numel, false, exact);
     if (g.master == ZK_MASTER_SPLIT16) s.remainder = give(call, random, Kind::words, s.numel, false, exact);
     if (g.master == ZK_MASTER_SPLIT8) s.remainder = give(call, random, Kind::bytes, s.numel, false, exact);
-    const int64_t blocks = (s.numel + ZK_BLOCK - 1) / ZK_BLOCK;
     if (g.state == ZK_INT8) {
         s.exp_avg = give(call, random, Kind::bytes, s.numel, false, Same::codes);
         s.exp_avg_scale = static_cast<float *>(give(call, random, Kind::fp32, blocks, true));
@@ -143,9 +153,10 @@ int64_t spoil_group(Call &call, Random &random) {
     const double not_a_fraction[] = {std::nan(""), 1.0, 1.5, -0.1, std::numeric_limits<double>::infinity()};
     const uint64_t number = random.below(call.groups.size());
     zk_group &g = call.groups[number];
-    switch (random.below(13)) {
+    constexpr uint64_t of_muon[] = {0, 1, 4, 5, 6, 7, 8, 12};  // the others are ignored
+    switch (g.algorithm == ZK_MUON ? random.pick(of_muon) : random.below(13)) {
         case 0:
-            g.algorithm = random.one_in(2) ? 0 : wrong_number(random, ZK_SGD);
+            g.algorithm = random.one_in(2) ? 0 : wrong_number(random, ZK_MUON);
             break;
         case 1:
             g.grad = random.one_in(2) ? 0 : wrong_number(random, ZK_F16);
@@ -165,7 +176,9 @@ int64_t spoil_group(Call &call, Random &random) {
             g.state = ZK_F16;
             break;
         case 6:
-            g.out = random.one_in(2) ? FLOATS[0] : wrong_number(random, ZK_F16);
+            g.out = g.algorithm == ZK_MUON ? static_cast<uint32_t>(random.one_in(2) ? ZK_NONE : ZK_F16)
+                    : random.one_in(2)     ? FLOATS[0]
+                                           : wrong_number(random, ZK_F16);
             break;
         case 7:
             g.flags |= 32u << random.below(27);
@@ -183,7 +196,9 @@ int64_t spoil_group(Call &call, Random &random) {
             g.step = -static_cast<int64_t>(random.next() >> 2 >> random.below(62));
             break;
         default:
-            if (g.algorithm == ZK_SGD)
+            if (g.algorithm == ZK_MUON)
+                g.momentum = random.pick(not_a_fraction);
+            else if (g.algorithm == ZK_SGD)
                 g.momentum = random.pick(bad);
             else if (g.algorithm == ZK_ADAGRAD)
                 g.lr_decay = random.one_in(2) ? -0.5 : random.pick(bad);
