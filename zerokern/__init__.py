@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from zerokern.integrations.deepspeed import from_deepspeed
     from zerokern.interop import export, load_pretrained
     from zerokern.io import Nvme
-    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, clip_grad_norm_, convert_state
+    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, Muon, clip_grad_norm_, convert_state, muon_groups
     from zerokern.parallel.pipelining import PipelineStage
     from zerokern.planner import Plan, measure, plan
     from zerokern.report import get_include, get_library, info
@@ -88,6 +88,7 @@ __all__ = [
     "IoError",
     "KernelError",
     "Lion",
+    "Muon",
     "Nvme",
     "PipelineStage",
     "Plan",
@@ -110,6 +111,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "measure",
+    "muon_groups",
     "no_sync",
     "plan",
     "recompute",
@@ -125,7 +127,10 @@ except PackageNotFoundError:  # a source tree on the path: only the installed pa
     __version__ = "0+source"
 
 _HOMES = {
-    **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion", "clip_grad_norm_", "convert_state"), "zerokern.optim"),
+    **dict.fromkeys(
+        ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "clip_grad_norm_", "convert_state", "muon_groups"),
+        "zerokern.optim",
+    ),
     **dict.fromkeys(
         (
             "BackendError",

@@ -102,6 +102,9 @@ class Table:
     def set_group(self, index: int, **values: Any) -> None:
         self.groups[index] = values
 
+    def set_row(self, index: int, **words: int) -> None:
+        self.table.set_row(index, **words)
+
     def run(self, scale: float, control: Any) -> None:
         assert len(control.witnesses) == len(self.groups)
         if self.double.out_of_memory:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
@@ -27,6 +28,7 @@ from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
+from zerokern.optim.matrices import Matrix
 from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.statistics import Reporting
@@ -37,7 +39,7 @@ from zerokern.zero.hooks import import_compiler, weakly
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.publishing import without_waiting
-from zerokern.zero.shard import shard_of
+from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import refuse
 
@@ -142,7 +144,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         closed = "closed, " if self.holdings.closed else ""
         said = f"{closed}tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
         chosen = f" ({self.holdings.why})" if self.holdings.why else ""
-        said += "" if self.update == "host" else f", update={self.update!r}{chosen}"
+        told = self.update != inspect.signature(type(self)).parameters["update"].default
+        said += "" if not told else f", update={self.update!r}{chosen}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     @torch._disable_dynamo
@@ -240,7 +243,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
             of_shards = () if grads is None else (grads, shards.shares, shards.starts, sums)
-            survey, binding = Survey(groups, self._algorithm.layout, *of_shards, hosted=shards.is_hosted), None
+            matrices = self._matrices(groups, () if shards.stand_alone else shards.shards)
+            layouts, hosted = self._algorithm.layout, shards.is_hosted
+            survey, binding = Survey(groups, layouts, *of_shards, hosted=hosted, matrices=matrices), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
             held = survey.hold() if grads is None else []
@@ -255,6 +260,10 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         self.runner.submit(survey, bind, prepare, first=binding is None)
         del held  # until here no other thread could free a gradient under the native calls
         return True
+
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[list[Matrix]]:
+        """Returns which matrices each parameter is made of, where the algorithm updates whole ones."""
+        return []
 
     def _ask(self, survey: Survey, pointers: array[int]) -> None:
         """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""

@@ -80,8 +80,8 @@ class SplitCompute(HostCompute):
         turns = [turns[at] for at in order]
         near = far.count(False)
         self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
-        some: Any = rows[near:]
-        self.streamed.lay_out(survey, groups, members[near:], some, steps, self._streams_from, turns[near:])
+        mine, some = members[near:], rows[near:]
+        self.streamed.lay_out(survey, groups, mine, some, steps, self._streams_from, turns[near:])
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         pointers = array("Q", map(pointers.__getitem__, self._order))

@@ -23,6 +23,7 @@ from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
+from zerokern.optim.matrices import MatrixTable
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.parts import Portion
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
@@ -33,8 +34,8 @@ from zerokern.zero.kinds import rest_of
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
 Member = tuple[int, Any]
-"""A row: the parameter's place in the survey, and the `RecordSpan` or `Portion` that it is; None: all of a parameter in
-memory."""
+"""A row: the parameter's place in the survey, and the `RecordSpan`, `Portion` or `Matrix` that it is; None: all of a
+parameter in memory."""
 Turns = Sequence[Sequence[int | Portion]]
 """Places among an optimizer's parameters that are updated one after the other, or portions of these parameters."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
@@ -71,7 +72,10 @@ def table_of(
             formats = row.layout.table_formats(groups[owner]["stochastic_seed"])
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
         group_of.append(number)
-    table = open_table(len(rows), len(made))
+    if survey.matrices:
+        table: Any = MatrixTable(open_table, [place for _, place in members], len(made))
+    else:
+        table = open_table(len(rows), len(made))
     table.columns["group"][:] = group_of
     numels = (survey.numels[i] if place is None else place.numel for i, place in members)
     table.columns["numel"][:] = array("Q", numels)
@@ -193,8 +197,11 @@ class HostCompute:
     def may_have_written(self, error: BaseException) -> bool:
         """Whether rows may have been written by a call that raised and was not carried out.
 
-        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it.
+        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it. Whole matrices take
+        several calls each.
         """
+        if isinstance(self.table, MatrixTable):
+            return self.table.begun
         return isinstance(error, Exception) and not isinstance(error, KernelError)
 
     def count(self, tier: StateTier) -> None:
@@ -319,12 +326,13 @@ class Binding:
             cell = cells[number % len(cells)]
             rows += [tier.row(i, place, cell) for i, place in batch.members]
             batch.end = len(rows)
-        staying = [(i, None) for i, param in enumerate(survey.params) if self.compute.stays(param)]
+        stays = [i for i, param in enumerate(survey.params) if self.compute.stays(param)]
+        staying = [(i, place) for i in stays for place in (survey.matrices[i] if survey.matrices else (None,))]
         turn_of = {number: turn for turn, some in enumerate(self.turns) for number in some}
         turns = [turn_of.get(survey.numbers[i], 0) for i, _ in staying]
         staying = [staying[at] for at in sorted(range(len(staying)), key=turns.__getitem__)]
         members += staying
-        rows += [tier.row(i, None, cells[0]) for i, _ in staying]
+        rows += [tier.row(i, place, cells[0]) for i, place in staying]
         index = [i for i, _ in members]
         self._shifts = [_start_of(member) * survey.grad_dtypes[member[0]].itemsize for member in members]
         self._index = None if index == list(range(len(survey.params))) and not any(self._shifts) else index
@@ -334,13 +342,13 @@ class Binding:
         self._is_laid_out = True
 
     def _batches_of(self) -> list[RowBatch]:
-        survey, tier = self.survey, self.tier
+        survey = self.survey
         found: dict[Any, RowBatch] = {}
         for i, turn, portion in self._in_turns():
             if self.compute.stays(survey.params[i]):
                 continue
             rest = rest_of(survey.params[i]) if survey.rests else None
-            for place in tier.places(i) if portion is None else (portion,):
+            for place in self._places_of(i, portion):
                 record = None if place is None else place.record
                 key = (turn, id(rest)) if record is None else record
                 batch = found.get(key)
@@ -351,6 +359,12 @@ class Binding:
                 if rest is not None and rest not in batch.params:
                     batch.params.append(rest)
         return sorted(found.values(), key=operator.attrgetter("order"))
+
+    def _places_of(self, i: int, portion: Portion | None) -> Sequence[Any]:
+        """Returns what of a parameter are rows of their own."""
+        if self.survey.matrices:
+            return self.survey.matrices[i]
+        return self.tier.places(i) if portion is None else (portion,)
 
     def _in_turns(self) -> list[tuple[int, int, Portion | None]]:
         """Returns all parameters of the survey, each with its turn, or once for each portion, with that one's."""

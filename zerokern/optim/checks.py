@@ -80,6 +80,33 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+def coefficients(name: str, value: Any) -> tuple[float, float, float]:
+    """Returns three finite numbers of any sign.
+
+    >>> coefficients("ns_coefficients", (3.4445, -4.775, 2.0315))
+    (3.4445, -4.775, 2.0315)
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
+        a, b, c = map(float, value)
+        if all(map(math.isfinite, (a, b, c))):
+            return a, b, c
+    raise ValueError(got(name, value, "three finite numbers"))
+
+
+def ns_steps(name: str, value: Any) -> int:
+    """Returns a number of iterations from 0 to 99, which is torch's bound."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 100:
+        raise ValueError(got(name, value, "a whole number from 0 to 99"))
+    return value
+
+
+def one_of(allowed: Sequence[Any], name: str, value: Any) -> Any:
+    """Returns `value` if it is one of those that are allowed."""
+    if value not in allowed:
+        raise ValueError(got(name, value, " | ".join(map(repr, allowed))))
+    return value
+
+
 def hints(group: dict[str, Any]) -> None:
     """Raises for torch's keywords that would mean something else here; `fused` is what these optimizers are."""
     for name, reason in _REFUSED.items():

@@ -19,6 +19,7 @@ from zerokern.optim import device
 from zerokern.optim.binding import Binding, HostCompute, Member, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
+from zerokern.optim.matrices import MatrixTable
 from zerokern.optim.outside import plain
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
@@ -112,8 +113,13 @@ class DeviceCompute(HostCompute):
         labels = self.book.choose(survey.numbers)
         self.table, self.groups = table_of(survey, groups, members, rows, labels, self._open_table)
         witnesses: dict[int, int] = {}
-        for group, number in zip(self.table.columns["group"], survey.numbers, strict=True):
-            witnesses.setdefault(group, number)
+        for group, (i, _) in zip(self.table.columns["group"], members, strict=True):
+            witnesses.setdefault(group, survey.numbers[i])
+        # the row that each parameter begins with: of whole matrices it may have several
+        begins: dict[int, int] = {}
+        for row, (i, _) in enumerate(members):
+            begins.setdefault(i, row)
+        self._begins = [begins[i] for i in sorted(begins)]
         self._witnesses = [witnesses[group] for group in range(len(self.groups))]
 
     def _open_table(self, nrows: int, ngroups: int) -> Any:
@@ -138,14 +144,16 @@ class DeviceCompute(HostCompute):
                 )
             self.table.set_group(number, **values)
         self.table.columns["grad"][:] = pointers
-        self._pointers = pointers
+        whole_ones = isinstance(self.table, MatrixTable)
+        self._pointers = array("Q", map(pointers.__getitem__, self._begins)) if whole_ones else pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
         """Launches the update of all rows."""
         self._done, self.table.begun = False, False
         with launching(self.place), whole("the step"):
             control = self._control()
-            self.table.run(scale, control)
+            launch = self.table.launch if isinstance(self.table, MatrixTable) else self.table.run
+            launch(scale, control)
             self._done = True
 
     def _control(self) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -31,13 +31,20 @@ TAKES_LESS = (
 )
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
+ADJUSTMENTS = (None, "original", "match_rms_adamw")  # of a learning rate to the shape of a matrix
+NS_DTYPES = (None, "bf16", "fp32")  # that matrices are orthogonalized in
 _MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
-_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, "momentum_buffer": torch.int8}
+_OF_MUON = "ns_steps"  # in the groups of an optimizer whose momentum_buffer may be codes
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "lr": checks.rate,
     "betas": checks.pair,
     **dict.fromkeys(("nesterov", "maximize", "decoupled_weight_decay"), checks.flag),
+    "ns_coefficients": checks.coefficients,
+    "ns_steps": checks.ns_steps,
+    "adjust_lr_fn": partial(checks.one_of, ADJUSTMENTS),
+    "ns_dtype": partial(checks.one_of, NS_DTYPES),
 }
 Group = dict[str, Any]
 FormatKey = tuple[bool, str, str | None, int | None]
@@ -81,6 +88,7 @@ class Algorithm:
     moments_by: str = ""  # the setting without which there are no moments
     begins_by: str = ""  # the setting that moments begin with; else they begin with zero
     fixed: tuple[tuple[str, Any], ...] = ()  # of each group, whatever a checkpoint says
+    whole: bool = False  # parameters are updated as whole matrices
 
     @property
     def optional(self) -> frozenset[str]:
@@ -268,6 +276,10 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
     """
     if state_format not in STATE_FORMATS:
         raise ValueError(got("state_format", state_format, " | ".join(map(repr, STATE_FORMATS))))
+    named = {key for entry in state_dict["state"].values() for key in as_kept(entry)}
+    of_muon = all(_OF_MUON in group for group in state_dict["param_groups"])
+    if state_format == "int8" and "momentum_buffer" in named and not of_muon:
+        raise ValueError(got("state_format", state_format, "'fp32' or 'bf16' for 'momentum_buffer' of SGD"))
     state = {key: as_saved(_converted(as_kept(one), state_format)) for key, one in state_dict["state"].items()}
     groups = [{**group, "state_format": state_format} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": groups}
@@ -316,8 +328,13 @@ def convert_moment(key: str, values: Mapping[str, Tensor], target: torch.dtype) 
     """
     value = values[key]
     if is_coded(key, value.dtype):
-        value = decode_int8(value, values[f"{key}_scale"], key)
+        value = decode_int8(value, values[f"{key}_scale"], _codec(key))
     if not is_coded(key, target):
         return {key: value.to(target)}
-    codes, scale = encode_int8(value.float().contiguous(), key)
+    codes, scale = encode_int8(value.float().contiguous(), _codec(key))
     return {key: codes, f"{key}_scale": scale}
+
+
+def _codec(key: str) -> Any:
+    """Returns the codec of a moment: one for squares, one for what has a sign."""
+    return "exp_avg_sq" if key == "exp_avg_sq" else "exp_avg"

@@ -121,6 +121,9 @@ class Holdings:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
+        if algorithm.whole and self.order.config is not None:
+            do = "Records on a disk would cut matrices"
+            raise ValueError(got("tier", tier, f"'device' or 'cpu' for {name}", do))
         self.update = check_update(update, self.order)
         self.updated_on = self.update  # "auto", until that has chosen
         self.why = ""  # it has chosen that
@@ -277,6 +280,9 @@ class Holdings:
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
+        if self.algorithm.whole and self.update == "host" and is_apart(trained):
+            do = "Matrices are never orthogonalized on the host where parameters are on a GPU"
+            raise ValueError(got("update", self.update, "'device'", do))
         if self.update == "device" and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
             raise ValueError(got("update", self.update, "'host' or 'auto'", do))
@@ -350,6 +356,9 @@ class Holdings:
         the slowest of them is as fast as it can be when each is.
         """
         if not of:
+            return
+        if self.algorithm.whole:
+            self.updated_on, self.why = "device", "device: matrices are multiplied there"
             return
         why = self._host_because(groups)
         if why:

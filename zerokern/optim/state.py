@@ -305,11 +305,13 @@ class SpanRow:
     """A row of the table: elements of a parameter, and where they and their state lie.
 
     `first`: its moment is yet to start from the gradient. `words`: addresses in the order of `pointer_words`.
+    `tensors`: the parameter's state, all of it, if that is in memory.
     """
 
     layout: Layout
     first: bool
     words: tuple[int, ...]
+    tensors: Sequence[Tensor] = ()
 
 
 class Row(SpanRow):
@@ -321,13 +323,13 @@ class Row(SpanRow):
     def __init__(self, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> None:
         self.param, self.param_pointer = param, param_pointer
         slots = [slot for slot in layout.slots if slot.column]
-        self.tensors = [entry[slot.key] for slot in slots]
-        held = self.tensors if rest_of(param) is not None else (param, *self.tensors)  # else it would count as in use
+        tensors = [entry[slot.key] for slot in slots]
+        held = tensors if rest_of(param) is not None else (param, *tensors)  # else it would count as in use
         self.storages = [tensor.untyped_storage() for tensor in held]
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         words = dict(zip((slot.column for slot in slots), addresses, strict=True))
         words[layout.param_column] = param_pointer
-        super().__init__(layout, first, pointer_words(words))
+        super().__init__(layout, first, pointer_words(words), tensors)
 
     def from_element(self, start: int) -> SpanRow:
         """Returns the row of the elements from this one on, the first of a block."""
@@ -336,7 +338,8 @@ class Row(SpanRow):
             for slot in self.layout.columns
         }
         shifts[self.layout.param_column] = start * self.layout.param_dtype.itemsize
-        return SpanRow(self.layout, self.first, tuple(map(operator.add, self.words, pointer_words(shifts))))
+        words = tuple(map(operator.add, self.words, pointer_words(shifts)))
+        return SpanRow(self.layout, self.first, words, self.tensors)
 
     def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
         return self.param is param and self.param_pointer == param_pointer and self.layout is layout

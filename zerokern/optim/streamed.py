@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.io.pieces import Width, plan
+from zerokern.io.pieces import Piece, Segment, Width, plan
 from zerokern.io.pieces import columns as columns_of
 from zerokern.memory import DeviceTier, Wanted
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim.binding import Member, TableGroup, set_groups, table_of
 from zerokern.optim.formats import TAKES_LESS
-from zerokern.optim.state import Row, SpanRow, pointer_words
+from zerokern.optim.matrices import Matrix, MatrixTable, SpareMatrix
+from zerokern.optim.state import SpanRow, pointer_words
 from zerokern.optim.survey import Groups, Survey
 
 __all__ = ["SLOTS", "Passage", "StreamedRows", "pieces_of"]
@@ -41,6 +42,14 @@ def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tup
     nbytes = min(max(-(-total // _PARTS), _LEAST), _MOST)
     pieces = plan(numels, widths, nbytes)
     return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
+
+
+def whole_pieces(matrices: Sequence[Matrix], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Any], int, int]:
+    """Returns what `pieces_of` does, where the state of a matrix is moved at once."""
+    sizes = [columns_of(mine, one.numel)[1] for mine, one in zip(widths, matrices, strict=True)]
+    segments = [Segment(span, one.start, one.numel, 0) for span, one in enumerate(matrices)]
+    pieces = [Piece((segment,), nbytes) for segment, nbytes in zip(segments, sizes, strict=True)]
+    return pieces, min(SLOTS, len(pieces)), max(sizes, default=0)
 
 
 @dataclass
@@ -107,6 +116,7 @@ class StreamedRows:
         self._turns: list[int] = []  # of each piece, the first of those that have rows in it
         self._last: Copy | None = None  # the end of the last update
         self._checked = False  # whether the copies have been
+        self._spare: SpareMatrix | None = None  # of all pieces
         self.began = False
         # of the update at hand: what it comes after, what has been launched, and its last launch
         self._start: Copy | None = None
@@ -120,7 +130,7 @@ class StreamedRows:
         survey: Survey,
         groups: Groups,
         members: Sequence[Member],
-        rows: Sequence[Row],
+        rows: Sequence[SpanRow],
         steps: Sequence[int],
         first: int,
         turns: Sequence[int],
@@ -128,7 +138,10 @@ class StreamedRows:
         """Cuts the rows into pieces. `first`: the number of the first one's gradient. `turns`: those of the rows."""
         self.wait()
         widths = [row.layout.widths for row in rows]
-        pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
+        if survey.matrices:
+            pieces, count, nbytes = whole_pieces([matrix for _, matrix in members], widths)
+        else:
+            pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
         if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
             self.slots = []  # before others are made, which the device clears first
             self._last = None
@@ -149,9 +162,15 @@ class StreamedRows:
                     resting.append(kept)
                     there.append(near)
                 spans.append(SpanRow(row.layout, row.first, pointer_words(pointers)))
-            mine = [(members[segment.span][0], segment) for segment in piece.segments]
+            mine: list[Member] = [(members[segment.span][0], segment) for segment in piece.segments]
+            if survey.matrices:
+                mine = [members[segment.span] for segment in piece.segments]
             table, made = table_of(survey, groups, mine, spans, steps, self._open_table)
-            shifts = [segment.start * survey.grad_dtypes[i].itemsize for i, segment in mine]
+            if isinstance(table, MatrixTable):
+                self._spare = table.spare = self._spare or table.spare
+                shifts = [0] * len(mine)  # their gradients' addresses are those of the matrices
+            else:
+                shifts = [segment.start * survey.grad_dtypes[i].itemsize for i, segment in mine]
             numbers = [first + segment.span for segment in piece.segments]
             self.pieces.append(StreamedPiece(resting, there, table, made, list(zip(numbers, shifts, strict=True))))
 
@@ -235,7 +254,7 @@ class StreamedRows:
         return sum(map(operator.attrgetter("nbytes"), self.slots))
 
 
-def _parts(row: Row, widths: Sequence[Width], segment: Any, slot: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _parts(row: SpanRow, widths: Sequence[Width], segment: Any, slot: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields the column of each tensor of a row's state, its part in the segment, and that part's place in a slot."""
     offsets, _ = columns_of(tuple(widths), segment.numel)
     end = segment.start + segment.numel

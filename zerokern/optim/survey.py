@@ -95,11 +95,13 @@ class Survey:
         sums: Sums = (),
         *,
         hosted: bool = False,
+        matrices: Sequence[Sequence[Any]] = (),
     ) -> None:
         """`grads`: by parameter of the groups, else those that parameters have. `shares`: for each parameter, the
         number of the sum that the squares of its gradient go into. `starts`: for each, where in a whole parameter it
         begins. `sums`: for each, that of its gradient's squares, where a device has measured it. `hosted`: the update
-        is decided in host memory, and some of the parameters may be on a device.
+        is decided in host memory, and some of the parameters may be on a device. `matrices`: of each parameter, where
+        whole matrices are updated.
         """
         self.all_params = params_of(groups)
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -112,6 +114,7 @@ class Survey:
         self.row_of = {number: row for row, number in enumerate(self.numbers)}
         self._idle_numbers = [number for number, has in enumerate(active) if not has]
         self.firsts = list(compress(starts, active)) if starts else [0] * len(self.params)
+        self.matrices = list(compress(matrices, active))
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
         _refuse(groups, self.numbers, self.params, dense_grads, hosted=hosted)
         home = self.params[0].device if self.params and not hosted else None

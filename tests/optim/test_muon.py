@@ -1,0 +1,536 @@
+"""zk.Muon against its definition written out slowly, against torch.optim.Muon, and across schedules and tiers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import (
+    SCHEDULES,
+    ByHand,
+    Row,
+    agree,
+    backward,
+    exact_calls,
+    optimizer_of,
+    train,
+    values,
+)
+from optim_cases import BF16, FP16, FP32, MAKERS, contents, make_params, same_bits, same_state, set_grads
+from tables import each
+from torch import Tensor, nn
+from worlds import World, alone, built, on_threads, refusal, says
+from zero_cases import IN, OUT
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+from zerokern.kernels import reference
+from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonalize_
+from zerokern.optim import Muon, matrices
+
+SHAPES = ((16, 16), (40, 24), (24, 130), (300, 260))
+CHUNK = 65536
+FORMATS = [
+    (FP32, None, "fp32"),
+    (FP32, None, "int8"),
+    (BF16, "split16", "fp32"),
+    (BF16, "split16", "bf16"),
+    (BF16, "split8", "int8"),
+    (BF16, "fp32", "bf16"),
+    (BF16, "none", "fp32"),
+    (FP16, "fp32", "fp32"),
+    (FP16, "none", "bf16"),
+]
+STATES = {"fp32": FP32, "bf16": BF16, "int8": torch.int8}
+NS = {"fp32": FP32, "bf16": BF16}
+
+
+class Slowly:
+    """The rule, matrix by matrix: `reference.muon`, the iteration by torch's matmul, `reference.sgd`."""
+
+    def __init__(
+        self, params: Sequence[Tensor], master_format: str | None, state_format: str, ns_dtype: str, **settings: Any
+    ) -> None:
+        self.params, self.ns_dtype = list(params), NS[ns_dtype]
+        self.settings = {
+            "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "maximize": False, "eps": 1e-7,
+            "ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "adjust_lr_fn": None, "split": 1,
+            **settings,
+        }  # fmt: skip
+        self.states: list[dict[str, Tensor]] = []
+        for param in params:
+            state = {"momentum_buffer": torch.zeros(param.shape, dtype=STATES[state_format])}
+            if state_format == "int8":
+                state["momentum_buffer_scale"] = torch.zeros(-(-param.numel() // 128))
+            if master_format in ("split16", "split8"):
+                kind = torch.int16 if master_format == "split16" else torch.int8
+                state["remainder"] = torch.zeros(param.shape, dtype=kind)
+            if master_format == "fp32" and param.dtype is not FP32:
+                state["master"] = param.detach().float()
+            self.states.append(state)
+
+    def step(self, scale: float = 1.0) -> None:
+        for param, state in zip(self.params, self.states, strict=True):
+            self.update(param.detach(), param.grad, state, scale)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], scale: float) -> None:
+        of = self.settings
+        height, width = param.numel() // param.size(-1) // of["split"], param.size(-1)
+        each = height * width
+        for begin in range(0, param.numel(), each):
+            part = {key: one.view(-1)[begin : begin + each] for key, one in state.items() if one.shape == param.shape}
+            direction = torch.empty(each, dtype=self.ns_dtype)
+            sums = torch.empty(-(-each // CHUNK), dtype=torch.float64)
+            scales = {}
+            if "momentum_buffer_scale" in state:
+                scales["exp_avg_scale"] = state["momentum_buffer_scale"][begin // 128 : -(-(begin + each) // 128)]
+            reference.muon(
+                grad.view(-1)[begin : begin + each], part["momentum_buffer"], direction, sums, scale=scale,
+                **{key: of[key] for key in ("momentum", "nesterov", "maximize")}, **scales,
+            )  # fmt: skip
+            direction = direction.view(height, width)
+            how = {"coefficients": of["ns_coefficients"], "steps": of["ns_steps"], "eps": of["eps"]}
+            orthogonalize_(direction, sums, **how)
+            rate = adjusted_lr(of["lr"], of["adjust_lr_fn"], (height, width))
+            rates = apply_settings(of["lr"], rate, of["weight_decay"])
+            kept = {key: part[key] for key in ("remainder", "master") if key in part}
+            mine = param.view(-1)[begin : begin + each]
+            to = {"out": mine} if "master" in kept else {}
+            reference.sgd(mine, direction.reshape(-1), None, **rates, **kept, **to)
+
+    def agrees(self, optimizer: Any, params: Sequence[Tensor]) -> bool:
+        theirs = [
+            optimizer.state[param][key] for param, state in zip(params, self.states, strict=True) for key in state
+        ]
+        mine = [one for state in self.states for one in state.values()]
+        return same_bits([param.detach() for param in params], [one.detach() for one in self.params]) and same_bits(
+            theirs, mine
+        )
+
+
+def twins(shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = FP32) -> tuple[list, list]:
+    return make_params(shapes, dtype), make_params(shapes, dtype)
+
+
+@each("dtype, master_format, state_format", FORMATS)
+@each("ns_dtype", ["fp32", "bf16"])
+def test_the_bits_of_the_rule_written_out(
+    dtype: torch.dtype, master_format: str | None, state_format: str, ns_dtype: str
+) -> None:
+    params, others = twins(dtype=dtype)
+    ours = Muon(params, lr=0.02, master_format=master_format, state_format=state_format, ns_dtype=ns_dtype)
+    slow = Slowly(others, master_format, state_format, ns_dtype, lr=0.02)
+    for step in range(4):
+        set_grads(params, others, seed=step)
+        ours.step()
+        slow.step()
+    assert slow.agrees(ours, params)
+
+
+@each("settings", [
+    {"nesterov": False},
+    {"maximize": True, "weight_decay": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.3},
+    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7, "eps": 0.1},
+    {"lr": torch.tensor(0.05)},
+])  # fmt: skip
+def test_the_bits_of_every_setting(settings: dict) -> None:
+    params, others = twins()
+    ours = Muon(params, **{"lr": 0.02, **settings}, ns_dtype="fp32")
+    slow = Slowly(
+        others, None, "fp32", "fp32", **{"lr": 0.02, **{k: v if k != "lr" else float(v) for k, v in settings.items()}}
+    )
+    for step in range(3):
+        set_grads(params, others, seed=step)
+        ours.step()
+        slow.step()
+    assert slow.agrees(ours, params)
+
+
+@each("shape, split", [((3 * 32, 48), 3), ((4, 16, 64), 4), ((2 * 12, 33), 2)])
+@each("state_format", ["fp32", "int8"])
+def test_slices_of_a_parameter_are_matrices_of_their_own(shape: tuple, split: int, state_format: str) -> None:
+    if state_format == "int8" and shape[-1] == 33:
+        with pytest.raises(ValueError, match="a multiple of 128"):
+            step_once(Muon(make_params([shape]), split=split, state_format="int8"))
+        return
+    params, others = twins([shape])
+    ours = Muon(params, lr=0.02, split=split, state_format=state_format, ns_dtype="fp32")
+    slow = Slowly(others, None, state_format, "fp32", lr=0.02, split=split)
+    for step in range(3):
+        set_grads(params, others, seed=step)
+        ours.step()
+        slow.step()
+    assert slow.agrees(ours, params)
+    together = make_params([(shape[0], shape[-1])] if len(shape) == 2 else [(shape[0] * shape[1], shape[2])])
+    other = Muon(together, lr=0.02, state_format=state_format, ns_dtype="fp32")
+    for step in range(3):
+        set_grads(together, seed=step)
+        other.step()
+    assert not torch.equal(together[0].view(-1), params[0].detach().view(-1)), "one matrix is another update"
+
+
+def step_once(optimizer: Any, seed: int = 0, scale: float = 1.0) -> None:
+    set_grads([param for group in optimizer.param_groups for param in group["params"]], seed=seed, scale=scale)
+    optimizer.step()
+
+
+def test_torch_is_followed() -> None:
+    """As far as fp32 is from torch's bf16 iteration."""
+    for settings in ({}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.2, "ns_steps": 3}):
+        params, others = twins(SHAPES[:3])
+        ours, theirs = Muon(params, lr=0.02, ns_dtype="bf16", **settings), torch.optim.Muon(others, lr=0.02, **settings)
+        for step in range(5):
+            set_grads(params, others, seed=step)
+            ours.step()
+            theirs.step()
+        for param, other in zip(params, others, strict=True):
+            torch.testing.assert_close(param, other, rtol=0, atol=2e-3)
+            torch.testing.assert_close(
+                ours.state[param]["momentum_buffer"], theirs.state[other]["momentum_buffer"], rtol=1e-6, atol=1e-6
+            )
+
+
+class Matrices(nn.Module):
+    """A root and two units, tall, wide and square, of bytes that no bucket fits; nothing but matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(IN, 10, bias=False)
+        blocks = [nn.Sequential(nn.Linear(10, 23, bias=False), nn.Tanh(), nn.Linear(23, 10, bias=False))]
+        self.blocks = nn.ModuleList([*blocks, nn.Linear(10, 10, bias=False)])
+        self.leave = nn.Linear(10, OUT, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(IN, 16, bias=False), nn.Linear(16, OUT, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x).tanh())
+
+
+@pytest.fixture(autouse=True)
+def makers(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_muon = lambda params, **kw: Muon(params, **{"lr": 1e-2, "weight_decay": 0.1, **kw})  # noqa: E731
+    monkeypatch.setitem(MAKERS, "muon", of_muon)
+
+
+def muon(wrap: str = "plain", dtype: str = "fp32", clip: str = "random", **settings: Any) -> Row:
+    return Row(wrap, dtype, clip, **{"name": "muon", "make": Matrices, "steps": 5, "broken": (2,), **settings})
+
+
+def follow(world: World, row: Row, settings: dict[str, Any]) -> None:
+    """The bits of the device tier and "sync"; with a delay those of the loop by hand."""
+    hand = ByHand(row, world, exact_calls(settings["schedule"]))
+    expected = train(world, row, hand.model, hand)
+    model = row.model(world)
+    ours = optimizer_of(row, model, **settings)
+    agree(train(world, row, model, ours), expected, ahead=True)
+    ours.flush()
+    hand.flush()
+    assert same_bits(values(model), values(hand.model))
+
+
+def flat(model: nn.Module) -> list[Tensor]:
+    return [one.reshape(-1) for one in values(model)]
+
+
+@each("size, stage", [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)])
+def test_a_stage_has_the_bits_of_plain_parameters(size: int, stage: int) -> None:
+    row = muon(dtype="bf16", clip="none", broken=())
+    plain = row.model(World(0, 1))
+    train(World(0, 1), row, plain, optimizer_of(row, plain))
+
+    def work(world: World) -> list[Tensor]:
+        model = replace(row, wrap=f"stage {stage}").model(world)
+        same_batches = World(0, size, world.mesh)
+        train(same_batches, row, model, optimizer_of(row, model, schedule="overlap"))
+        return flat(model)
+
+    for found in alone(work) if size == 1 else on_threads(size, work):
+        assert same_bits(found, flat(plain))
+
+
+INT8 = (("state_format", "int8"), ("master_format", "split8"))
+SETTINGS = [("sync", "device"), ("sync", "cpu"), ("overlap", "cpu"), ("delayed after 2", "cpu"), ("delayed", "device")]
+
+
+@each("schedule, tier", SETTINGS)
+@each("row", [
+    muon(), muon(dtype="fp16", scaled=True, accumulate=2), muon(dtype="bf16", formats=INT8),
+    *(muon(f"stage {stage}", "bf16", "often") for stage in range(4)),
+])  # fmt: skip
+def test_schedules_and_tiers_have_the_bits_of_one(row: Row, schedule: str, tier: str) -> None:
+    alone(follow, row, {"schedule": SCHEDULES[schedule], "tier": tier})
+
+
+@each("schedule", ["sync", "overlap"])
+def test_ranks_that_replicate_have_the_bits_of_one(schedule: str) -> None:
+    on_threads(2, follow, muon("stage 0", "bf16", accumulate=2), {"schedule": SCHEDULES[schedule], "tier": "cpu"})
+
+
+@each("stage", [1, 2, 3])
+def test_ranks_that_have_parts_of_a_matrix_all_refuse(stage: int) -> None:
+    """Also the third, which has nothing of it."""
+
+    def work(world: World) -> str:
+        model = world.shard(nn.Linear(16, 16, bias=False), stage=stage)
+        return refusal(lambda: Muon(model.parameters()), ValueError)
+
+    for said in on_threads(3, work):
+        says(said, [f"(16, 16), of which ranks have parts (stage {stage})", "stage=0", "whole=", "AdamW"])
+
+
+@each("stage", [1, 2, 3])
+def test_a_matrix_that_one_rank_has_all_of_is_updated_there(stage: int) -> None:
+    """Each of two ranks has one of them."""
+    row = muon(f"stage {stage}", clip="none", broken=(), make=Small)
+    plain = replace(row, wrap="plain").model(World(0, 1))
+    train(World(0, 1), row, plain, optimizer_of(row, plain))
+
+    def work(world: World) -> list[Tensor]:
+        model = row.model(world)
+        train(World(0, 2, world.mesh), row, model, optimizer_of(row, model, schedule="overlap", tier="cpu"))
+        with zk.gathered(model):
+            return [param.detach().clone() for param in model.parameters()]
+
+    for found in on_threads(2, work):
+        assert same_bits(found, values(plain))
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    params = make_params(SHAPES[:2])
+    optimizer = Muon(params, max_grad_norm=1.0)
+    before = [param.detach().clone() for param in params]
+    set_grads(params)
+    params[1].grad[3, 3] = float("nan")
+    optimizer.step()
+    assert same_bits(before, [param.detach() for param in params]) and not optimizer.state
+    assert optimizer.skipped_steps == 1
+    step_once(optimizer)
+    kept = contents(optimizer, params)
+    set_grads(params)
+    params[0].grad[0, 0] = float("inf")
+    optimizer.step()
+    assert same_bits(kept, contents(optimizer, params)) and optimizer.skipped_steps == 2
+
+
+def test_a_closure_and_parameters_without_gradients() -> None:
+    params, others = twins(SHAPES[:2])
+    ours, slow = Muon(params, lr=0.02, ns_dtype="fp32"), Slowly(others[:1], None, "fp32", "fp32", lr=0.02)
+    set_grads(params, others)
+    params[1].grad = None
+    assert ours.step(lambda: 7.0) == 7.0
+    slow.step()
+    assert slow.agrees(ours, params[:1]) and torch.equal(params[1], others[1]) and params[1] not in ours.state
+
+
+def test_a_failure_between_two_matrices_tears_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params(SHAPES[:2])
+    optimizer = Muon(params)
+    step_once(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    calls = []
+
+    def fails(*given: Any, **named: Any) -> Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory, say")
+        return orthogonalize_(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(matrices, "orthogonalize_", fails)
+        with pytest.raises(RuntimeError, match="out of memory, say"):
+            step_once(optimizer)
+    with pytest.raises(StateError, match="load a checkpoint"):
+        step_once(optimizer)
+    optimizer.load_state_dict(saved)
+    step_once(optimizer)
+
+
+# State, in and out.
+
+
+def test_state_goes_to_torch_and_back() -> None:
+    params, others = twins(SHAPES[:2])
+    ours, theirs = Muon(params, lr=0.02, ns_dtype="bf16"), torch.optim.Muon(others, lr=0.5, momentum=0.1)
+    step_once(ours)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.param_groups[0]["lr"] == 0.02 and theirs.param_groups[0]["momentum"] == 0.95
+    for param, other in zip(params, others, strict=True):
+        assert list(theirs.state[other]) == ["momentum_buffer"]
+        assert same_bits([ours.state[param]["momentum_buffer"]], [theirs.state[other]["momentum_buffer"]])
+    with torch.no_grad():
+        torch._foreach_copy_(others, params)
+    fresh = Muon(params, lr=0.7)
+    fresh.load_state_dict(theirs.state_dict())
+    assert same_bits(contents(ours, params), contents(fresh, params)) and fresh.param_groups[0]["lr"] == 0.02
+    set_grads(params, others, seed=5)
+    theirs.step()
+    fresh.step()
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=2e-3)
+
+
+@each("dtype, master_format, state_format", FORMATS)
+@each("tier", ["device", "cpu"])
+def test_a_resumed_run_has_the_same_bits(
+    dtype: torch.dtype, master_format: str | None, state_format: str, tier: str
+) -> None:
+    params, others = twins(SHAPES[:3], dtype)
+    formats = {"master_format": master_format, "state_format": state_format}
+    first, second = Muon(params, lr=0.05, **formats), Muon(others, tier=tier, **formats)
+    for step in range(2):
+        step_once(first, step)
+    with torch.no_grad():
+        torch._foreach_copy_(others, params)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for step in range(2, 4):
+        step_once(first, step)
+        step_once(second, step)
+    assert same_bits(contents(first, params), contents(second, others))
+    assert same_state(first.state_dict(), second.state_dict())
+
+
+def test_state_in_another_format_is_converted_by_name() -> None:
+    params = make_params(SHAPES[:2])
+    exact, small = Muon(params), Muon(params, state_format="int8")
+    step_once(exact)
+    with pytest.raises(StateError, match=r"convert_state\(state_dict, state_format='int8'\)"):
+        small.load_state_dict(exact.state_dict())
+    small.load_state_dict(zk.convert_state(exact.state_dict(), state_format="int8"))
+    assert small.state[params[0]]["momentum_buffer"].dtype == torch.int8
+    back = Muon(params)
+    back.load_state_dict(zk.convert_state(small.state_dict(), state_format="fp32"))
+    torch.testing.assert_close(
+        back.state[params[0]]["momentum_buffer"], exact.state[params[0]]["momentum_buffer"], rtol=0.02, atol=0.02
+    )
+    step_once(back)
+
+
+def test_saved_and_loaded_at_another_stage_and_tier(tmp_path: Path) -> None:
+    one, other = built(Matrices), World(0, 1).shard(built(Matrices, 1), stage=2)
+    first = Muon(one.parameters(), lr=0.05, state_format="bf16")
+    second = Muon(other.parameters(), tier="cpu", schedule="overlap", state_format="bf16")
+    for step in range(2):
+        backward(World(0, 1), muon(broken=()), one, step)
+        first.step()
+        first.zero_grad()
+    zk.save(tmp_path / "saved", one, first)
+    zk.load(tmp_path / "saved", other, second)
+    for step in range(2, 4):
+        for model, optimizer in ((one, first), (other, second)):
+            backward(World(0, 1), muon(broken=()), model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    second.flush()
+    assert same_bits(flat(one), flat(other))
+
+
+def test_two_optimizers_on_one_model_are_clipped_by_one_factor() -> None:
+    def steps(clip: Any, *optimizers: Any, model: nn.Module) -> None:
+        for step in range(3):
+            backward(World(0, 1), muon(broken=()), model, step)
+            clip(model.parameters(), 0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def of(model: nn.Module) -> tuple[Any, Any]:
+        one, two = zk.muon_groups(model)
+        return zk.Muon(one, lr=0.02), zk.AdamW(two, lr=0.01)
+
+    plain, other = built(Matrices), World(0, 1).shard(built(Matrices), stage=2)
+    steps(torch.nn.utils.clip_grad_norm_, *of(plain), model=plain)
+    steps(zk.clip_grad_norm_, *of(other), model=other)
+    for mine, theirs in zip(flat(plain), flat(other), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# What is refused.
+
+
+@each("what, words", [
+    (lambda: Muon([nn.Parameter(torch.ones(3))]), ["(3,)", "two dimensions", "zk.muon_groups", "AdamW"]),
+    (lambda: Muon([("stack", nn.Parameter(torch.ones(4, 2, 2)))]), ["stack", "(4, 2, 2)", "split=4"]),
+    (lambda: Muon([nn.Parameter(torch.ones(4, 2, 2))], split=2), ["three with split=4"]),
+    (lambda: Muon([nn.Parameter(torch.ones(4, 2))], split=3), ["split=3", "divides 4"]),
+    (lambda: Muon([nn.Parameter(torch.ones(4, 2))], split=True), ["split=True", "1 or more"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], tier=zk.Nvme("unused")), ["tier=", "'device' or 'cpu'", "cut"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_dtype="fp16"), ["ns_dtype='fp16'", "'bf16' | 'fp32'"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=100), ["ns_steps=100", "0 to 99"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_coefficients=(1.0, 2.0)), ["ns_coefficients", "three"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="rms"), ["adjust_lr_fn='rms'", "'original'"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], momentum=-0.1), ["momentum=-0.1", ">= 0"]),
+    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], nesterov=1), ["nesterov=1", "False or True"]),
+])  # fmt: skip
+def test_what_is_refused_at_once(what: Any, words: list[str]) -> None:
+    says(refusal(what, (ValueError, TypeError)), words)
+
+
+def test_a_matrix_that_became_a_vector_is_refused_before_anything_changes() -> None:
+    params = make_params(SHAPES[:2])
+    optimizer = Muon(params)
+    params[1].data = params[1].data.view(-1)
+    before = [param.detach().clone() for param in params]
+    says(refusal(lambda: step_once(optimizer), ValueError), ["(960,)", "two dimensions"])
+    assert same_bits(before, [param.detach() for param in params])
+
+
+# Which parameters are for it.
+
+
+class Tied(nn.Module):
+    """What a language model has: embeddings, a tied head, norms, biases, a fused projection, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(16, 8), nn.Embedding(4, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "qkv": nn.Linear(8, 24, bias=False), "up": nn.Linear(8, 12), "norm": nn.LayerNorm(8),
+            "lookup": nn.Embedding(4, 8),
+        }) for _ in range(2))  # fmt: skip
+        self.blocks[1].experts = nn.Parameter(torch.ones(3, 8, 4))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def names(groups: list[dict[str, Any]]) -> list[str]:
+    return [name for group in groups for name, _ in group["params"]]
+
+
+def test_what_is_proposed() -> None:
+    with pytest.warns(UserWarning, match=r"2 parameters, such as blocks.0.qkv.weight, look fused"):
+        groups = zk.muon_groups(Tied())
+    one, rest = groups
+    weights = [f"blocks.{number}.{name}.weight" for number in (0, 1) for name in ("qkv", "up")]
+    assert names(one) == weights
+    assert "blocks.1.experts" in names(rest) and "tokens.weight" in names(rest) and len(names(rest)) == 11
+    assert "rest  blocks.1.experts" in str(groups) and "named in split=" in str(groups)
+    assert "muon  blocks.0.qkv.weight" in str(groups) and "by its name several" in str(groups)
+
+
+def test_what_is_named_wins() -> None:
+    split = {"*.qkv.weight": 3, "blocks.1.experts": 3}
+    one, rest = zk.muon_groups(Tied(), matrices=["places.weight"], rest=["blocks.0.up.*"], split=split)
+    assert [group["split"] for group in one] == [1, 3]
+    assert names(one[:1]) == ["places.weight", "blocks.1.up.weight"]
+    assert names(one[1:]) == ["blocks.0.qkv.weight", "blocks.1.experts", "blocks.1.qkv.weight"]
+    optimizers = zk.Muon(one), zk.AdamW(rest)
+    for optimizer in optimizers:
+        step_once(optimizer)
+    says(refusal(lambda: zk.muon_groups(Tied(), rest=["block.*"]), ValueError), ["block.*", "None is called so"])
+    says(refusal(lambda: zk.muon_groups(Tied(), matrices=["*.up.bias"]), ValueError), ["up.bias", "two dimensions"])

@@ -1,0 +1,120 @@
+"""zk.Muon for parameters on a device: the bits of the CPU, with state there or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from device_double import Double
+from offload_cases import SCHEDULES, Row, optimizer_of
+from optim_cases import BF16, FP32, contents, make_params, same_bits, set_grads
+from tables import each
+from test_muon import INT8, Matrices, makers, muon
+from test_offload_played import HostComputes, compare
+from worlds import alone, on_threads, refusal, says
+
+from zerokern.core.errors import StateError
+from zerokern.optim import Muon
+
+__all__ = ["makers"]
+SHAPES = ((8, 8), (12, 20), (6, 5))
+FORMATS = [
+    (FP32, {}), (BF16, {"state_format": "bf16", "master_format": "split16"}), (BF16, {"master_format": "fp32"}),
+    (BF16, {"master_format": "none", "stochastic_seed": 3}), (FP32, {"split": 2, "shapes": ((8, 8), (12, 20))}),
+]  # fmt: skip
+
+
+def follow(
+    on: Callable[[], AbstractContextManager[None]], dtype: torch.dtype, place: str = "cpu", **settings: Any
+) -> None:
+    """Some steps, one of which is skipped, and one that a parameter takes no part in."""
+    shapes = settings.pop("shapes", SHAPES)
+    straight = make_params(shapes, dtype)
+    params = [torch.nn.Parameter(param.detach().to(place, copy=True)) for param in straight]
+    settings = {"lr": 0.05, "ns_dtype": "fp32", "max_grad_norm": 1.0, **settings}
+    theirs = Muon(straight, **settings)
+    with on():
+        ours = Muon(params, **settings)
+    for step in range(5):
+        set_grads(straight, seed=step)
+        if step == 1:
+            straight[1].grad[2, 2] = float("inf")
+        if step == 3:
+            straight[0].grad = None
+        for mine, other in zip(params, straight, strict=True):
+            mine.grad = None if other.grad is None else other.grad.to(mine.device, copy=True)
+        with on():
+            ours.step()
+        theirs.step()
+    with on():
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-12) and ours.skipped_steps == 1
+        found = [one.cpu() for one in contents(ours, params)]
+    assert same_bits(found, contents(theirs, straight))
+
+
+@each("dtype, settings", FORMATS)
+def test_what_is_launched_has_the_bits_of_the_cpu(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    double = Double()
+    follow(double.on, dtype, **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; a GPU multiplies in another order")
+@each("dtype, settings", FORMATS[:2])
+def test_the_kernels_have_the_bits_of_the_cpu(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    follow(partial(Double().on, interpreted=True), dtype, **settings)
+
+
+def test_a_graph_is_refused_and_changes_nothing() -> None:
+    double, params = Double(), make_params(SHAPES)
+    with double.on():
+        optimizer = Muon(params)
+        set_grads(params)
+        optimizer.step()
+        before = contents(optimizer, params)
+        with double.capture():
+            says(refusal(optimizer.step, StateError), ["CUDA graph", "capture forward and backward alone"])
+        assert same_bits(before, contents(optimizer, params))
+        optimizer.step()
+
+
+def streaming(row: Row) -> Row:
+    return replace(row, formats=(*row.formats, ("update", "device")))
+
+
+@each("size, schedule, row", [
+    (1, "sync", muon("plain", "bf16", formats=INT8)),
+    (1, "sync", muon("plain", "fp32", accumulate=2)),
+    (1, "overlap", muon("stage 2", "bf16", accumulate=2)),
+    (1, "overlap", muon("stage 3", "fp16", "often")),
+    (2, "sync", muon("stage 0", "bf16")),
+])  # fmt: skip
+def test_state_in_host_memory_streams_through_the_device(size: int, schedule: str, row: Row) -> None:
+    row = streaming(row)
+    alone(compare, row, SCHEDULES[schedule]) if size == 1 else on_threads(size, compare, row, SCHEDULES[schedule])
+
+
+@pytest.fixture
+def device() -> Iterator[HostComputes]:
+    made = HostComputes()
+    yield made
+    made.close()
+
+
+@each("update, schedule, words", [
+    ("host", "sync", ["update='host'", "'device'", "never orthogonalized on the host"]),
+    ("device", "delayed", ["'sync' or 'overlap' with update='device'"]),
+])  # fmt: skip
+def test_an_update_on_the_host_is_refused(update: str, schedule: str, words: list[str], device: HostComputes) -> None:
+    model = Matrices()
+    for param in model.parameters():
+        device.own(param)
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = optimizer_of(muon(), model, tier="cpu", update=update, schedule=SCHEDULES[schedule])
+    says(refusal(optimizer.step, ValueError), words)
+    assert same_bits(before, [param.detach() for param in model.parameters()])

@@ -1,0 +1,132 @@
+"""Muon: an optimizer for whole matrices, and which of a model's parameters it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from zerokern.core.errors import got
+from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
+from zerokern.memory import TierConfig
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.formats import Algorithm
+from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
+from zerokern.optim.survey import Groups, names_of
+from zerokern.schedule import Delayed
+from zerokern.zero.kinds import is_placed
+from zerokern.zero.shard import Shard, shard_of
+
+__all__ = ["Muon"]
+
+
+class Muon(FusedOptimizer):
+    """Muon as torch.optim.Muon defines it: momentum whose singular values are made nearly 1, matrix by matrix.
+
+    It is for matrices that multiply activations. Embeddings, heads, biases and norms belong into another optimizer;
+    `zk.muon_groups(model)` proposes which parameters go where. lr, weight_decay, momentum, nesterov, ns_coefficients,
+    eps, ns_steps and adjust_lr_fn are torch's.
+
+    A matrix is updated whole, one at a time. Beside a bf16 parameter lie 6 bytes of exact state, an fp32 average and a
+    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank.
+
+    ns_dtype: what matrices are orthogonalized in, "bf16" or "fp32". By default bf16 on a GPU, and on a CPU fp32 unless
+        the CPU multiplies bf16 itself. Also per param_group.
+    split: parameters of a group consist of so many matrices along their first dimension, of which each is
+        orthogonalized by itself: 3 for a fused query, key and value, the number of experts for a stack of them. Also
+        per param_group. It changes the update; 1 is torch's.
+    maximize: as in torch's other optimizers.
+    tier: "device" or "cpu". A disk is refused: its records would cut matrices.
+    update: where the update of state in tier="cpu" runs, for parameters on a GPU. The iteration is never made on the
+        host then, so "host" is refused for these.
+
+    state_format ("fp32", "bf16" or "int8", of momentum_buffer), master_format, max_grad_norm, group, stochastic_seed
+    and schedule: as `zerokern.optim.Adam` says.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+    >>> opt = Muon([weight], lr=0.5, weight_decay=0.0, ns_steps=10, ns_coefficients=(1.5, -0.5, 0.0), ns_dtype="fp32")
+    >>> weight.grad = torch.tensor([[3.0, 0.0], [0.0, -2.0]]); opt.step(); weight.data.round(decimals=3) + 0.0
+    tensor([[-0.5000,  0.0000],
+            [ 0.0000,  0.5000]])
+    """
+
+    _algorithm = Algorithm(
+        name="muon",
+        moments=(("momentum_buffer", "exp_avg"),),
+        state_formats=("fp32", "bf16", "int8"),
+        counts_steps=False,
+        settings=(
+            "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
+            "ns_dtype", "maximize",
+        ),
+        whole=True,
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        ns_dtype: Literal["bf16", "fp32"] | None = None,
+        split: int = 1,
+        maximize: bool = False,
+        tier: Tier | Sequence[str | TierConfig] = "device",
+        schedule: Schedule | Delayed = "sync",
+        update: Update = "device",
+        state_format: StateFormat = "fp32",
+        master_format: MasterFormat | None = None,
+        max_grad_norm: float | None = None,
+        group: Any = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds matrices with their own hyperparameters; what is no matrix is refused."""
+        if isinstance(param_group, dict) and "params" in param_group:
+            listed = param_group["params"]
+            if not isinstance(listed, (Tensor, set)):
+                listed = param_group["params"] = list(listed)
+            given = [listed] if isinstance(listed, Tensor) else list(listed)
+            split = _checked_split({**self.defaults, **param_group})
+            for place, one in enumerate(given):
+                name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
+                shard = shard_of(param) if isinstance(param, Tensor) else None
+                if shard is not None:
+                    check_shard(shard, split)
+                elif isinstance(param, Tensor):
+                    check_matrix(name, param.shape, split, placed=is_placed(param))
+        super().add_param_group(param_group)
+
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[list[Matrix]]:
+        found: list[list[Matrix]] = []
+        names = names_of(groups)
+        for group in groups:
+            split, in_blocks = _checked_split(group), group["state_format"] == "int8"
+            for param in group["params"]:
+                number = len(found)
+                name, shape = names[number], param.shape
+                if shards:
+                    check_shard(shards[number], split)
+                    name, shape = shards[number].name, shards[number].shape
+                else:
+                    check_matrix(name, shape, split)
+                found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))
+        return found
+
+
+def _checked_split(group: dict[str, Any]) -> int:
+    split = group["split"]
+    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+        raise ValueError(got("split", split, "a whole number of 1 or more"))
+    return split
