@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "kept_gradients_of_stage_0_written_at_once_with_a_delay",
         "zerokern/optim/step.py",
-        "written = self._holdings.delays and bucket is not None and",
-        "written = False and bucket is not None and",
+        "written = self._holdings.delays and plain and",
+        "written = False and plain and",
         "With a delay a plain gradient of zk.shard that is kept is written while it is on its way to the host.",
         ("tests/optim/test_pieces_written.py",),
     ),

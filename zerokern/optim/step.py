@@ -172,7 +172,8 @@ class StepRunner:
                 continue
             self._fetched[part.name] = tickets
             # whole parts have ended when step() returns, and may be written then; with a delay nobody waits for them
-            written = self._holdings.delays and bucket is not None and bucket.shows_plain and bucket.keeps
+            plain = bucket is not None and (bucket.exposed or bucket.replicated)  # nobody sees who writes them
+            written = self._holdings.delays and plain and bucket is not None and bucket.keeps
             if written or (len(tickets) > 1 and not self._holdings.delays):
                 self._gates.append(tickets[-1])
             if bucket is not None:
@@ -199,7 +200,8 @@ class StepRunner:
             ticket.gate()
         shards = [shard for param in params_of(groups) if (shard := shard_of(param)) is not None]
         for bucket in dict.fromkeys(shard.gradients for shard in shards if shard.gradients is not None):
-            bucket.make_writable()
+            bucket.land()
+            bucket.guard()
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:

@@ -106,7 +106,6 @@ class GradientBucket:
         self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
         self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
-        self._was_read = False  # by a step, since the last pass began
         self.keeps = True  # whether the program kept `.grad` past the last step, as far as is known: it may write there
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [entry.place for entry in self.entries]
@@ -336,7 +335,7 @@ class GradientBucket:
 
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
-        if self.shows_plain:
+        if self.exposed or self.replicated:
             return True
         last = Sharded.last_hand_out  # before the marks are read: another thread may hand one out meanwhile
         if self._clean_since is not last:
@@ -377,8 +376,8 @@ class GradientBucket:
 
     def open(self, buffer: Tensor) -> None:
         """Collects this pass in `buffer`, added to what passes under no_sync left there."""
-        self._guard()
-        self._guards.clear()
+        self.guard()
+        was_read, self._guards = bool(self._guards), []
         self.ready = None
         self.released.begin(self)
         self._lay(buffer)
@@ -388,8 +387,7 @@ class GradientBucket:
             lives = self._lives()
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
-        if self._was_read:
-            self._was_read, self.keeps = False, bool(lives)
+        self.keeps = bool(lives) if was_read else self.keeps
         self.local &= lives
         self.held &= lives
         if self.held and self.in_place and not self.stays:
@@ -469,7 +467,7 @@ class GradientBucket:
     def reduce_after_launch(self, scratch: Tensor | None) -> None:
         """Adds what arrived after the launch, on any rank, to what is reduced."""
         unsent = self._zeros() if self.after_launch is None else self.after_launch
-        self._guard()
+        self.guard()
         self.released.restore(self)
         assert self.reduced is not None
         self.ready, squares = None, self.squares.wanted()
@@ -549,24 +547,15 @@ class GradientBucket:
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Makes whoever writes what is reduced call `wait` first: something reads it until then."""
         self._guards.append(wait)
-        self._was_read = True
-
-    @property
-    def shows_plain(self) -> bool:
-        """Whether users have plain tensors, whose writing nobody sees."""
-        return self.exposed or self.replicated
-
-    def make_writable(self) -> None:
-        """Returns once what is reduced has memory, with its values, that nothing reads any more."""
-        self.land()
-        self._guard()
 
     def _settle_all(self) -> None:
         if self.settle is not None:
             self.settle()
-        self.make_writable()
+        self.land()
+        self.guard()
 
-    def _guard(self) -> None:
+    def guard(self) -> None:
+        """Returns once what is reduced may be written where it lies: nothing reads it any more."""
         for wait in self._guards:
             wait()
 
@@ -602,12 +591,9 @@ class GradientBucket:
     def reset(self) -> None:
         """Ends a pass, whether it finished or not."""
         self.put_back()
-        self.arrived.clear()
-        self._stored.clear()
+        for noted in (self.arrived, self._stored, self.from_other_leaves, self.absent, self._dropped):
+            noted.clear()
         self.inbox.task = NO_PASS
-        self.from_other_leaves.clear()
-        self.absent.clear()
-        self._dropped.clear()
         self.launched = self.opened = self.closed = False
         self.after_launch, self.places_after_launch, self.arrived_places = None, set(), ()
         if self.lends_buffer and not self.local and self.buffer is not None:

@@ -164,7 +164,7 @@ def gather_full(group: Group, shard_numel: int, place: Piece, placed: Placed | N
     """
     shape = one.shape if placed is None else torch.Size(placed.sizes)
     if group.size == 1:
-        whole = one._shown(counts=False).detach().view(shape)
+        whole = one.local.detach().view(shape)
         return whole if placed is None else placed.show(whole)
     window = min(shard_numel, place.numel)
     mine = torch.zeros(window, dtype=one.span.dtype, device=group.device)
