@@ -307,7 +307,7 @@ class PlayedDevice:
     def copy(self, stream: PlayedStream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src). One thread makes them, and no version counter sees them, as with a device's own."""
         spans = [(dst.data_ptr(), src.data_ptr(), src.numel() * src.itemsize) for dst, src in pairs]
-        rate = self._rates[stream.name]
+        rate = self._rates.get(stream.name)  # other streams have a few bytes
         seconds = self.latency_us / 1e6 + (0.0 if rate is None else sum(nbytes for *_, nbytes in spans) / rate / 1e9)
         kept = list(pairs)
 

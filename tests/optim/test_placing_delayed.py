@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from worlds import World, alone
 
 import zerokern as zk
 from zerokern.core.errors import StateError
+from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.optim.beside import SplitCompute
 from zerokern.planner.footprint import staying_numel
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import machine_of, simulate
+from zerokern.schedule.recorder import Recorder
 
 BUDGETS = ["device:24KiB", "cpu:8KiB", "disk"]
 
@@ -253,3 +257,30 @@ def test_a_predicted_step_falls_with_the_budget() -> None:
         found.append([simulate(one, machine_of("h100-pcie"), steps=1).step_seconds for one in programs.values()])
     assert all(delayed <= overlap for overlap, delayed in found)
     assert [one for _, one in found] == sorted((one for _, one in found), reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_what_stays_is_updated_before_the_copies_of_what_does_not(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm takes squares alone, which come beside gradients on a link that is slow."""
+    numel, launched = 1 << 17, []
+    launch = SplitCompute.launch
+
+    def told(self: SplitCompute, scale: float) -> None:
+        launched.append(time.perf_counter_ns())
+        launch(self, scale)
+
+    monkeypatch.setattr(SplitCompute, "launch", told)
+    device, recorder = PlayedDevice(down_gb_s=0.004), Recorder()
+    training = PlayedTraining(device, (numel, numel, numel), dtype=torch.bfloat16, recorder=recorder)
+    tier = [f"device:{10 * numel}", "cpu"]
+    optimizer = zk.AdamW(training.parameters, tier=tier, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
+    optimizer.holdings.recorder = recorder
+    training.train(optimizer, 4)
+    optimizer.flush()
+    training.synchronize()
+    device.close()
+    for step in (2, 3, 4):  # the first one makes state
+        copies = [event for event in recorder.events if event.step == step and event.verb == "Fetch"]
+        assert copies and launched[step - 1] < min(copy.end_ns for copy in copies)

@@ -92,7 +92,7 @@ class Moves(PlayedDevice):
         self.moved = {"down": 0, "up": 0}
 
     def copy(self, stream: Any, pairs: Any) -> None:
-        self.moved[stream.name] += sum(dst.nbytes for dst, _ in pairs)
+        self.moved[stream.name] = self.moved.get(stream.name, 0) + sum(dst.nbytes for dst, _ in pairs)
         super().copy(stream, pairs)
 
 

@@ -172,6 +172,10 @@ class Copies:
         """
         return self._submit(self._out, _pairs(src, dst), ready, after, checked)
 
+    def aside(self, src: Tensor, dst: Tensor, *, ready: Ticket | None = None) -> Copy:
+        """Copies a few bytes to the host as `to_host` does, but not behind the copies that were requested before."""
+        return self._submit(self.driver.stream("measure"), [(dst, src)], ready, None, True)
+
     def to_device(
         self,
         src: Tensor | Sequence[Tensor],

@@ -325,8 +325,8 @@ class HostCopies:
         """Copies gradients to where the update reads them, once `ready`; returns a ticket where they are on their way.
 
         `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
-        `found`: their squares, measured by then; without `ready` they are measured now. `pieces`: of all these copies,
-        that come one after the other, each with its own ticket; squares come with the first.
+        `found`: their squares, measured by then; without `ready` they are measured now. They do not come behind
+        what else is on its way. `pieces`: of all these copies, that come one after the other, each with its own ticket.
         """
         if not left_as:
             pairs = [(copy, grad) for copy, grad in pairs if not copy.holds(grad)]
@@ -352,17 +352,17 @@ class HostCopies:
         batches = [list(leave.values())] if not pieces else [_portions(piece, leave) for piece in pieces]
         # a gradient is checked when it is found; its copy, once
         checked = all(copy.checked for copy, _ in pairs)
-        if found is not None:
-            batches[0].append((found.here, found.there))
         if ready is None and len(batches) > 1:
             ready = self.link.here()
+        squares = None if found is None else self.link.aside(found.there, found.here, ready=ready)
         tickets: list[Copy | None] = []
         for batch in batches:
             targets, sources = [target for target, _ in batch], [source for _, source in batch]
             tickets.append(self.link.to_host(sources, targets, ready=ready, checked=checked) if batch else None)
+        tickets[0] = tickets[0] or squares
         sums: Sequence[Sumsq] = [None] * len(pairs)
-        if found is not None and tickets[0] is not None:
-            sums = one_by_one(found.later(tickets[0]), len(pairs))
+        if found is not None and squares is not None:
+            sums = one_by_one(found.later(squares), len(pairs))
         for (copy, _), one in zip(pairs, sums, strict=True):
             copy.checked = True
             copy.sumsq = one

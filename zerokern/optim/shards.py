@@ -218,6 +218,11 @@ class Shards:
             copy = self.copy(place)
             self.grads[place], self.sums[place] = copy.grad, copy.sumsq
 
+    @property
+    def has_squares(self) -> bool:
+        """Whether the device has measured all gradients of this step that have copies."""
+        return all(self.sums[place] is not None for place in self._fetched)
+
     def copy(self, place: int) -> HostCopy:
         """Returns the host copy of a parameter; raises if it is frozen."""
         found = self.host.of([self.local[place]])

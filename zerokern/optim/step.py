@@ -225,8 +225,9 @@ class StepRunner:
         lazily = not inline and here.schedule == "overlap"
         launches = lazily or (not inline and here.has_both)  # on the device, what stays there: once it is decided
         if inline or launches or first or not survey.params or shards.accord.meets:
-            # the last ends last: others are not waited for any more; of pieces, the first has brought the squares
-            for tickets in reversed(self._fetched.values()):
+            # the last ends last: others are not waited for any more. Squares alone decide what the device does beside
+            alone = launches and here.has_both and not first and shards.has_squares
+            for tickets in reversed(self._fetched.values()) if not alone else ():
                 tickets[0].wait()
             if self.leaving is not None:
                 self.leaving.releasing.sweep()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
-from zerokern.planner.footprint import Footprint, free_for_state, with_recipe
+from zerokern.planner.footprint import Footprint, free_for_state, host_nbytes, with_recipe
 from zerokern.planner.recipe import Recipe
 
 __all__ = ["filling", "would_fit"]
@@ -36,7 +36,7 @@ def filling(run: _F) -> _F:
         room("device", free_for_state(run))
     if recipe.tier == "nvme" and "cpu" in run.budget:
         beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
-        room("cpu", run.budget["cpu"] - beside.of_host)
+        room("cpu", run.budget["cpu"] - host_nbytes(beside))
     return replace(run, recipe=replace(recipe, budgets=tuple(budgets)))
 
 
@@ -75,7 +75,7 @@ def would_fit(run: _F) -> list[_F]:
 def _in_memory_first(run: _F) -> _F:
     """Returns the same run with as much in host memory, in whole GB, as there is room for, of what rests on disk."""
     memory = run.budget.get("cpu", 0)
-    room = memory - run.of_host if run.recipe.param_tier == "nvme" else 0
+    room = memory - host_nbytes(run) if run.recipe.param_tier == "nvme" else 0
     while (whole := room // _GB * _GB) > 0:
         recipe = replace(run.recipe, param_budgets=(("cpu", whole),)).on(run.settings.device, run.stage)
         found = with_recipe(run, recipe, run.stage)

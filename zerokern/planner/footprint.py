@@ -24,7 +24,7 @@ from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
 __all__ = [
-    "Footprint", "free_for_state", "share_filled", "staying_numel", "with_recipe",
+    "Footprint", "free_for_state", "host_nbytes", "share_filled", "staying_numel", "with_recipe",
 ]  # fmt: skip
 
 _BACK = {"up": "down", "read": "write"}
@@ -270,11 +270,6 @@ class Footprint(HeldMemory):
         return sum(nbytes for tier, nbytes in self.kept_in.items() if tier != "device") * self.settings.accumulate
 
     @property
-    def of_host(self) -> int:
-        """Bytes of host memory; of a CPU's, the device's are."""
-        return self.tiers.get("cpu", 0) + (self.total if self.settings.device == "cpu" else 0)
-
-    @property
     def missing(self) -> dict[str, int]:
         """Bytes that a rank lacks, by memory; empty if everything fits.
 
@@ -283,7 +278,7 @@ class Footprint(HeldMemory):
         """
         found = {name: self.total - most for name, most in self.device_memory.items()}
         names = {"cpu": "host memory", "nvme": "disk"}
-        held = {**self.tiers, "cpu": self.of_host}
+        held = {**self.tiers, "cpu": host_nbytes(self)}
         found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
 
@@ -338,6 +333,15 @@ def staying_numel(run: Footprint, dtype: str | None = None) -> int:
     """
     kept = [one for one in run.placed if one.tier == "device" and run.settings.device != "cpu"]
     return sum(one.numel for one in kept if dtype in (None, one.dtype))
+
+
+def host_nbytes(run: Footprint) -> int:
+    """Returns bytes of host memory; of a CPU's, the device's are.
+
+    >>> host_nbytes(zk.plan("1B", tier="cpu")) // 10**9
+    14
+    """
+    return run.tiers.get("cpu", 0) + (run.total if run.settings.device == "cpu" else 0)
 
 
 def share_filled(run: Footprint) -> float:

@@ -45,6 +45,7 @@ class ProgramBuilder:
         self.ops: list[tuple[Op, tuple[OpKey, ...]]] = []
         self._records: list[str] = []
         self._streams: list[OpKey] = []  # what has been stored, in order
+        self._decided = [NORM]  # what an update on the device waits for
         self._pieces: dict[str, list[OpKey]] = {}  # of gradients: the fetch that an update waits for
 
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
@@ -99,6 +100,8 @@ class ProgramBuilder:
 
     def norm(self, spans: Sequence[Span], after: Iterable[OpKey]) -> list[OpKey]:
         read = [span for span in spans if not span.measured]
+        if not read and self.name != "sync" and not any(span.fetch_lanes for span in spans):
+            self._decided = [reduced(span) for span in spans]  # squares do not come behind gradients
         nbytes, numel = sum(span.grad_nbytes for span in read), sum(span.numel for span in read)
         return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
 
@@ -120,10 +123,11 @@ class ProgramBuilder:
 
     def _step_there(self, span: Span) -> None:
         """Adds the update of what stays on the device, to which state may come, and which it leaves again."""
-        state, there, ready = state_of(span.name), f"{span.name} on the device", [NORM]
+        state, there, ready = state_of(span.name), f"{span.name} on the device", self._decided
         if span.streamed_nbytes:
             ready = self.add("Fetch", state, "up", [*ready, OpKey("Store", state, 1)], span.streamed_nbytes)
-        last = self.add("Step", there, "device", [NORM, *ready], span.there_nbytes)
+        last = self.add("Step", there, "device", [*self._decided, *ready], span.there_nbytes)
+        self._decided = last  # others follow it in their lane, so that edges stay linear
         if span.streamed_nbytes:
             self.add("Store", state, "down", last, span.streamed_nbytes)
 
