@@ -47,6 +47,15 @@ def test_reference_has_the_bits_of_torch(momentum: float, nesterov: bool) -> Non
     assert sums.item() == reference.sumsq([out])
 
 
+@every_impl
+def test_every_implementation_has_the_bits_of_torch(impl: str) -> None:
+    """Where a weight that is off by its last bit shows: all in fp32."""
+    row = make_rows("muon", Case("fp32", "fp32", "none", "fp32"), (1029,))[0]
+    buffer = row["exp_avg"].clone().lerp_(row["grad"], 1 - 0.95)
+    run_op("muon", [row], HYPER, impl)
+    assert same_bits(row["exp_avg"], buffer) and same_bits(row["out"], row["grad"].lerp(buffer, 0.95))
+
+
 def sums_of(case: Case, impl: str) -> None:
     """Chunk by chunk those of `sumsq` of what was written, whatever lies before a row in its table."""
     rows = make_rows("muon", case, (7, 2 * CHUNK + 64, 0, CHUNK))
