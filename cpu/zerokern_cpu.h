@@ -18,7 +18,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 5
+#define ZK_ABI 6
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128

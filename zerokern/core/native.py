@@ -30,7 +30,7 @@ __all__ = [
     "path", "set_cpus", "set_threads", "threads",
 ]  # fmt: skip
 
-ABI = 5
+ABI = 6
 SUMSQ_CHUNK = 65536
 
 

@@ -12,7 +12,7 @@ from zerokern.schedule import program
 from zerokern.schedule.program import names_of_pieces
 from zerokern.zero.shard import Shard
 
-__all__ = ["Part", "Portion", "in_pieces", "needed_first", "parts_of"]
+__all__ = ["Part", "Portion", "in_order", "in_pieces", "needed_first", "parts_of"]
 
 LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
 
@@ -137,3 +137,21 @@ def needed_first(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[int]:
     """
     found = [place for part in parts_of(pieces, homes) for place in part.members]
     return found + sorted(set(range(len(pieces))).difference(found))
+
+
+def in_order(tickets: Sequence[Any], *, at_once: bool) -> list[Any]:
+    """Returns a ticket for each piece, if there is any: where a piece has nothing to wait for, the one before it.
+
+    `at_once`: whoever measures the first one reads all of them. They are of one stream, so the last ends last.
+
+    >>> in_order([None, "a", None, "b"], at_once=False), in_order(["a", "b"], at_once=True)
+    (['a', 'a', 'a', 'b'], ['b', 'b'])
+    """
+    known = [ticket for ticket in tickets if ticket is not None]
+    if not known:
+        return []
+    last, found = known[0], []
+    for ticket in tickets:
+        last = last if ticket is None else ticket
+        found.append(last)
+    return [last] * len(found) if at_once else found

@@ -24,7 +24,7 @@ from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
 from zerokern.optim.early import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
-from zerokern.optim.parts import Part, in_pieces, parts_of
+from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.optim.update import ALL, Update, buckets_of, gathers
@@ -167,7 +167,7 @@ class StepRunner:
             tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
             if left is not None:  # of one stream: what is fetched again ends last
                 tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
-            tickets = _in_order(tickets, at_once=host.measures and any(copy.sumsq is None for copy, _ in pairs))
+            tickets = in_order(tickets, at_once=host.measures and any(copy.sumsq is None for copy, _ in pairs))
             if not tickets:
                 continue
             self._fetched[part.name] = tickets
@@ -580,21 +580,6 @@ class StepRunner:
         self._fetched, self._gates, self._on_their_way = {}, [], []
         self.pending = self.leaving = self._unpublished = self._program = None
         self._parts, self._executors = (None, []), {}
-
-
-def _in_order(tickets: Sequence[Any], *, at_once: bool) -> list[Any]:
-    """Returns a ticket for each piece, if there is any: where a piece has nothing to wait for, the one before it.
-
-    `at_once`: whoever measures the first one reads all of them. They are of one stream, so the last ends last.
-    """
-    known = [ticket for ticket in tickets if ticket is not None]
-    if not known:
-        return []
-    last, found = known[0], []
-    for ticket in tickets:
-        last = last if ticket is None else ticket
-        found.append(last)
-    return [last] * len(found) if at_once else found
 
 
 def _moved(shards: Shards, part: Part) -> list[int]:
