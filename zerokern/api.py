@@ -27,7 +27,7 @@ from zerokern.zero import shard_of
 from zerokern.zero.full_parameters import full_parameters
 from zerokern.zero.partition import check_stage, shards_parameters
 from zerokern.zero.sharding import Sharding
-from zerokern.zero.units import Units
+from zerokern.zero.units import Units, Whole
 
 __all__ = ["BUCKET_BYTES", "build", "gathered", "no_sync", "shard", "sharding_of", "shards"]
 
@@ -57,7 +57,7 @@ def shard(
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
     reduce: Reduce = "mean",
-    whole: Iterable[nn.Parameter | str] | None = None,
+    whole: Whole = None,
 ) -> Module:
     """ZeRO in place: divides optimizer state (stage 1), gradients (2) and parameters (3) among ranks.
 
@@ -100,9 +100,10 @@ def shard(
         bucket_bytes: the most that one collective moves, unless a single parameter is larger.
         reduce: gradients become the "mean" over the ranks, or their "sum" for losses that are divided by the tokens of
             all ranks.
-        whole: matrices that are updated whole (`zk.Muon`), as parameters or as patterns of their names. At stages 1 and
-            2 each lies on one rank, and the ranks have equally many elements and equally much to compute, as far as the
-            shapes allow. Their buckets are as large as that takes: equal matrices go together, one for each rank.
+        whole: matrices that are updated whole: parameters, patterns of their names, or the param_groups that
+            `zk.muon_groups` proposes. At stages 1 and 2 each lies on one rank, and the ranks have equally many elements
+            and equally much to compute, as far as the shapes allow. Their buckets are as large as that takes: equal
+            matrices go together, one for each rank.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)

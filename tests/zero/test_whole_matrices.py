@@ -33,13 +33,14 @@ class Even(nn.Module):
 NAMES = [f"blocks.{number}.weight" for number in range(6)] + ["odd.weight"]
 
 
-@everywhere(1, 2, 3, stage=[1, 2], named=["parameters", "patterns"])
+@everywhere(1, 2, 3, stage=[1, 2], named=["parameters", "patterns", "groups"])
 def test_each_lies_on_one_rank_and_the_bits_are_the_same(world: World, stage: int, named: str) -> None:
     models, losses = [], []
     for uncut in (True, False):
         model = built(Even)
         params = dict(model.named_parameters())
-        given = ["blocks.*.weight", "odd.w*"] if named == "patterns" else [params[name] for name in NAMES]
+        given: list = ["blocks.*.weight", "odd.w*"] if named == "patterns" else [params[name] for name in NAMES]
+        given = [{"params": [(name, params[name]) for name in NAMES], "split": 2}] if named == "groups" else given
         world.shard(model, stage=stage, whole=given if uncut else None)
         opt = make_adamw(model.parameters(), max_grad_norm=1.0)
         for step in range(3):
@@ -105,7 +106,7 @@ def test_what_is_no_matrix_of_the_model_is_refused(world: World) -> None:
         (["blocks.7.*"], ["'blocks.7.*'", "no parameter of the model", "blocks.5.weight"]),
         ([nn.Parameter(torch.ones(2, 3))], ["(2, 3)", "no parameter of the model"]),
         (["*.bias"], ["bias", "matrices"]),
-        ([3], ["int", "patterns of their names"]),
+        ([3], ["int", "patterns of their names", "param_groups"]),
     ]:
         says(
             refusal(lambda given=given: world.shard(built(Even), stage=1, whole=given), (TypeError, ValueError)), words

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Keeper:
         self._is_apart = bool(self._behind)
         kinds = self.order.kinds(apart=self._is_apart)
         self._kinds = list(kinds)
-        self.resting = Cascade(list(kinds.values()), self._move)
+        self.resting = Cascade(list(kinds.values()), partial(_move, self._kinds))
 
     def begin(self) -> Turn:
         """A recomputed function is about to be called: what the one before it kept leaves."""
@@ -112,10 +113,6 @@ class Keeper:
     def _first(self, on_device: bool) -> int:
         """The first tier for a tensor: of one in host memory, beside others on a device, none that is on the device."""
         return int(self._is_apart and not on_device and self._kinds[0] == "device" and len(self._kinds) > 1)
-
-    def _move(self, reference: weakref.ref[Kept], number: int) -> int:
-        kept = reference()
-        return 0 if kept is None else kept.rest(self._kinds[number])
 
     def held(self) -> dict[str, int]:
         """Bytes at rest, by role."""
@@ -200,6 +197,12 @@ class Keeper:
             oldest = under_way.popleft()()
             if oldest is not None:
                 oldest.has_left(kind)
+
+
+def _move(kinds: Sequence[str], reference: weakref.ref[Kept], number: int) -> int:
+    """No method of the keeper's: the cycle would keep it, and its files, for the garbage collector."""
+    kept = reference()
+    return 0 if kept is None else kept.rest(kinds[number])
 
 
 class Kept:

@@ -39,7 +39,7 @@ class _Row:
         self.tensors = dict(tensors)
         param = checks.tensor(f"param{at}", tensors["param"])
         self.numel = n = param.numel()
-        _check_grad(at, tensors["grad"], f"param{at}", param)
+        _check_grad(at, tensors["grad"], f"param{at}", param, "as its parameter has")
         self.master = self._master_format(at, param, n)
         self.state = self._state_format(algorithm, at, n, hyper)
         if "out" in tensors:
@@ -118,7 +118,7 @@ class _DirectionRow:
         self.tensors = dict(tensors)
         out = checks.tensor(f"out{at}", tensors["out"], (torch.float32, torch.bfloat16))
         self.numel = n = out.numel()
-        _check_grad(at, tensors["grad"], f"out{at}", out)
+        _check_grad(at, tensors["grad"], f"out{at}", out, f"as out{at} has")
         average = checks.tensor(
             f"exp_avg{at}", tensors["exp_avg"], (torch.float32, torch.bfloat16, torch.int8), n, why=f"as out{at} has"
         )
@@ -136,8 +136,8 @@ class _DirectionRow:
         return {formats.COLUMNS.get(name, name): t.data_ptr() for name, t in self.tensors.items()}
 
 
-def _check_grad(at: str, grad: Tensor, name: str, like: Tensor) -> None:
-    checks.tensor(f"grad{at}", grad, numel=like.numel(), why=f"as {name} has")
+def _check_grad(at: str, grad: Tensor, name: str, like: Tensor, why: str) -> None:
+    checks.tensor(f"grad{at}", grad, numel=like.numel(), why=why)
     if grad.shape != like.shape and grad.dim() > 1 and like.dim() > 1:
         shapes = f"{tuple(grad.shape)}; {name} has {tuple(like.shape)}"
         raise ValueError(f"grad{at} has shape {shapes}; allowed: the same shape, or a flat span")

@@ -131,6 +131,7 @@ class HostCopies:
     """Holds the copies of one optimizer. `delays`: parameters change when published, not when copies are stored.
 
     `measures`: steps ask for the norm of gradients, so the device measures their squares before they leave it.
+    `keeps_there`: some parameters are updated on the device.
     """
 
     room: Any  # a HostTier; None where there are no copies
@@ -141,6 +142,7 @@ class HostCopies:
     link: Copies | None = None  # to the device that the parameters lie on
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
     measures: bool = False
+    keeps_there: bool = False
     # by the first of the copies that are fetched together: all of them, and what measures them
     _squares: dict[int, tuple[list[int], SquaresBelow]] = field(default_factory=dict)
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
@@ -190,6 +192,7 @@ class HostCopies:
             self.refetch(made)
             self.copies.update((id(copy.local), copy) for copy in made)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
+        self.keeps_there = any(copy.stays is not None for copy in self.copies.values())
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _staying(self, local: Tensor, nbytes: int) -> HostCopy:
@@ -325,8 +328,9 @@ class HostCopies:
         """Copies gradients to where the update reads them, once `ready`; returns a ticket where they are on their way.
 
         `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
-        `found`: their squares, measured by then; without `ready` they are measured now. They do not come behind
-        what else is on its way. `pieces`: of all these copies, that come one after the other, each with its own ticket.
+        `found`: their squares, measured by then; without `ready` they are measured now. Where parameters stay on the
+        device, which wait for them, they do not come behind what else is on its way. `pieces`: of all these copies,
+        that come one after the other, each with its own ticket.
         """
         if not left_as:
             pairs = [(copy, grad) for copy, grad in pairs if not copy.holds(grad)]
@@ -354,11 +358,16 @@ class HostCopies:
         checked = all(copy.checked for copy, _ in pairs)
         if ready is None and len(batches) > 1:
             ready = self.link.here()
-        squares = None if found is None else self.link.aside(found.there, found.here, ready=ready)
+        squares = None
+        if found is not None and self.keeps_there:
+            squares = self.link.aside(found.there, found.here, ready=ready)
+        elif found is not None:
+            batches[0].append((found.here, found.there))
         tickets: list[Copy | None] = []
         for batch in batches:
             targets, sources = [target for target, _ in batch], [source for _, source in batch]
             tickets.append(self.link.to_host(sources, targets, ready=ready, checked=checked) if batch else None)
+        squares = squares or tickets[0]
         tickets[0] = tickets[0] or squares
         sums: Sequence[Sumsq] = [None] * len(pairs)
         if found is not None and squares is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -41,6 +41,7 @@ from zerokern.zero.units import (
     Units,
     UnitSpec,
     UnitWrapper,
+    Whole,
     members,
     one_group,
     owners_of,
@@ -71,7 +72,7 @@ class Sharding:
         materialize: Callable[[UnitSpec], None] | None = None,
         reduce: str = "mean",
         groups: GroupsOf = one_group,
-        whole: Iterable[nn.Parameter | str] | None = None,
+        whole: Whole = None,
     ) -> None:
         """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
         hooks.import_compiler()
@@ -98,7 +99,7 @@ class Sharding:
         self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
             checks.refuse_max_norm(module, group.everyone)
-        uncut = set() if self.replicated else whole_of(whole, found)
+        uncut = {} if self.replicated else whole_of(whole, found)
         if uncut and shards_parameters(stage):
             do = "a unit's few matrices would fill its shards unevenly, and gathers would move the padding, too"
             raise ValueError(got("whole", "matrices", "None at stage 3; stages 1 and 2 keep matrices whole", do))
@@ -110,7 +111,7 @@ class Sharding:
             "tier": order.name,
             "keep, micro": wrapped,
             "units": [unit.name for unit in found],
-            "whole": [name for name, param in params if id(param) in uncut],
+            "whole": {name: uncut[id(param)] for name, param in params if id(param) in uncut},
             PLACE: ranks.place,
         }
         checks.same_on_all_ranks(group.everyone, settings, found)
@@ -147,7 +148,7 @@ class Sharding:
         bucket_bytes: int,
         materialize: Callable[[UnitSpec], None] | None,
         order: TierOrder,
-        uncut: set[int],
+        uncut: dict[int, int],
     ) -> None:
         """Moves parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]

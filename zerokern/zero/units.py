@@ -8,7 +8,7 @@ zerokern/parallel, and is handed to `Sharding` as `groups`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ __all__ = [
     "UnitSpec",
     "UnitWrapper",
     "Units",
+    "Whole",
     "members",
     "one_group",
     "owners_of",
@@ -41,6 +42,7 @@ __all__ = [
 
 
 Units = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
+Whole = Iterable[nn.Parameter | str | Mapping[str, Any]] | None
 
 
 class UnitModule(nn.Module):
@@ -143,13 +145,14 @@ def members(
     stage: int,
     param_dtype: torch.dtype | None = None,
     ranks: Mapping[int, int] | None = None,
-    whole: Container[int] = (),
+    whole: Mapping[int, int] | None = None,
 ) -> list[Member]:
     """What `partition` needs of the parameters of the units, one after the other.
 
     Below stage 3 nothing is gathered, so that all units are one. `ranks`: which group divides each, by its id, where
     there are several. Ranks with other parts of a DTensor cut buckets alike: what is called as one is complete, such
-    as users' hooks, comes in one order on all of them. `whole`: the ids of matrices that are updated whole.
+    as users' hooks, comes in one order on all of them. `whole`: the work of
+    matrices that are updated whole, by their ids.
     """
     found = [(param, number if stage >= 3 else 0) for number, unit in enumerate(units) for _, param in unit.params]
     groups = {id(param): 0 for param, _ in found} if ranks is None else ranks
@@ -161,47 +164,63 @@ def members(
             param.requires_grad,
             groups[id(param)],
             largest_local_numel(param),
-            work_of(param.shape) if id(param) in whole else 0,
+            (whole or {}).get(id(param), 0),
         )
         for param, number in found
     ]
 
 
-def work_of(shape: Sequence[int]) -> int:
-    """Returns how much work it is to orthogonalise a matrix, in proportion: its iteration multiplies the smaller side.
+def work_of(shape: Sequence[int], split: int = 1) -> int:
+    """Returns how much work it is to orthogonalize a matrix, in proportion: its iteration multiplies the smaller side.
 
-    >>> work_of([2, 4]) == work_of([4, 2]), work_of([4, 4]) / work_of([2, 2])
-    (True, 8.0)
+    `split`: it consists of so many along the first dimension, of which each is orthogonalized by itself.
+
+    >>> work_of([2, 4]) == work_of([4, 2]), work_of([4, 4]) / work_of([2, 2]), work_of([8, 4], 2) == 2 * work_of([4, 4])
+    (True, 8.0, True)
     """
-    small, large = sorted((shape[0], math.prod(shape[1:])))
-    return small * small * (2 * large + small)
+    width = shape[-1]
+    small, large = sorted((math.prod(shape[:-1]) // split, width))
+    return split * small * small * (2 * large + small)
 
 
-def whole_of(whole: Iterable[nn.Parameter | str] | None, units: Sequence[UnitSpec]) -> set[int]:
-    """Returns the ids of the parameters that are named here, by themselves or by patterns of their names.
+def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
+    """Returns the work of the matrices that are named here, by their ids.
 
     >>> layer = nn.Linear(2, 2)
-    >>> whole_of(["*weight"], units_of(layer)) == {id(layer.weight)}
+    >>> whole_of(["*weight"], units_of(layer)) == whole_of([{"params": [layer.weight]}], units_of(layer))
     True
     """
     named = {name: param for unit in units for name, param in unit.params}
-    known, found = {id(param): name for name, param in named.items()}, set()
-    for one in [whole] if isinstance(whole, str | Tensor) else whole or ():
+    known, found = {id(param) for param in named.values()}, dict[int, int]()
+    for one, split in _each_of(whole):
         if isinstance(one, str):
-            mine = {id(param) for name, param in named.items() if fnmatchcase(name, one)}
-        elif isinstance(one, Tensor):
-            mine = {id(one)} & known.keys()
+            mine = {id(param): param for name, param in named.items() if fnmatchcase(name, one)}
         else:
-            raise TypeError(got("whole", type(one).__name__, "parameters of the model, or patterns of their names"))
+            mine = {id(one): one} if id(one) in known else {}
         if not mine:
             said = repr(one) if isinstance(one, str) else f"a parameter of shape {tuple(one.shape)}"
             raise ValueError(f"whole has {said}, which no parameter of the model is; allowed: {', '.join(named)}")
-        found |= mine
-    for name, param in named.items():
-        if id(param) in found and (is_placed(param) or param.dim() < 2):
-            what = "a DTensor, which no rank has whole" if is_placed(param) else f"of shape {tuple(param.shape)}"
-            raise ValueError(f"whole has {name!r}, {what}; allowed: matrices")
+        for param in mine.values():
+            if is_placed(param) or param.dim() < 2:
+                name = next(name for name, other in named.items() if other is param)
+                what = "a DTensor, which no rank has whole" if is_placed(param) else f"of shape {tuple(param.shape)}"
+                raise ValueError(f"whole has {name!r}, {what}; allowed: matrices")
+            found[id(param)] = max(1, work_of(param.shape, split))
     return found
+
+
+def _each_of(whole: Whole) -> Iterator[tuple[Any, int]]:
+    """Yields parameters, and patterns of names, with the number of matrices that they consist of."""
+    listed: Any = [whole] if isinstance(whole, str | Tensor | Mapping) else whole or ()
+    for one in listed:
+        if isinstance(one, Mapping):
+            for item in one["params"]:
+                yield item[1] if isinstance(item, tuple) else item, one.get("split", 1)
+        elif isinstance(one, str | Tensor):
+            yield one, 1
+        else:
+            do = "parameters of the model, patterns of their names, or param_groups"
+            raise TypeError(got("whole", type(one).__name__, do))
 
 
 def dtype_name(param: Tensor, param_dtype: torch.dtype | None = None) -> str:
