@@ -60,6 +60,7 @@ def wait_for_all(keeper: Keeper) -> None:
                 kept.has_left(kind)
 
 
+@pytest.mark.slow  # 11 s; the quick lane has random programs
 @each("split", SPLITS)
 @each("device", [True, False])
 def test_the_same_bits(split: tuple[str, ...], device: bool, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_where_nothing_exact_fits() -> None:
         assert f"Nor does a lossy one, on up to {most} ranks" in told[1] and "zk.tile" in told[1]
 
 
+@pytest.mark.slow  # 9 s
 def test_a_batch_that_does_not_fit_is_divided() -> None:
     """Units in slices where that is enough, for a shape without logits; or else more backward passes in a step."""
     for batch in (3, 7, 32):
