@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "budget_given_out_again",
         "zerokern/optim/placing.py",
-        'used = list(tiers), {"device": held_there, "cpu": 0 if self.room is None else self.room.kept_nbytes}',
+        'used = list(tiers), {"device": held_there, "cpu": held_here}',
         'used = list(tiers), {"device": held_there, "cpu": 0}',
         "State that is made later is placed as if nothing were in memory yet.",
         ("tests/optim/test_placing.py",),

@@ -391,10 +391,12 @@ class HostTier(_InMemory):
         """Whether tensors of this owner lie here."""
         return id(owner) in self._owners
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of all tensors that have an owner."""
-        return sum(tensor.nbytes for _, tensor in self._kept.values())
+    def kept_by(self) -> Counter[int]:
+        """Returns the bytes of each owner's tensors, by the owner's id."""
+        found = Counter[int]()
+        for owner, tensor in self._kept.values():
+            found[id(owner)] += tensor.nbytes
+        return found
 
     def addresses(self) -> dict[int, tuple[int, str]]:
         """Returns the owner's id and the role of each address."""

@@ -439,6 +439,7 @@ class Holdings:
         self.bound.binding = None
         if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have
             self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
+        self._check_growth(survey)
         initial = [self.algorithm.first_moment(group) for group in groups]
         of_state = self.algorithm, self.held, initial, self.shards.exact
         if self.disk is not None:
@@ -452,6 +453,18 @@ class Holdings:
         if previous is not None and not compute.is_like(previous.compute):
             previous = None
         made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
+        self.placing.forget_moved(self.held)
         self.shards.bound(survey.params, self.state)
         self.bound = Bound(made, made.witness, formats)
         return made
+
+    def _check_growth(self, survey: Survey) -> None:
+        """Refuses state that has grown beyond the budget of the device, where it is; counts what it takes there."""
+        if not self.has_both or self.host is None or self.updated_on == "device":
+            return
+        sizes = {id(one): of.nbytes_of(one) for one, of in zip(survey.params, survey.layouts, strict=True)}
+        stays = [copy for copy in self.host.copies.values() if copy.stays is not None and not copy.near]
+        now = [sizes.get(id(copy.values), copy.stays) for copy in stays]
+        self.placing.check_growth([(new, copy.stays or 0) for new, copy in zip(now, stays, strict=True)])
+        for copy, nbytes in zip(stays, now, strict=True):
+            copy.stays = nbytes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from zerokern.core.errors import got
+from zerokern.core.errors import StateError, got
 from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
@@ -35,6 +36,10 @@ def check_update(value: object, order: TierOrder) -> str:
     return value
 
 
+_GROWN = (
+    "the state of parameters that are updated on the device has grown from {before} to {now} bytes, and the budget there "
+    "is {budget}; load this optimizer's state_dict() into one that is built with the new settings, which places all anew"
+)
 _log = logging.getLogger("zerokern")
 
 
@@ -58,16 +63,27 @@ class Placing:
     def choose(self, state: Mapping[Any, Any], wanted: Sequence[tuple[Tensor, int]]) -> list[str]:
         """Returns where the state of each of these (parameter, bytes of its state) rests: "device", "cpu" or "disk".
 
-        What forwards need first has the first claim.
+        What forwards need first has the first claim. State in host memory that has grown is placed anew if the budget
+        there has no room for it.
         """
         found = [self._known(param, state.get(param)) for param, _ in wanted]
+        budget, kept = self._order.kinds(apart=self.there).get("cpu"), self._kept_by()
+        near = [number for number, kind in enumerate(found) if kind == "cpu"]
+        grown = [number for number in near if wanted[number][1] > kept[id(wanted[number][0])]]
+        if budget is not None and grown:
+            before = sum(kept[id(wanted[number][0])] for number in grown)
+            if kept.total() - before + sum(wanted[number][1] for number in grown) > budget:
+                for number in grown:
+                    found[number] = None
+                    kept[id(wanted[number][0])] = 0
         new = [number for number, kind in enumerate(found) if kind is None]
         new.sort(key=lambda number: self.turns.get(id(wanted[number][0]), 0))
         tiers = self._order.kinds(apart=self.there, free=self.free or 0)
         if self.there:  # copies in host memory were made for want of room on the device
             tiers.pop("device", None)
             tiers = tiers or {"cpu": None}  # of what zk.shard has put there
-        for number, kind in zip(new, self._filled(tiers, [wanted[number][1] for number in new], 0), strict=True):
+        sizes = [wanted[number][1] for number in new]
+        for number, kind in zip(new, self._filled(tiers, sizes, 0, kept.total()), strict=True):
             found[number] = kind
         return [kind for kind in found if kind is not None]
 
@@ -90,10 +106,28 @@ class Placing:
 
         `held_there`: bytes of state that are on the device already.
         """
-        return self._filled(self._order.kinds(apart=self.there, free=self.free or 0), sizes, held_there)
+        tiers = self._order.kinds(apart=self.there, free=self.free or 0)
+        return self._filled(tiers, sizes, held_there, self._kept_by().total())
 
-    def _filled(self, tiers: Mapping[str, int | None], sizes: Sequence[int], held_there: int) -> list[str]:
-        kinds, used = list(tiers), {"device": held_there, "cpu": 0 if self.room is None else self.room.kept_nbytes}
+    def check_growth(self, stays: Sequence[tuple[int, int]]) -> None:
+        """Raises where state on the device takes more than its budget. `stays`: of each, its bytes now and before."""
+        budget = self._order.kinds(apart=self.there, free=self.free or 0).get("device")
+        now, before = (sum(sizes) for sizes in zip(*stays, strict=True)) if stays else (0, 0)
+        if budget is not None and now > before and now > budget:
+            raise StateError(_GROWN.format(now=now, before=before, budget=budget))
+
+    def forget_moved(self, state: Mapping[Any, Any]) -> None:
+        """Forgets the host memory of what has gone to a disk."""
+        if self.room is not None:
+            self.room.forget([one for one, entry in state.items() if isinstance(one, Tensor) and on_disk_of(entry)])
+
+    def _kept_by(self) -> Counter[int]:
+        return Counter[int]() if self.room is None else self.room.kept_by()
+
+    def _filled(
+        self, tiers: Mapping[str, int | None], sizes: Sequence[int], held_there: int, held_here: int
+    ) -> list[str]:
+        kinds, used = list(tiers), {"device": held_there, "cpu": held_here}
         held = [used.get(kind, 0) for kind in kinds]
         return [kinds[number] for number in place(sizes, list(tiers.values()), held)]
 
