@@ -464,7 +464,7 @@ class Holdings:
             return
         sizes = {id(one): of.nbytes_of(one) for one, of in zip(survey.params, survey.layouts, strict=True)}
         stays = [copy for copy in self.host.copies.values() if copy.stays is not None and not copy.near]
-        now = [sizes.get(id(copy.values), copy.stays) for copy in stays]
+        now = [sizes.get(id(copy.values), copy.stays or 0) for copy in stays]
         self.placing.check_growth([(new, copy.stays or 0) for new, copy in zip(now, stays, strict=True)])
         for copy, nbytes in zip(stays, now, strict=True):
             copy.stays = nbytes

@@ -37,8 +37,9 @@ def check_update(value: object, order: TierOrder) -> str:
 
 
 _GROWN = (
-    "the state of parameters that are updated on the device has grown from {before} to {now} bytes, and the budget there "
-    "is {budget}; load this optimizer's state_dict() into one that is built with the new settings, which places all anew"
+    "the state of parameters that are updated on the device has grown from {before} to {now} bytes, and the budget "
+    "there is {budget}; load this optimizer's state_dict() into one that is built with the new settings, which places "
+    "all anew"
 )
 _log = logging.getLogger("zerokern")
 
