@@ -315,7 +315,9 @@ def test_state_that_grows_beyond_the_budget_of_a_device_is_refused(devices: Call
             param.grad = device.own(torch.ones_like(param))
         before = [param.detach().clone() for param in params]
         if momentum:
-            with pytest.raises(zk.core.errors.StateError, match=r"grown from 2000 to 6000 bytes.* budget there is 3072"):
+            with pytest.raises(
+                zk.core.errors.StateError, match=r"grown from 2000 to 6000 bytes.* budget there is 3072"
+            ):
                 opt.step()
             device.synchronize()
             assert same_bits(params, before)

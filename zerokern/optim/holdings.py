@@ -387,13 +387,20 @@ class Holdings:
 
     def catch_up(self) -> None:
         """Follows writes that no step has seen yet, so that what is saved is consistent."""
+        self._await_others()
         self.shards.adopt(self.state)
         self.shards.look()
         if self.bound.witness is not None:
             self.bound.witness.catch_up(self.held)
 
+    def _await_others(self) -> None:
+        """Returns once parameters are those of the last step, another optimizer's too: it has counted them already."""
+        for publisher in self.shards.publishers:
+            publisher.complete()
+
     def refresh(self) -> None:
         """Makes masters and remainders anew from the parameters, however these were written."""
+        self._await_others()
         self.shards.adopt(self.state)
         self.shards.refetch()
         follow(tracked(self.held), self.held)
