@@ -72,6 +72,11 @@ class Formats:
         return max(_MASTER_NBYTES[self.master], _STATE_NBYTES[self.state], wide)
 
     @property
+    def read_nbytes(self) -> int:
+        """Of an element of the widest array that is read."""
+        return max(self.grad.itemsize, _MASTER_NBYTES[self.master], _STATE_NBYTES[self.state])
+
+    @property
     def vector(self) -> int:
         """Elements per thread and access: as many as fill 16 bytes of the widest array."""
         return 16 // max(self.grad.itemsize, self.written_nbytes)
@@ -192,11 +197,12 @@ def _job(made: Formats, config: Config, scarce: bool | None) -> dict[str, Any]:
         rule = made.algorithm + " without a buffer" * (made.state == "none")
         counted = rule in PAIR_FMAS
         fmas = PAIR_FMAS.get(rule, 0) * per_thread * bodies
+    moved = {"load": made.read_nbytes, "store": made.written_nbytes}
     promises = Promises(
         PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[coded],
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
-        wide=("load", "store") if made.written_nbytes * made.vector == 16 else ("load",),
+        wide=tuple(way for way, nbytes in moved.items() if nbytes * made.vector == 16),
         shared=SHARED,
         spilled=SPILLED if coded else 0,
         float64=None if scarce is False else 0,
