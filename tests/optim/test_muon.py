@@ -534,3 +534,16 @@ def test_what_is_named_wins() -> None:
         step_once(optimizer)
     says(refusal(lambda: zk.muon_groups(Tied(), rest=["block.*"]), ValueError), ["block.*", "None is called so"])
     says(refusal(lambda: zk.muon_groups(Tied(), matrices=["*.up.bias"]), ValueError), ["up.bias", "two dimensions"])
+
+
+def test_what_nobody_has_chosen_is_not_shown() -> None:
+    """Also of a subclass whose signature does not name it."""
+
+    class Own(zk.AdamW):
+        def __init__(self, params: Any, **settings: Any) -> None:
+            super().__init__(params, **settings)
+
+    for build, usual, other in ((zk.Muon, "device", "auto"), (Own, "host", "device")):
+        for update in (usual, other):
+            said = repr(build([nn.Parameter(torch.ones(2, 2))], update=update))
+            assert ("update=" in said) == (update == other)

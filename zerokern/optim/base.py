@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 import weakref
@@ -144,7 +143,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         closed = "closed, " if self.holdings.closed else ""
         said = f"{closed}tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
         chosen = f" ({self.holdings.why})" if self.holdings.why else ""
-        told = self.update != inspect.signature(type(self)).parameters["update"].default
+        told = self.update != ("device" if self._algorithm.whole else "host")  # what it is where nobody says it
         said += "" if not told else f", update={self.update!r}{chosen}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
