@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.chained import unchained
 from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.footprint import Footprint
@@ -103,12 +104,13 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
             tally.add("parameters", param.detach())
         if param.grad is not None:
             tally.add("gradients", param.grad)
-    if opt is not None:
-        _of_optimizer(opt, tally)
+    opts = unchained(opt)
+    for one in opts:
+        _of_optimizer(one, tally)
     world = max((sharding.group.size for sharding in shardings), default=1)
     stage = max((sharding.stage for sharding in shardings), default=0)
-    room = opt.holdings.room if isinstance(opt, FusedOptimizer) else None
-    pinned = 0 if room is None else room.nbytes
+    rooms = [one.holdings.room for one in opts if isinstance(one, FusedOptimizer)]
+    pinned = sum(room.nbytes for room in rooms if room is not None)
     return Measured(f"{type(model).__name__}, what this rank holds", tuple(tally.rows()), world, stage, pinned)
 
 
