@@ -21,13 +21,13 @@ def test_both_are_tuned_alike_before_anything_is_compared() -> None:
     tuned, rows = quality.TUNED_ON, []
     first = list(quality.missing(rows, 100, 2))
     assert {(one.rule, one.lr) for one in first} == {(rule, lr) for rule in quality.RULES for lr in quality.RATES[rule]}
-    assert {(one.seed, one.steps) for one in first} == {(tuned, 100)}
+    assert {(one.rule, one.seed, one.steps) for one in first} == {("adamw", tuned, 100), ("muon", tuned, 50)}
     best = {rule: rates[1] for rule, rates in quality.RATES.items()}
     for one in first:
         rows.append(row(one.rule, tuned, one.lr, one.steps, 2.0 - (one.lr == best[one.rule])))
     compared = list(quality.missing(rows, 100, 2))
     assert {(one.rule, one.lr) for one in compared} == set(best.items())
-    assert [(one.rule, one.steps) for one in compared if one.seed == 1] == [("adamw", 100), ("muon", 100), ("muon", 50)]
+    assert [(one.rule, one.steps) for one in compared if one.seed == 1] == [("adamw", 100), ("muon", 50), ("muon", 25)]
 
 
 def test_tokens_for_adamws_loss() -> None:
@@ -37,11 +37,11 @@ def test_tokens_for_adamws_loss() -> None:
     rows += [
         row("muon", seed, 1e-3, steps, loss)
         for seed in range(3)
-        for steps, loss in zip((100, 50), losses[seed], strict=True)
+        for steps, loss in zip((50, 25), losses[seed], strict=True)
     ]
     tuned = [row(rule, quality.TUNED_ON, 1e-3, 50, 1.0) for rule in quality.RULES]
     found = quality.summarize([*tuned, *rows])
-    assert [one["share"] for one in found["seeds"]] == [pytest.approx(0.5**0.5, abs=1e-4), 0.5, None]
+    assert [one["share"] for one in found["seeds"]] == [pytest.approx(0.125**0.5, abs=1e-4), 0.25, None]
     assert quality.summarize([*tuned, *rows[:-1]])["seeds"] == found["seeds"][:2], "seeds that are complete"
 
 
