@@ -15,7 +15,8 @@ from offload_cases import SCHEDULES, Row, optimizer_of
 from optim_cases import BF16, FP32, contents, make_params, same_bits, set_grads
 from tables import each
 from test_muon import INT8, Matrices, makers, muon
-from test_offload_played import HostComputes, compare
+from test_offload_played import compare
+from waiting_device import HostComputes
 from worlds import alone, on_threads, refusal, says
 
 from zerokern.core.errors import StateError
