@@ -114,11 +114,11 @@ class FakeGroup(Group):
                 self._world.fail(str(reason))
                 raise CommError(str(reason), operation="agree", ranks=tuple(range(self.size))) from None
 
-    def _give(self, kind: str, detail: str, tensor: Tensor) -> Operation:
+    def _give(self, kind: str, detail: str, given: Any) -> Operation:
         """Puts a copy of the tensor where the other ranks find it."""
         operation = self._agreement.ledger.begin(kind, detail)
         with self._world.changed:
-            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, tensor.clone())
+            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, given.clone() if isinstance(given, Tensor) else given)
             self._world.changed.notify_all()
         return operation
 
@@ -198,6 +198,21 @@ class FakeGroup(Group):
 
     def _publish(self, full: Tensor) -> Handle:
         return self._spread("publish", full)
+
+    def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
+        kept = [one.clone() for one in sends]
+        operation = self._give("all_to_all", str(sends[0].dtype), kept)
+        for rank in set(range(self.size)) - {self.rank}:
+            receives[rank].fill_(float("nan"))
+
+        def complete() -> None:
+            given = self._take(operation)
+            for mine, before in zip(sends, kept, strict=True):
+                self._untouched(operation, mine, before)
+            for rank in set(range(self.size)) - {self.rank}:
+                receives[rank].copy_(given[rank][self.rank])
+
+        return Handle(complete, lambda: self._all_gave(operation))
 
     def _spread(self, kind: str, full: Tensor) -> Handle:
         mine = own_span(full, self.rank, self.size)

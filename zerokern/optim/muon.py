@@ -12,6 +12,7 @@ from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.cut_matrices import MatrixPart, group_of, parts_of_matrices
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
 from zerokern.optim.survey import Groups, names_of
@@ -108,8 +109,8 @@ class Muon(FusedOptimizer):
                     check_matrix(name, param.shape, split, placed=is_placed(param))
         super().add_param_group(param_group)
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[list[Matrix]]:
-        found: list[list[Matrix]] = []
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[Sequence[Matrix | MatrixPart]]:
+        found: list[Sequence[Matrix | MatrixPart]] = []
         names = names_of(groups)
         for group in groups:
             split, in_blocks = _checked_split(group), group["state_format"] == "int8"
@@ -119,6 +120,10 @@ class Muon(FusedOptimizer):
                 if shards:
                     check_shard(shards[number], split)
                     name, shape = shards[number].name, shards[number].shape
+                    if group_of(shards[number]) is not None:
+                        matrices = matrices_of(name, shape, shape.numel(), split, in_blocks=in_blocks)
+                        found.append(parts_of_matrices(shards[number], matrices))
+                        continue
                 else:
                     check_matrix(name, shape, split)
                 found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))

@@ -1,0 +1,105 @@
+"""zk.Muon at stage 3, where ranks have parts of matrices: the bits of ranks that all have all, and what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from worlds import World, built, everywhere, full
+
+import zerokern as zk
+from zerokern.zero.shard import shard_of
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "int8": {"state_format": "int8"},
+    "multiplied in bf16": {"ns_dtype": "bf16"},
+    "bf16 parameters": {"dtype": torch.bfloat16},
+    "bf16 parameters, bf16 average": {"dtype": torch.bfloat16, "state_format": "bf16", "ns_dtype": "bf16"},
+}
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """One wide matrix, one fused of three, one stack, one with fewer rows than ranks, and a bias."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 300, dtype=dtype)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=dtype)
+        self.stack = nn.Parameter(torch.randn(4, WIDTH, 16, dtype=dtype) / 8)
+        self.flat = nn.Linear(WIDTH, 2, bias=False, dtype=dtype)
+        self.some = nn.Parameter(torch.randn(8, WIDTH, dtype=dtype) / 8)
+        self.leaves_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        experts = torch.einsum("bi,eij->bej", x, self.stack).relu().flatten(1)[:, :WIDTH]
+        x = x if self.leaves_out else x + torch.nn.functional.linear(x, self.some).sum(-1, keepdim=True)
+        return x + q * k.sigmoid() + v + self.up(x)[:, :WIDTH].relu() + experts + self.flat(x).sum(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(dtype) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+SPLIT = {"*.qkv.weight": 3, "*.stack": 4}
+
+
+def optimizers(model: nn.Module, **settings: Any) -> tuple[zk.Muon, zk.AdamW]:
+    of_muon = {name: settings.pop(name) for name in ("state_format", "ns_dtype") if name in settings}
+    matrices, rest = zk.muon_groups(model, split=SPLIT)
+    return zk.Muon(matrices, lr=0.02, **of_muon, **settings), zk.AdamW(rest, lr=1e-2, **settings)
+
+
+def train(world: World, model: nn.Module, opts: Any, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    """Steps of two passes each, of which rank 0 leaves one parameter out; the third step is skipped."""
+    for block in model.blocks:
+        block.leaves_out = world.rank == 0
+    for step in steps:
+        for part in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + world.rank)
+            x = torch.randn(4, 8, generator=generator).to(dtype)
+            loss = model(x).float().square().mean()
+            (loss * (float("inf") if step == 2 else 1.0)).backward()
+        zk.clip_grad_norm_(model, 1e9)  # whose last bit depends on where matrices are cut; this clips nothing
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    for opt in opts:
+        opt.flush()
+
+
+def trained(
+    world: World, stage: int, tier: str, schedule: Any, dtype: torch.dtype = torch.float32, **formats: Any
+) -> dict[str, torch.Tensor]:
+    model = world.shard(built(lambda: Model(dtype)), stage=stage)
+    opts = optimizers(model, tier=tier, schedule=schedule, **formats)
+    train(world, model, opts, range(5), dtype)
+    return full(model)
+
+
+def same_as_all(world: World, tier: str, schedule: str, kept: str) -> None:
+    when = zk.Delayed(after=1) if schedule == "delayed" else schedule
+    mine = trained(world, 3, tier, when, **FORMATS[kept])
+    theirs = trained(world, 0, tier, when, **FORMATS[kept])
+    assert all(value.isfinite().all() for value in mine.values())
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@everywhere(2, 3, 4, tier=["device"], schedule=["sync"], kept=FORMATS)
+def test_ranks_that_have_parts_of_matrices_have_the_bits_of_ranks_that_have_all(
+    world: World, tier: str, schedule: str, kept: str
+) -> None:
+    same_as_all(world, tier, schedule, kept)
