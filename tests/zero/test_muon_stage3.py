@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from worlds import World, built, everywhere, full
+from worlds import World, built, everywhere, full, refusal, says
 
 import zerokern as zk
+from zerokern.core.errors import StateError
 from zerokern.zero.shard import shard_of
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -112,3 +114,54 @@ def test_ranks_that_have_parts_of_matrices_have_the_bits_of_ranks_that_have_all(
 @everywhere(2, tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"], kept=["fp32", "int8"])
 def test_every_tier_and_schedule_has_these_bits(world: World, tier: str, schedule: str, kept: str) -> None:
     same_as_all(world, tier, schedule, kept)
+
+
+@everywhere(2)
+def test_a_rank_that_lacks_a_gradient_is_refused_on_all_ranks(world: World) -> None:
+    """Of those that zk.shard has reduced one is dropped by hand, on one rank: the others would wait for its part."""
+    model = world.shard(built(Model), stage=3)
+    opt = optimizers(model)[0]
+    model(torch.ones(2, 8)).square().mean().backward()
+    before = full(model)
+    kept = model.blocks[0].flat.weight.grad
+    if world.rank == 1:
+        model.blocks[0].flat.weight.grad = None
+    says(refusal(opt.step, StateError), ["parameters with a gradient", "all but blocks.0.flat.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in full(model).items())
+    model.blocks[0].flat.weight.grad = kept
+    opt.step()
+
+
+@everywhere(2, schedule=["sync", "overlap", "delayed"])
+def test_two_of_them_over_one_model_take_turns(world: World, schedule: str) -> None:
+    when = zk.Delayed(after=1) if schedule == "delayed" else schedule
+    results = []
+    for stage in (3, 0):
+        model = world.shard(built(Model), stage=stage)
+        wide = [block.up.weight for block in model.blocks]
+        others = [one for block in model.blocks for one in (block.qkv.weight, block.flat.weight)]
+        opts: list[Any] = [zk.Muon(some, lr=0.02, schedule=when) for some in (wide, others)]
+        known = {id(param) for param in (*wide, *others)}
+        opts.append(zk.AdamW([param for param in model.parameters() if id(param) not in known], schedule=when))
+        train(world, model, opts, range(4))
+        results.append(full(model))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@everywhere(2, schedule=["sync", "overlap"])
+def test_a_rank_that_fails_ends_the_step_on_all(world: World, schedule: str) -> None:
+    model = world.shard(built(Model), stage=3)
+    opt = optimizers(model, schedule=schedule)[0]
+    train(world, model, [opt], range(1))
+    with contextlib.ExitStack() as stack:
+        if world.rank == 1:
+            table = opt.holdings.bound.binding.compute.table
+            stack.enter_context(mock.patch.object(table, "_orthogonalize", side_effect=RuntimeError("no such matrix")))
+        model(torch.ones(2, 8)).square().mean().backward()
+
+        def step() -> None:
+            opt.step()
+            opt.flush()
+
+        says(refusal(step, (RuntimeError, zk.CommError)), ["no such matrix"])
+    says(refusal(opt.step, (StateError, zk.CommError)), ["load a checkpoint"])

@@ -125,10 +125,10 @@ class Traffic:
 
 
 class Publishing(Protocol):
-    """A thread that has called `publish` and has not ended."""
+    """A thread that has called `publish`, or `all_to_all`, and has not ended."""
 
     def finish(self) -> None:
-        """Waits until the publication has ended on this rank."""
+        """Waits until that has ended on this rank."""
 
 
 class Group:
@@ -147,7 +147,7 @@ class Group:
         self.alone = size == 1  # nothing has to move
         self.traffic = Traffic()
         self.publishing: weakref.WeakSet[Publishing] = weakref.WeakSet()
-        # those that may call `all_to_all` on a thread of their own: who does so next waits until they have ended
+        # what may call `all_to_all` on a thread of its own, if anything; see `begin_exchanging`
         self.exchanging: weakref.WeakSet[Publishing] = weakref.WeakSet()
 
     @property
@@ -167,6 +167,14 @@ class Group:
         for publication in list(self.publishing):
             if publication is not besides:
                 publication.finish()
+
+    def begin_exchanging(self, exchange: Publishing | None) -> None:
+        """Waits for the thread that may still call `all_to_all`; from now on `exchange` may, if it has one."""
+        for other in list(self.exchanging):
+            other.finish()
+        self.exchanging.clear()
+        if exchange is not None:
+            self.exchanging.add(exchange)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -226,7 +234,8 @@ class Group:
         """Sends the tensor `sends[r]` to each rank r, and fills `receives[r]` with what that one sends here.
 
         Sizes may differ; what two ranks exchange has the same size on both, and `during(of=...)` names it, the same on
-        all ranks. What a rank sends itself is copied. Any thread may call this, one at a time: see `exchanging`.
+        all ranks. What a rank sends itself is copied. Any thread may call this, one at a time: see
+        `begin_exchanging`.
 
         >>> out = torch.empty(2)
         >>> Group(0, 1, torch.device("cpu"), "alone").all_to_all([out], [torch.ones(2)]).wait(); out

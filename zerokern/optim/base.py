@@ -225,6 +225,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
+                if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
+                    pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
+                    shards.accord.settings = [{**one, "parameters with a gradient": which} for one, which in pairs]
                 done = self._update(shards.groups(self.param_groups), settings)
                 shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:

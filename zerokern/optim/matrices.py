@@ -80,6 +80,9 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
 def check_shard(shard: Shard, split: int) -> None:
     """Raises as `check_matrix` does; and, on all ranks, if ranks have parts of the parameter."""
     check_matrix(shard.name, shard.shape, split, placed=shard.placed is not None or isinstance(shard.here, Placed))
+    if group_of(shard) is not None and device.is_apart(shard.piece):
+        do = "On several GPUs keep each whole on one rank: stage=1 or 2 with whole= for matrices; zk.AdamW steps parts"
+        raise ValueError(got(shard.name, "cut at stage 3 on a GPU", "a matrix on the CPU, or on one rank", do))
     if group_of(shard) is not None or (shard.numel in (0, shard.shape.numel()) and not _is_cut(shard)):
         return
     if shard.gradients is None:
