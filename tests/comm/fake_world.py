@@ -115,10 +115,11 @@ class FakeGroup(Group):
                 raise CommError(str(reason), operation="agree", ranks=tuple(range(self.size))) from None
 
     def _give(self, kind: str, detail: str, given: Any) -> Operation:
-        """Puts a copy of the tensor where the other ranks find it."""
+        """Puts a copy of what is given where the other ranks find it."""
+        given = [one.clone() for one in given] if isinstance(given, list) else given.clone()
         operation = self._agreement.ledger.begin(kind, detail)
         with self._world.changed:
-            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, given.clone() if isinstance(given, Tensor) else given)
+            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, given)
             self._world.changed.notify_all()
         return operation
 
@@ -200,14 +201,13 @@ class FakeGroup(Group):
         return self._spread("publish", full)
 
     def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
-        kept = [one.clone() for one in sends]
-        operation = self._give("all_to_all", str(sends[0].dtype), kept)
+        operation = self._give("all_to_all", str(sends[0].dtype), sends)
         for rank in set(range(self.size)) - {self.rank}:
             receives[rank].fill_(float("nan"))
 
         def complete() -> None:
             given = self._take(operation)
-            for mine, before in zip(sends, kept, strict=True):
+            for mine, before in zip(sends, given[self.rank], strict=True):
                 self._untouched(operation, mine, before)
             for rank in set(range(self.size)) - {self.rank}:
                 receives[rank].copy_(given[rank][self.rank])

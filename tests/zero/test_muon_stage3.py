@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from worlds import World, built, everywhere, full, refusal, says
+from wire_cases import written
+from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 
 import zerokern as zk
 from zerokern.core.errors import StateError
@@ -165,3 +168,82 @@ def test_a_rank_that_fails_ends_the_step_on_all(world: World, schedule: str) -> 
 
         says(refusal(step, (RuntimeError, zk.CommError)), ["no such matrix"])
     says(refusal(opt.step, (StateError, zk.CommError)), ["load a checkpoint"])
+
+
+@everywhere(2)
+def test_ranks_with_other_settings_are_told_so(world: World) -> None:
+    model = world.shard(built(Model), stage=3)
+    opt = zk.Muon([block.qkv.weight for block in model.blocks], ns_coefficients=(3.0, -4.0, 1.0 + world.rank))
+    model(torch.ones(2, 8)).square().mean().backward()
+    says(refusal(opt.step, StateError), ["ns_coefficients", "not so on others"])
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512 * (1 + number), bias=False) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)[:, :512]
+        return x
+
+
+@ranked
+def exchanged(world: World, ns_dtype: str) -> tuple[int, int, int]:
+    """Bytes that this rank sends in a step of Muon beyond those of SGD, what its group counts, and all elements."""
+    sent = []
+    for make in (zk.SGD, partial(zk.Muon, ns_dtype=ns_dtype)):
+        model = world.shard(built(Wide), stage=3)
+        opt = make(model.parameters(), lr=0.01)
+        for _ in range(2):
+            group = shard_of(model.blocks[0].weight).gradients.group
+            before, counted = written(), group.traffic.total("other")
+            model(torch.ones(2, 512)).square().mean().backward()
+            step_and_zero(opt)
+        sent.append((written() - before, group.traffic.total("other") - counted))
+    return sent[1][0] - sent[0][0], sent[1][1] - sent[0][1], sum(param.numel() for param in built(Wide).parameters())
+
+
+def test_two_bytes_per_element_are_sent_each_way() -> None:
+    for ns_dtype, each in (("bf16", 2), ("fp32", 4)):
+        found = on_ranks(2, exchanged, ns_dtype)
+        measured, counted, numel = sum(one[0] for one in found), sum(one[1] for one in found), found[0][2]
+        assert counted <= 2 * each * numel / 2, "of each matrix half is on its owner already"
+        assert abs(measured / counted - 1) < 0.01
+        assert counted > 0.9 * each * numel
+
+
+@ranked
+def resumed(world: World, folder: str, number: int, stage: int) -> dict[str, torch.Tensor]:
+    """Trains a step from what was saved before, on the same data on all ranks, and saves again."""
+    model = built(Model)
+    whole = zk.muon_groups(model, split=SPLIT)[0] if stage in (1, 2) else None
+    world.shard(model, stage=stage, whole=whole)
+    muon, rest = optimizers(model)
+    if number:
+        zk.load(f"{folder}/{number - 1}", model, [muon, rest])
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+    step_and_zero(muon, rest)
+    zk.save(f"{folder}/{number}", model, [muon, rest])
+    return full(model)
+
+
+def test_state_goes_from_any_stage_and_number_of_ranks_to_stage_3_and_back(tmp_path: Path) -> None:
+    straight, moved = str(tmp_path / "straight"), str(tmp_path / "moved")
+    legs = [(1, 0), (2, 3), (4, 3), (2, 1), (4, 3), (1, 3)]
+    for number, (size, stage) in enumerate(legs):
+        found = on_ranks(size, resumed, moved, number, stage)[0]
+    for number in range(len(legs)):
+        wanted = resumed(World(0, 1), straight, number, 0)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+@ranked
+def really(world: World) -> None:
+    for schedule, kept in (("sync", "fp32"), ("overlap", "int8"), ("delayed", "fp32")):
+        same_as_all(world, "cpu", schedule, kept)
+
+
+def test_real_ranks_have_these_bits_too() -> None:
+    on_ranks(2, really)

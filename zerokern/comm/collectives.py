@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "abort", "abort_transfers", "all_gather", "all_reduce", "all_to_all", "broadcast", "closed_peers", "post", "reduce_scatter",
-    "second_communicator",
+    "abort", "abort_transfers", "all_gather", "all_reduce", "all_to_all", "broadcast", "closed_peers", "post",
+    "reduce_scatter", "second_communicator",
 ]  # fmt: skip
 
 CHUNK_NBYTES = 1 << 20  # gloo moves 64 MiB twice as fast in pieces: sending and receiving overlap

@@ -1,8 +1,9 @@
-"""Matrices of which ranks have parts (stage 3): each comes together on one rank, which orthogonalizes it, round by round.
+"""Matrices of which ranks have parts (stage 3): each comes together on one rank, which orthogonalizes it.
 
-A rank moves the averages of its own parts, and sends what results to the matrices' owners, in `ns_dtype`; they send
-back the orthogonal factors, which each rank applies to its own parts. An owner sums squares again over all it has
-received: in chunks of the whole matrix, so that it has the bits of a rank that never cut it.
+It goes round by round, with a matrix for each rank. A rank moves the averages of its own parts, and sends what results
+to the matrices' owners, in `ns_dtype`; they send back the orthogonal factors, which each applies to its own parts. An
+owner sums squares again over all it has received: in chunks of the whole matrix, so that it has the bits of a rank that
+never cut it.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def _cpu_multiplies_bf16() -> bool:
     return ask is not None and bool(ask())
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix) -> dict[str, Any]:
+def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | MatrixPart) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
     size = shape.height, shape.width
     if isinstance(lr, Tensor):

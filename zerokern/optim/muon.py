@@ -31,7 +31,8 @@ class Muon(FusedOptimizer):
     eps, ns_steps and adjust_lr_fn are torch's.
 
     A matrix is updated whole, one at a time. Beside a bf16 parameter lie 6 bytes of exact state, an fp32 average and a
-    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank.
+    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank (`whole=`), or be cut
+    by stage 3: then it comes together on one rank in each step.
 
     ns_dtype: what matrices are orthogonalized in, "bf16" or "fp32". By default bf16 on a GPU, and on a CPU fp32 unless
         the CPU multiplies bf16 itself. Also per param_group.
@@ -109,7 +110,7 @@ class Muon(FusedOptimizer):
                     check_matrix(name, param.shape, split, placed=is_placed(param))
         super().add_param_group(param_group)
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[Sequence[Matrix | MatrixPart]]:
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
         found: list[Sequence[Matrix | MatrixPart]] = []
         names = names_of(groups)
         for group in groups:

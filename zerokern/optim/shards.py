@@ -259,7 +259,8 @@ class Shards:
 
     def with_gradients(self, groups: Groups) -> list[str]:
         """Says of each group which of its parameters have gradients in this step."""
-        lacks = iter([None if grad is not None else one.name for one, grad in zip(self.shards, self.grads, strict=True)])
+        pairs = zip(self.shards, self.grads, strict=True)
+        lacks = iter([shard.name if grad is None else None for shard, grad in pairs])
         said = [[name for name in islice(lacks, len(group["params"])) if name is not None] for group in groups]
         return ["all" + (" but " + ", ".join(names) if names else "") for names in said]
 
