@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +80,6 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
 def check_shard(shard: Shard, split: int) -> None:
     """Raises as `check_matrix` does; and, on all ranks, if ranks have parts of the parameter."""
     check_matrix(shard.name, shard.shape, split, placed=shard.placed is not None or isinstance(shard.here, Placed))
-    if group_of(shard) is not None and device.is_apart(shard.piece):
-        do = "On several GPUs keep each whole on one rank: stage=1 or 2 with whole= for matrices; zk.AdamW steps parts"
-        raise ValueError(got(shard.name, "cut at stage 3 on a GPU", "a matrix on the CPU, or on one rank", do))
     if group_of(shard) is not None or (shard.numel in (0, shard.shape.numel()) and not _is_cut(shard)):
         return
     if shard.gradients is None:
@@ -195,12 +192,7 @@ class MatrixTable:
             for row in rows:
                 self._update(row, scale)
             for one in self._rounds_of(span):
-                try:
-                    self._update_together(one, scale)
-                except BaseException as error:
-                    if not isinstance(error, CommError):  # the other ranks wait for this one
-                        one.group.fail(f"opt.step failed here: {error}")
-                    raise
+                self._update_together(one, partial(self._average, scale), self._apply)
 
     @contextmanager
     def _prepared(self, rows: range) -> Iterator[list[int]]:
@@ -223,24 +215,35 @@ class MatrixTable:
         if device.capturing(control.steps.device):
             raise StateError(_IN_A_GRAPH)
         with self._prepared(range(self.nseg)) as rows:
-            self._launch(rows, scale, control)
+            self._launch(rows, self._rounds_of(range(self.nseg)), scale, control)
 
-    def _launch(self, rows: Sequence[int], scale: float, control: Any) -> None:
+    def _launch(self, rows: Sequence[int], rounds: Sequence[Round], scale: float, control: Any) -> None:
         if not self._nothing or self._nothing[0].shape != control.increments.shape:
             self._nothing = [torch.zeros_like(control.increments), torch.zeros_like(control.outcome)]
         still, outcome = self._nothing
         skips: Tensor | None = None
-        for row in rows:
+
+        def counting(row: int) -> dict[str, Any]:
             witness = [control.witnesses[self.columns["group"][row]]]
-            counting = {"steps": control.steps, "increments": still, "witnesses": witness, "outcome": outcome}
-            matrix, sums = self._arrange(row)
-            averages, parameters = self._tables[row]
+            return {"steps": control.steps, "increments": still, "witnesses": witness, "outcome": outcome}
+
+        def average(row: int) -> None:
+            nonlocal skips
             self.begun = True
-            averages.run(scale, type(control)(**{**vars(control), **counting}))
+            self._tables[row][0].run(scale, type(control)(**{**vars(control), **counting(row)}))
             skips = outcome[2:3].float() if skips is None else skips
-            self._orthogonalize(row, matrix, sums)
+
+        def apply(row: int) -> None:
             of_sums = {"max_norm": None, "sums": None, "grad_scale": None, "found_inf": skips}
-            parameters.run(1.0, type(control)(**counting, **of_sums))
+            self._tables[row][1].run(1.0, type(control)(**counting(row), **of_sums))
+
+        for row in rows:
+            matrix, sums = self._arrange(row)
+            average(row)
+            self._orthogonalize(row, matrix, sums)
+            apply(row)
+        for one in rounds:
+            self._update_together(one, average, apply)
         if self._decided is None:
             self._decided = self._decides()
         self._decided.set_group(0, **self._decided_as)
@@ -249,32 +252,37 @@ class MatrixTable:
 
     def _update(self, row: int, scale: float) -> None:
         matrix, sums = self._arrange(row)
-        averages, parameters = self._tables[row]
-        averages.run(scale)
-        self.begun = True
+        self._average(scale, row)
         self._orthogonalize(row, matrix, sums)
-        parameters.run(1.0)
+        self._apply(row)
 
-    def _update_together(self, one: Round, scale: float) -> None:
+    def _average(self, scale: float, row: int) -> None:
+        self._tables[row][0].run(scale)
+        self.begun = True
+
+    def _apply(self, row: int) -> None:
+        self._tables[row][1].run(1.0)
+
+    def _update_together(self, one: Round, average: Callable[[int], None], apply: Callable[[int], None]) -> None:
         """Updates this rank's parts of the matrices of a round; one of them it orthogonalizes for all ranks."""
-        numel = one.numel
-        matrix, parts = one.divide(self.spare.memory(numel, one.dtype))
-        pairs = list(zip(one.rows, parts, strict=True))
-        for row, part in pairs:
-            if part.numel():
+        try:
+            matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype))
+            there = [(row, part) for row, part in zip(one.rows, parts, strict=True) if part.numel()]
+            for row, part in there:
                 self._arrange_memory(row, part, self.spare.sums(part.numel()))
-                self._tables[row][0].run(scale)
-                self.begun = True
-        one.gather(matrix, parts)
-        if (own := one.own) is not None:
-            sums = self.spare.sums(matrix.numel())
-            numels = array("q", [matrix.numel()])
-            sumsq_chunks(array("Q", [matrix.data_ptr()]), numels, one.dtype, sums)
-            self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
-        one.scatter(matrix, parts)
-        for row, part in pairs:
-            if part.numel():
-                self._tables[row][1].run(1.0)
+                average(row)
+            one.gather(matrix, parts)
+            if (own := one.own) is not None:
+                sums = self.spare.sums(matrix.numel())
+                _sum_squares(matrix, sums)
+                self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
+            one.scatter(matrix, parts)
+            for row, _ in there:
+                apply(row)
+        except BaseException as error:
+            if not isinstance(error, CommError):  # the other ranks wait for this one
+                one.group.fail(f"opt.step failed here: {error}")
+            raise
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         how = self._iterations[row]
@@ -334,6 +342,16 @@ class SpareMatrix:
     def sums(self, numel: int) -> Tensor:
         """Returns room for the sums of squares of as many elements."""
         return self._sums[: -(-numel // SUMSQ_CHUNK)]
+
+
+def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
+    """Writes sums of squares of the matrix whose sum is that of all; on a CPU those of its chunks."""
+    pointers = array("Q", [matrix.data_ptr()])
+    if device.is_apart(matrix):
+        made = device.kernels().sums(matrix.device, [matrix.numel()], matrix.dtype)
+        made.run(device.upload(pointers, matrix.device), sums.zero_(), 0)
+    else:
+        sumsq_chunks(pointers, array("q", [matrix.numel()]), matrix.dtype, sums)
 
 
 def default_ns_dtype(place: torch.device) -> torch.dtype:

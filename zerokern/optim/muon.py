@@ -13,6 +13,7 @@ from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Updat
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.cut_matrices import MatrixPart, group_of, parts_of_matrices
+from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
 from zerokern.optim.survey import Groups, names_of
@@ -105,10 +106,16 @@ class Muon(FusedOptimizer):
                 name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
                 shard = shard_of(param) if isinstance(param, Tensor) else None
                 if shard is not None:
-                    check_shard(shard, split)
+                    self._check_shard(shard, split)
                 elif isinstance(param, Tensor):
                     check_matrix(name, param.shape, split, placed=is_placed(param))
         super().add_param_group(param_group)
+
+    def _check_shard(self, shard: Shard, split: int) -> None:
+        check_shard(shard, split)
+        if self.tier != "device" and group_of(shard) is not None and is_apart(shard.piece):
+            do = "Matrices that stage 3 cuts do not stream to a GPU yet; stages 1 and 2 with whole= leave them whole"
+            raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
 
     def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
         found: list[Sequence[Matrix | MatrixPart]] = []
@@ -119,7 +126,7 @@ class Muon(FusedOptimizer):
                 number = len(found)
                 name, shape = names[number], param.shape
                 if shards:
-                    check_shard(shards[number], split)
+                    self._check_shard(shards[number], split)
                     name, shape = shards[number].name, shards[number].shape
                     if group_of(shards[number]) is not None:
                         matrices = matrices_of(name, shape, shape.numel(), split, in_blocks=in_blocks)
