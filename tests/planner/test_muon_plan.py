@@ -118,26 +118,30 @@ def test_one_process_without_sharding() -> None:
     assert states["momentum_buffer"] == 4 * (5 * 2 * 3 + 2 * 8) * 128 * 128
 
 
-def sent(rank: int, mesh_sizes: dict[str, int]) -> dict[int, tuple[dict, dict, float]]:
+def sent(rank: int, mesh_sizes: dict[str, int]) -> dict[tuple[int, str], tuple[dict, dict, float]]:
     """By stage: what a step sends along each dimension, as planned and as sent, and the padding of whole matrices."""
     mesh, found = mesh_of(mesh_sizes), {}
-    for stage in (1, 2):
+    for stage, schedule in ((1, "sync"), (2, "overlap"), (2, "sync")):
         torch.manual_seed(0)
         model = Uneven(256, 5, 1)
         groups = zk.muon_groups(model)
         shard: dict[str, Any] = {"stage": stage, "bucket_bytes": 1 << 18, "whole": groups[0]}
         plan = zk.plan(model, mesh=mesh, optimizer="muon", **shard)
         zk.shard(model, mesh=mesh if len(mesh_sizes) > 1 else mesh["dp"], **shard)
-        opts = optimizers(groups)
+        opts = optimizers(groups, schedule=schedule)
         for _ in range(2):
             step(model, opts)
+        for opt in opts:
+            opt.flush()
         dist.barrier()
         before = sockets.sent()
         step(model, opts)
+        for opt in opts:
+            opt.flush()
         dist.barrier()
         assert plan.muon is not None
         seen = sockets.by_dimension(mesh, before, sockets.sent())
-        found[stage] = plan.sent, seen, plan.muon.padding / plan.muon.numel
+        found[stage, schedule] = plan.sent, seen, plan.muon.padding / plan.muon.numel
     return found
 
 
@@ -150,10 +154,10 @@ def test_bytes_sent_are_planned(mesh: dict[str, int]) -> None:
     for ranks in mesh.values():
         size *= ranks
     for found in run_ranks(size, sent, mesh, timeout=240.0):
-        for stage, (planned, seen, padding) in found.items():
-            assert padding > 0.1, "matrices that ranks cannot share evenly"
+        for where, (planned, seen, padding) in found.items():
+            assert padding > 0.05, "matrices that ranks cannot share evenly"
             for name, nbytes in planned.items():
-                said = f"stage {stage}, along {name}: {seen[name]:,} of {nbytes:,}"
+                said = f"{where}, along {name}: {seen[name]:,} of {nbytes:,}"
                 assert abs(seen[name] - nbytes) <= TOLERANCE * nbytes, said
 
 
