@@ -3,6 +3,8 @@ memory of a step."""
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
+from zerokern.planner.forecast import NO_OFFLOAD, step_program
+from zerokern.schedule import Machine
 
 STAGES = (0, 1, 2)
 FORMATS: tuple[dict[str, Any], ...] = (
@@ -189,3 +193,142 @@ def test_a_step_holds_one_matrix_in_flight(ns_dtype: str) -> None:
     assert planned == size * (2 * 1536 * 1024 + 2 * 1024 * 1024) + 8 * -(-1536 * 1024 // (1 << 16))
     assert planned - SLACK <= found <= planned + 3 * MIB, (found / MIB, planned / MIB)
     assert abs(left) <= SLACK
+
+
+class TestPlanned:
+    def test_six_bytes_beside_a_matrix_and_ten_beside_the_rest(self) -> None:
+        plan = zk.plan("llama-3-8b", optimizer="muon", world=8)
+        muon = plan.muon
+        assert muon is not None and (muon.matrices, muon.rest) == (7 * 32, 2 * 32 + 3)
+        assert muon.numel + muon.rest_numel == plan.numel and muon.rest_numel == 2 * 128256 * 4096 + 65 * 4096
+        state = 6 * muon.numel + 10 * muon.rest_numel
+        assert plan.states == 2 * plan.numel + (2 * plan.numel + state) // 8
+        assert zk.plan("llama-3-8b", optimizer="muon").at(0).states == 4 * plan.numel + state
+        assert "| 6.52 " in str(plan.at(2)).replace("|               6.52 ", "| 6.52 "), "the mean of both"
+
+    def test_operations_are_those_of_the_products(self) -> None:
+        """Counted while they run, of three shapes."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from zerokern.kernels.orthogonal import orthogonalize_
+
+        model = nn.ModuleList(
+            [nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False), nn.Linear(32, 32, bias=False)]
+        )
+        counted = 0
+        for layer in model:
+            with FlopCounterMode(display=False) as counter:
+                orthogonalize_(layer.weight.detach().clone(), torch.ones(1, dtype=torch.float64), steps=3)
+            counted += counter.get_total_flops()
+        plan = zk.plan(model, optimizer="muon", ns_steps=3, units=list(model))
+        assert plan.muon is not None and plan.muon.flops == counted
+
+    @pytest.mark.parametrize("world, padding, uneven", [(8, 0, 0), (64, 0.0769, 0.0568), (256, 1.1538, 1.1135)])
+    def test_ranks_share_what_they_can(self, world: int, padding: float, uneven: float) -> None:
+        """The rows of docs/muon.md; stage 0 shares nothing, and stage 3 goes round by round."""
+        plan = zk.plan("llama-3-8b", optimizer="muon", world=world)
+        muon, at_0, at_3 = plan.muon, plan.at(0).muon, plan.at(3).muon
+        assert muon is not None and at_0 is not None and at_3 is not None
+        assert muon.padding / muon.numel == pytest.approx(padding, abs=1e-4)
+        assert muon.imbalance == pytest.approx(uneven, abs=1e-4)
+        assert muon.rank_flops == pytest.approx((1 + muon.imbalance) * muon.flops / world)
+        plain = zk.plan("llama-3-8b", world=world).traffic
+        more = plan.traffic.numel - plain.numel
+        assert more == pytest.approx(2 * muon.padding, abs=1e-3 * plan.numel), "in a reduction and a gather"
+        assert (at_0.rank_flops, at_0.padding) == (at_0.flops, 0)
+        assert at_3.padding == 0 and at_3.exchanged == 2 * 2 * at_3.numel * (world - 1) // world
+        assert at_3.flops / world <= at_3.rank_flops <= at_3.flops / world * 2.2
+        share = plan.at(3).sent["dp"]
+        assert (
+            share
+            == plan.at(3).traffic.sent_nbytes
+            == zk.plan("llama-3-8b", world=world, stage=3).sent["dp"] + (at_3.exchanged // world)
+        )
+
+    def test_the_rank_with_most_is_planned(self) -> None:
+        with torch.device("meta"):
+            model = Uneven()
+        plan = zk.plan(model, stage=2, world=3, optimizer="muon", bucket_bytes=1 << 18)
+        assert plan.buckets.rank == 2
+        plain = zk.plan(model, stage=2, world=3, bucket_bytes=1 << 18, whole=zk.muon_groups(model)[0])
+        assert plain.muon is None and plain.buckets == plan.buckets and plain.roles["exp_avg"] > plan.roles["exp_avg"]
+
+    @pytest.mark.usefixtures("steps_alone")
+    def test_products_take_their_time(self) -> None:
+        """At the rate of forward and backward, on the device; state that streams comes and goes beside."""
+        plan = zk.plan("llama-3-8b", optimizer="muon", tier="cpu")
+        found = plan.predict("h200-pcie", tokens=[4096])
+        adamw = zk.plan("llama-3-8b", tier="cpu", update="device").predict("h200-pcie", tokens=[4096])
+        assert plan.muon is not None and found.muon_seconds == plan.muon.rank_flops / found.machine.flops_s
+        assert {row.schedule for row in found.rows} == {"no offload", "sync", "overlap", "overlap, plain"}
+        more = found.at("no offload", 4096).step_seconds - adamw.at("no offload", 4096).step_seconds
+        assert 0.97 * found.muon_seconds <= more <= found.muon_seconds, "and fewer bytes of state"
+        assert found.at("overlap", 4096).step_seconds > found.at("no offload", 4096).step_seconds
+        assert "Newton-Schulz takes 1.11 s of each step" in str(found)
+
+    def test_slots_hold_a_matrix(self) -> None:
+        plan = zk.plan("gpt2", optimizer="muon", tier="cpu")
+        largest, rest = (
+            6 * 3072 * 768,
+            zk.plan(torch.nn.Embedding(50257, 768), tier="cpu", update="device", device="cuda"),
+        )
+        assert plan.slots_nbytes > 4 * largest + 0.9 * rest.slots_nbytes * 38 / 39
+
+    def test_the_code_of_the_advice_runs_both(self) -> None:
+        told = zk.plan("llama-3-8b", optimizer="muon", world=8, device_memory="40GB").advice()
+        code = "zk.shard(model, stage=1, whole=matrices); opts = zk.Muon(matrices), zk.AdamW(rest)"
+        assert f"Code: matrices, rest = zk.muon_groups(model); {code}" in told
+
+    @pytest.mark.parametrize(
+        "model, asked, says",
+        [
+            ("7.5B", {}, "a number alone does not say which there are"),
+            ("gpt2", {"tier": "nvme"}, "tier='nvme': must be 'device' or 'cpu'"),
+            ("gpt2", {"tier": ["device:1GB", "cpu"]}, "budgets of their own"),
+            ("gpt2", {"update": "host"}, "runs where parameters are"),
+            ("gpt2", {"stage": 3, "param_tier": "cpu", "tier": "cpu"}, "param_tier='cpu': must be 'device'"),
+            ("gpt2", {"mesh": {"dp": 2, "tp": 2}}, "zk.Muon refuses DTensors"),
+            ("gpt2", {"tier": "cpu", "schedule": zk.Delayed()}, "'sync' or 'overlap'"),
+            ("gpt2", {"whole": ["*"]}, "unless a module is planned"),
+            ("gpt2", {"ns_dtype": "fp16"}, "None | 'bf16' | 'fp32'"),
+            ("gpt2", {"ns_steps": 100}, "from 0 to 99"),
+            ("gpt2", {"optimizer": "adamw", "ns_steps": 3}, "'muon' where ns_dtype or ns_steps is given"),
+            (nn.Linear(4, 4), {}, "one with matrices in repeated blocks"),
+            (nn.Linear(4, 4), {"whole": ["bias"]}, "allowed: matrices"),
+        ],
+    )
+    def test_what_cannot_be_known_is_refused(self, model: Any, asked: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            zk.plan(model, **{"optimizer": "muon", **asked})
+
+
+@pytest.mark.slow
+def test_a_step_takes_what_its_products_take() -> None:
+    """On this CPU, at rates that are measured beside it."""
+    torch.manual_seed(0)
+    width = 512
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(8))})
+    groups = zk.muon_groups(model)
+    opts = optimizers(groups)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype="fp32")
+    left, right, out = torch.randn(width, width), torch.randn(width, 4 * width), torch.empty(width, 4 * width)
+    source = torch.randn(1 << 25)
+    copy = source.clone()
+
+    def seconds(act: Any) -> float:
+        begin = time.perf_counter()
+        act()
+        return time.perf_counter() - begin
+
+    def once() -> float:
+        flops_s = 20 * 8 * width**3 / seconds(lambda: [torch.mm(left, right, out=out) for _ in range(20)])
+        gb_s = 2 * source.nbytes / seconds(lambda: copy.copy_(source)) / 1e9
+        machine = Machine("here", flops_s=flops_s, device_gb_s=gb_s, down_gb_s=1, up_gb_s=1, host_gb_s=gb_s)
+        ops = [op for op in step_program(plan, NO_OFFLOAD, 1).ops if op.verb == "Step"]
+        return seconds(lambda: [opt.step() for opt in opts]) / sum(map(machine.seconds, ops))
+
+    once()
+    ratios = sorted(once() for _ in range(7))
+    assert 0.6 <= ratios[3] <= 2.0, ratios

@@ -144,6 +144,10 @@ class Footprint(HeldMemory):
         trained = [member for member in subject.members if member.trainable]
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
         most = buckets.most_work if shards_state(self.stage) else work
+        if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
+            most = sum(
+                sorted((one.work // one.split for one in whole for _ in range(one.split)), reverse=True)[::world]
+            )
         dtype = self.recipe.iterates_in(self.settings.device)
         parts = 2 * itemsize(dtype) * numel * (world - 1) // world  # the direction to its owner, and back what it makes
         return Iteration(
@@ -156,7 +160,7 @@ class Footprint(HeldMemory):
             rank_flops=steps * most,
             imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
-            workspace=workspace_nbytes(whole, dtype),
+            workspace=workspace_nbytes(whole, dtype, cut=shards_parameters(self.stage) and world > 1),
             exchanged=parts if shards_parameters(self.stage) else 0,
         )
 

@@ -49,10 +49,10 @@ class Iteration:
     """Muon's part of a plan at one stage: which parameters are whole matrices, and what their update costs.
 
     `numel` of `matrices` parameters, with `rest` others for AdamW. `flops`: of all matrices once; `rank_flops`: of the
-    rank that has most of them to do in a step. `imbalance`: how much more than the average that is, which no rank is
-    where all compute all (stage 0). `padding`: elements that are sent because matrices are not cut, of `padded_numel`.
-    `workspace`: bytes beside the state while a matrix is orthogonalized, one at a time. `exchanged`: bytes that all
-    ranks together send each other in a step because they have parts of the matrices (stage 3).
+    rank that has most of them to do in a step. `imbalance`: by what part of the average that is more; 0 where all
+    compute all (stage 0). `padding`: elements that are sent because matrices are not cut (stages 1 and 2). `workspace`:
+    bytes beside the state while matrices are orthogonalized, one at a time. `exchanged`: bytes that all ranks together
+    send each other in a step because they have parts of matrices (stage 3).
 
     >>> import zerokern as zk
     >>> muon = zk.plan("llama-3-8b", optimizer="muon", world=8).muon
@@ -91,9 +91,10 @@ def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int
     return numels.index(max(numels)), max(works)
 
 
-def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str) -> int:
+def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = False) -> int:
     """Returns the bytes of one matrix that is orthogonalized, the largest: itself, its sums of squares, and what the
-    iteration needs beside.
+    iteration needs beside. `cut`: ranks have parts of matrices, so that beside its own lie a rank's parts of others,
+    together about one more.
 
     >>> workspace_nbytes([MatrixShape(10, 4)], "float32") == 4 * (40 + 72) + 8
     True
@@ -109,4 +110,4 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str) -> int:
     sizes = {(one.rows, one.columns) for one in shapes}
     room = max(workspace_numel(torch.empty(size, device="meta")) for size in sizes)
     largest = max(rows * columns for rows, columns in sizes)
-    return (largest + room) * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)
+    return (largest * (2 if cut else 1) + room) * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)

@@ -165,6 +165,8 @@ def plan(
     world: int = 1,
     mesh: Any = None,
     optimizer: str | None = "adamw",
+    ns_dtype: str | None = None,
+    ns_steps: int = 5,
     mp_policy: Any = None,
     param_dtype: Any = None,
     reduce_dtype: Any = None,
@@ -178,8 +180,6 @@ def plan(
     schedule: str | Delayed = "sync",
     units: Any = None,
     whole: Any = None,
-    ns_dtype: str | None = None,
-    ns_steps: int = 5,
     bucket_bytes: int = _BUCKET_BYTES,
     accumulate: int = 1,
     no_sync: bool = False,
@@ -205,6 +205,8 @@ def plan(
         optimizer: "adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"; None plans none. "muon": zk.Muon for
             matrices and zk.AdamW for the rest, both in these formats and tiers. Of a module `whole=` says which are
             matrices, else `zk.muon_groups` does; of a named model or a shape it is all of two dimensions in its layers.
+            `Plan.muon` has its flops and what it needs besides; a bare number is refused.
+        ns_dtype, ns_steps: as in `zk.Muon`.
         mp_policy: as in `zk.shard`.
         param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
@@ -215,9 +217,7 @@ def plan(
         keep, micro: as in `zk.shard`, budgets too; without them activations are whole. Each of `accumulate` fetches
             what rests anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
-        units, bucket_bytes: as in `zk.shard`.
-        whole: of a module: as in `zk.shard`, whose stages 1 and 2 cut none of these matrices.
-        ns_dtype, ns_steps: as in `zk.Muon`.
+        units, whole, bucket_bytes: as in `zk.shard`; `whole` of a module.
         accumulate: micro-batches in a step, each of them reduced.
         no_sync: all of these but the last are under `zk.no_sync`.
         device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".

@@ -37,6 +37,7 @@ __all__ = [
     "uncut_of",
     "units_of",
     "whole_of",
+    "work_of",
 ]
 
 
