@@ -96,6 +96,7 @@ class Shards:
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
+        self._reached = {id(one.gradients.memory) for one in self.shards if one.gradients is not None}
         self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
@@ -470,7 +471,11 @@ class Shards:
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
-                sharding.publish()
+                sharding.publish() if sharding.publisher is None else sharding.publish(self.reaches)
+
+    def reaches(self, memory: Any) -> bool:
+        """Whether any of these parameters is in a bucket; others are published by the optimizer that has them."""
+        return id(memory) in self._reached
 
 
 def _refuse_int8(shards: Iterable[Shard]) -> None:
