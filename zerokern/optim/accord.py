@@ -20,6 +20,7 @@ a rank cannot take part, and other settings, are found where ranks next compare 
 from __future__ import annotations
 
 import enum
+import json
 import math
 import zlib
 from array import array
@@ -281,7 +282,7 @@ def _different(told: dict[str, dict[str, Any]]) -> dict[str, str]:
     """What each rank has of the first setting that is not the same on all."""
     for name in dict.fromkeys(name for settings in told.values() for name in settings):
         values = {rank: settings.get(name) for rank, settings in told.items()}
-        if len(set(values.values())) > 1:
+        if len({json.dumps(value, default=str) for value in values.values()}) > 1:  # some are lists
             do = "ranks that share parameters step them alike"
             return {rank: f"{name} is {value}, and not so on others; {do}" for rank, value in values.items()}
     return {}

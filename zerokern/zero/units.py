@@ -32,6 +32,7 @@ __all__ = [
     "UnitWrapper",
     "Units",
     "Whole",
+    "check_split",
     "members",
     "one_group",
     "owners_of",
@@ -183,6 +184,17 @@ def work_of(shape: Sequence[int], split: int = 1) -> int:
     return split * small * small * (2 * large + small)
 
 
+def check_split(split: object) -> int:
+    """Raises unless a parameter may consist of so many matrices.
+
+    >>> check_split(3)
+    3
+    """
+    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+        raise ValueError(got("split", split, "a whole number of 1 or more"))
+    return split
+
+
 def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
     """Returns the work of the matrices that are named here, by their ids.
 
@@ -212,15 +224,18 @@ def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
 def _each_of(whole: Whole) -> Iterator[tuple[Any, int]]:
     """Yields parameters, and patterns of names, with the number of matrices that they consist of."""
     listed: Any = [whole] if isinstance(whole, str | Tensor | Mapping) else whole or ()
+    allowed = "parameters of the model, patterns of their names, or param_groups"
+    if not isinstance(listed, Iterable):
+        raise TypeError(got("whole", whole, allowed))
     for one in listed:
-        if isinstance(one, Mapping):
-            for item in one["params"]:
-                yield item[1] if isinstance(item, tuple) else item, one.get("split", 1)
+        if isinstance(one, Mapping) and "params" in one:
+            params = one["params"]
+            for item in [params] if isinstance(params, str | Tensor) else params:
+                yield item[1] if isinstance(item, tuple) else item, check_split(one.get("split", 1))
         elif isinstance(one, str | Tensor):
             yield one, 1
         else:
-            do = "parameters of the model, patterns of their names, or param_groups"
-            raise TypeError(got("whole", type(one).__name__, do))
+            raise TypeError(got("whole", type(one).__name__, allowed))
 
 
 def dtype_name(param: Tensor, param_dtype: torch.dtype | None = None) -> str:
