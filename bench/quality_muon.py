@@ -11,6 +11,7 @@ Run after run goes into the file; started again with the same file, it goes on w
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -146,7 +147,7 @@ def steps_needed(steps: Sequence[int], losses: Sequence[float], goal: float) -> 
     pairs = sorted(zip(steps, losses, strict=True))
     if pairs[0][1] <= goal:
         return float(pairs[0][0])  # or fewer
-    for (few, high), (many, low) in zip(pairs, pairs[1:], strict=False):
+    for (few, high), (many, low) in itertools.pairwise(pairs):
         if low <= goal:
             share = (high - goal) / (high - low)
             return round(math.exp(math.log(few) + share * (math.log(many) - math.log(few))), 6)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Group, during
-from zerokern.zero.partition import shards_parameters
+from zerokern.zero.partition import shards_parameters, work_of
 from zerokern.zero.shard import Shard
-from zerokern.zero.units import work_of
 
 __all__ = ["MatrixPart", "Round", "exchange_groups", "parts_of_matrices", "rounds_of"]
 

@@ -21,6 +21,7 @@ from zerokern.optim import device
 from zerokern.optim.cut_matrices import MatrixPart, Round, group_of, rounds_of
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
+from zerokern.zero.units import check_split
 
 __all__ = ["Matrix", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of"]
 
@@ -62,15 +63,15 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     ...
     ValueError: bias.shape=(4,): must be two dimensions: Muon updates whole matrices. ...
     """
-    shape = tuple(shape)
+    shape, split = tuple(shape), check_split(split)
     if placed:
         do = "a DTensor's matrix is divided between ranks; zk.AdamW steps it, or zk.shard(model) instead of fully_shard"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
-    if len(shape) == 3 and split == shape[0] > 1:
-        return
     if len(shape) == 3:
-        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {shape[0]}}}'
-        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={shape[0]}", do))
+        if split == (height := max(1, shape[0])):
+            return
+        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {height}}}'
+        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={height}", do))
     if len(shape) != 2:
         raise ValueError(got(f"{name}.shape", shape, "two dimensions: Muon updates whole matrices", _NO_MATRIX))
     if shape[0] % split:

@@ -20,6 +20,7 @@ from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.shard import Shard, shard_of
+from zerokern.zero.units import check_split
 
 __all__ = ["Muon"]
 
@@ -101,7 +102,7 @@ class Muon(FusedOptimizer):
             if not isinstance(listed, (Tensor, set)):
                 listed = param_group["params"] = list(listed)
             given = [listed] if isinstance(listed, Tensor) else list(listed)
-            split = _checked_split({**self.defaults, **param_group})
+            split = check_split({**self.defaults, **param_group}["split"])
             for place, one in enumerate(given):
                 name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
                 shard = shard_of(param) if isinstance(param, Tensor) else None
@@ -121,7 +122,7 @@ class Muon(FusedOptimizer):
         found: list[Sequence[Matrix | MatrixPart]] = []
         names = names_of(groups)
         for group in groups:
-            split, in_blocks = _checked_split(group), group["state_format"] == "int8"
+            split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"
             for param in group["params"]:
                 number = len(found)
                 name, shape = names[number], param.shape
@@ -136,10 +137,3 @@ class Muon(FusedOptimizer):
                     check_matrix(name, shape, split)
                 found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))
         return found
-
-
-def _checked_split(group: dict[str, Any]) -> int:
-    split = group["split"]
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(got("split", split, "a whole number of 1 or more"))
-    return split
