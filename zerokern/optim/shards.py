@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -257,6 +257,13 @@ class Shards:
             else:
                 self.grads = self._local_gradients(landed=False)
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
+
+    def with_gradients(self, groups: Groups) -> list[str]:
+        """Says of each group which of its parameters have gradients in this step."""
+        pairs = zip(self.shards, self.grads, strict=True)
+        lacks = iter([shard.name if grad is None else None for shard, grad in pairs])
+        said = [[name for name in islice(lacks, len(group["params"])) if name is not None] for group in groups]
+        return ["all" + (" but " + ", ".join(names) if names else "") for names in said]
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -62,6 +63,12 @@ class Update:
         self._before: Any = None  # a ticket for what the program had launched by then
         self._launched: Any = None  # and one for what stays on the device
         self._stored: dict[str, Any] = {}  # by part, the ticket of its state's way back to host memory
+
+    def finish(self) -> None:
+        """Returns once nothing of it is under way, whatever became of it: whoever made it hears of that."""
+        if self.run is not None:
+            with contextlib.suppress(Exception):
+                self.run.finish()
 
     def count(self) -> None:
         """Counts it as made, once."""

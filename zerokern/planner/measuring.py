@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.chained import unchained
 from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.footprint import Footprint
@@ -78,10 +79,7 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | Iterable[torch.optim.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(got("model", model, "an nn.Module"))
-    if opt is None or isinstance(opt, torch.optim.Optimizer):
-        opts = [] if opt is None else [opt]
-    else:
-        opts = list(opt) if isinstance(opt, Iterable) else [opt]
+    opts = unchained(list(opt) if isinstance(opt, Iterable) else opt)
     for one in opts:
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(got("opt", one, "None, a torch.optim.Optimizer, or several of them"))

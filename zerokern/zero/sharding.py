@@ -102,7 +102,8 @@ class Sharding:
         uncut = {} if self.replicated else whole_of(whole, found)
         if uncut and shards_parameters(stage):
             do = "a unit's few matrices would fill its shards unevenly, and gathers would move the padding, too"
-            raise ValueError(got("whole", "matrices", "None at stage 3; stages 1 and 2 keep matrices whole", do))
+            allowed = "None at stage 3, where zk.Muon takes cut ones; stages 1 and 2 keep them whole"
+            raise ValueError(got("whole", "matrices", allowed, do))
         settings = {
             "stage": stage,
             "reduce": self.op,
