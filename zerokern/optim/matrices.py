@@ -18,7 +18,7 @@ from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonali
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.cut_matrices import MatrixPart, Round, group_of, rounds_of
+from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
@@ -128,7 +128,7 @@ class MatrixTable:
     """
 
     def __init__(
-        self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix | MatrixPart], ngroups: int
+        self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix | CutMatrix], ngroups: int
     ) -> None:
         self._shapes, self.nseg, self.ngroups = shapes, len(shapes), ngroups
         # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
@@ -208,7 +208,7 @@ class MatrixTable:
 
     def _rounds_of(self, rows: range) -> list[Round]:
         """Returns the rounds of those of the rows whose matrices are cut, the same on all ranks."""
-        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], MatrixPart)]
+        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], CutMatrix)]
         return rounds_of([(row, one, self._iterations[row]["dtype"]) for row, one in parts if one.height * one.width])
 
     def launch(self, scale: float, control: Any) -> None:
@@ -367,7 +367,7 @@ def _cpu_multiplies_bf16() -> bool:
     return ask is not None and bool(ask())
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | MatrixPart) -> dict[str, Any]:
+def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
     size = shape.height, shape.width
     if isinstance(lr, Tensor):

@@ -12,7 +12,7 @@ from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.cut_matrices import MatrixPart, group_of, parts_of_matrices
+from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
@@ -118,8 +118,8 @@ class Muon(FusedOptimizer):
             do = "Matrices that stage 3 cuts do not stream to a GPU yet; stages 1 and 2 with whole= leave them whole"
             raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
-        found: list[Sequence[Matrix | MatrixPart]] = []
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
+        found: list[Sequence[Matrix | CutMatrix]] = []
         names = names_of(groups)
         for group in groups:
             split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"
