@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
+from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
@@ -38,7 +38,9 @@ class Muon(FusedOptimizer):
         orthogonalized by itself: 3 for a fused query, key and value, the number of experts for a stack of them. Also
         per param_group. It changes the update; 1 is torch's.
     maximize: as in torch's other optimizers.
-    tier: "device" or "cpu". A disk is refused: its records would cut matrices.
+    tier: "device", "cpu", `zk.Nvme(path)` for parameters on a CPU, or a list of these. Records on a disk end where
+        matrices do; a matrix whose state is larger than a slot of the ring has several, and still one at a time is
+        gathered in memory.
     update: where the update of state in tier="cpu" runs, for parameters on a GPU. The iteration is never made on the
         host then, so "host" is refused for these.
 
@@ -98,7 +100,7 @@ class Muon(FusedOptimizer):
             if not isinstance(listed, (Tensor, set)):
                 listed = param_group["params"] = list(listed)
             given = [listed] if isinstance(listed, Tensor) else list(listed)
-            split = _checked_split({**self.defaults, **param_group})
+            split = checks.split("split", {**self.defaults, **param_group}["split"])
             for place, one in enumerate(given):
                 name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
                 shard = shard_of(param) if isinstance(param, Tensor) else None
@@ -112,7 +114,7 @@ class Muon(FusedOptimizer):
         found: list[list[Matrix]] = []
         names = names_of(groups)
         for group in groups:
-            split, in_blocks = _checked_split(group), group["state_format"] == "int8"
+            split, in_blocks = checks.split("split", group["split"]), group["state_format"] == "int8"
             for param in group["params"]:
                 number = len(found)
                 name, shape = names[number], param.shape
@@ -123,10 +125,3 @@ class Muon(FusedOptimizer):
                     check_matrix(name, shape, split)
                 found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))
         return found
-
-
-def _checked_split(group: dict[str, Any]) -> int:
-    split = group["split"]
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(got("split", split, "a whole number of 1 or more"))
-    return split
