@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from worlds import World, alone, built, on_threads, refusal, says
 from zero_cases import IN, OUT
 
 import zerokern as zk
-from zerokern.io import Faults, Nvme
-from zerokern.optim import Muon
+from zerokern.io import Faults, Nvme, Store
+from zerokern.optim import Muon, matrices
 from zerokern.optim.matrices import MatrixTable
 from zerokern.optim.records import LEAST_SLOT, records_of
 
 __all__ = ["makers"]
 Tier = Callable[..., Nvme]
+SMALL = {"state_format": "int8", "master_format": "split8"}
 RING = 8 * LEAST_SLOT  # slots of 256 KiB: 65,536 fp32 averages
 SHAPES = ((16, 16), (300, 260), (24, 130), (10, 14_000), (40, 24), (14_000, 10), (8, 8))  # what is long is cheap
 
@@ -73,12 +75,11 @@ def cut(optimizer: Any) -> int:
 # Bits.
 
 
-@each("dtype, master_format, state_format", FORMATS)
-@each("ns_dtype", ["fp32"])
+@each("dtype, master_format, state_format", [FORMATS[number] for number in (0, 1, 2, 4, 5, 8)])
 def test_the_bits_of_state_in_memory(
-    dtype: torch.dtype, master_format: str | None, state_format: str, ns_dtype: str, tier: Tier
+    dtype: torch.dtype, master_format: str | None, state_format: str, tier: Tier
 ) -> None:
-    formats = {"master_format": master_format, "state_format": state_format, "ns_dtype": ns_dtype}
+    formats = {"master_format": master_format, "state_format": state_format}
     both = twins(on_disk(tier), SHAPES[2:], dtype, max_grad_norm=1.0, **formats)
     both.train(1, idle=(0, 2))  # which have no state yet
     both.train(1, 1)
@@ -110,8 +111,10 @@ def test_random_rounding_has_the_same_bits(tier: Tier) -> None:
     assert both.agree() and cut(both.ours) == 2
 
 
-@each("shape, split", [((3 * 128, 700), 3), ((4, 64, 100), 4), ((2, 100, 896), 2)])
-@each("dtype, formats", [(FP32, {}), (BF16, {}), (BF16, {"state_format": "int8"})])
+@each("shape, split, dtype, formats", [
+    ((3 * 128, 700), 3, FP32, {}), ((4, 64, 100), 4, BF16, {}), ((2, 100, 896), 2, BF16, {"state_format": "int8"}),
+    ((2 * 20, 14_336), 2, BF16, SMALL),
+])  # fmt: skip
 def test_slices_of_a_parameter_have_records_of_their_own(
     shape: tuple, split: int, dtype: torch.dtype, formats: dict, tier: Tier
 ) -> None:
@@ -146,6 +149,7 @@ SCHEDULED = [
     ("delayed after 2", large(dtype="bf16", formats=INT8)),
     ("delayed", large("stage 1", "bf16")),
     ("overlap", large("stage 3", "fp16")),
+    ("overlap", large("stage 1", "mixed", formats=(("master_format", "split8"),))),
 ]
 
 
@@ -231,7 +235,7 @@ def test_ranks_that_have_whole_matrices(
 @each("size", [1, 2, 3])
 @each("stage", [0, 1, 2])
 @each("schedule", ["sync", "overlap", "delayed"])
-@each("dtype, formats", [(FP32, {}), (BF16, {}), (BF16, {"state_format": "int8", "master_format": "split8"})])
+@each("dtype, formats", [(FP32, {}), (BF16, {}), (BF16, SMALL)])
 def test_every_rank(size: int, stage: int, schedule: str, dtype: torch.dtype, formats: dict, tier: Tier) -> None:
     on_threads(size, shared, stage, [on_disk(tier) for _ in range(size)], schedule, dtype, formats)
 
@@ -316,8 +320,9 @@ def test_another_thing_in_between_is_refused(tier: Tier) -> None:
 # State, in and out.
 
 
-@each("dtype, formats", [(FP32, {}), (BF16, {"state_format": "int8", "master_format": "split8"}), (BF16, {})])
-@each("other", ["device", "cpu", "disk"])
+@each("dtype, formats, other", [
+    (FP32, {}, "disk"), (BF16, SMALL, "cpu"), (BF16, {"master_format": "fp32"}, "device"), (BF16, SMALL, "disk"),
+])  # fmt: skip
 def test_state_goes_to_every_tier_and_back(dtype: torch.dtype, formats: dict, other: str, tier: Tier) -> None:
     both = twins(on_disk(tier), SHAPES[2:6], dtype, **formats)
     both.train(2)
@@ -335,8 +340,10 @@ def test_state_goes_to_every_tier_and_back(dtype: torch.dtype, formats: dict, ot
     assert both.agree() and same_bits(params, both.params) and same_bits(back_params, both.params)
 
 
-@each("wrap, schedule", [("stage 2", "overlap"), ("plain", "delayed")])
-@each("saved, loaded", [({}, {"state_format": "bf16"}), ({"state_format": "int8"}, {}), ({}, {})])
+@each("wrap, schedule, saved, loaded", [
+    ("stage 2", "overlap", {}, {"state_format": "bf16"}), ("plain", "delayed", {"state_format": "int8"}, {}),
+    ("stage 1", "overlap", {}, {}),
+])  # fmt: skip
 def test_a_checkpoint_of_any_format_fills_the_records(
     wrap: str, schedule: str, saved: dict, loaded: dict, tier: Tier, tmp_path: Path
 ) -> None:
@@ -406,6 +413,31 @@ def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(tier: Tier, op: 
     heal(both)
     both.train(1, begin + 1)
     assert both.agree()
+
+
+@each("where", ["put", "iteration"])
+@each("number", [0, 3])
+def test_ctrl_c_waits_until_the_step_is_whole(
+    tier: Tier, where: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = twins(on_disk(tier), SHAPES[3:], BF16)
+    both.train(1)
+    step_reference(both, 1)
+    of, name = (Store, "put") if where == "put" else (matrices, "orthogonalize_")
+    made, count = getattr(of, name), iter(range(1 << 30))
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if next(count) == number:
+            signal.raise_signal(signal.SIGINT)
+        return made(*given, **named)
+
+    monkeypatch.setattr(of, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step_ours(both, 1)
+    assert both.agree()
+    both.train(1, 2)
+    assert both.agree()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @each("budget", [None, "2M"])
