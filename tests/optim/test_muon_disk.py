@@ -465,3 +465,14 @@ def test_matrices_on_a_device_are_refused(budgets: list[str], schedule: str, dev
     optimizer = optimizer_of(muon(), model, tier=where, schedule=SCHEDULES[schedule])
     says(refusal(optimizer.step, ValueError), ["tier=", "'device', 'cpu' or both", "never orthogonalized on the host"])
     assert same_bits(before, values(model))
+
+
+def test_matrices_that_stage_3_cuts_are_refused_on_all_ranks(tier: Tier) -> None:
+    where = on_disk(tier)
+
+    def work(world: World) -> str:
+        model = world.shard(nn.Linear(16, 16, bias=False), stage=3)
+        return refusal(lambda: Muon(model.parameters(), tier=["cpu:1MiB", where]), ValueError)
+
+    for said in on_threads(3, work):
+        says(said, ["tier=", "'device' or 'cpu'", "which stage 3 cuts", "whole="])
