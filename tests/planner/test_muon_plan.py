@@ -22,7 +22,7 @@ import zerokern as zk
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 FORMATS: tuple[dict[str, Any], ...] = (
     {},
     {"state_format": "int8", "master_format": "split8"},
@@ -73,9 +73,9 @@ def trained(stage: int, policy: MixedPrecisionPolicy | None, formats: dict[str, 
     torch.manual_seed(0)
     model = Uneven()
     groups = zk.muon_groups(model, split={"blocks.0.0.weight": 3})
-    shard: dict[str, Any] = {"stage": stage, "mp_policy": policy, "bucket_bytes": 1 << 18, "whole": groups[0]}
-    plan = zk.plan(model, world=dist.get_world_size(), optimizer="muon", **shard, **formats)
-    zk.shard(model, **shard)
+    shard: dict[str, Any] = {"stage": stage, "mp_policy": policy, "bucket_bytes": 1 << 18}
+    plan = zk.plan(model, world=dist.get_world_size(), optimizer="muon", whole=groups[0], **shard, **formats)
+    zk.shard(model, whole=groups[0] if stage < 3 else None, **shard)
     opts = optimizers(groups, **formats)
     for _ in range(2):
         step(model, opts)
