@@ -18,9 +18,10 @@ from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonali
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.cut_matrices import MatrixPart, Round, group_of, rounds_of
+from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
+from zerokern.zero.units import check_split
 
 __all__ = ["Matrix", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of"]
 
@@ -62,15 +63,15 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     ...
     ValueError: bias.shape=(4,): must be two dimensions: Muon updates whole matrices. ...
     """
-    shape = tuple(shape)
+    shape, split = tuple(shape), check_split(split)
     if placed:
         do = "a DTensor's matrix is divided between ranks; zk.AdamW steps it, or zk.shard(model) instead of fully_shard"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
-    if len(shape) == 3 and split == shape[0] > 1:
-        return
     if len(shape) == 3:
-        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {shape[0]}}}'
-        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={shape[0]}", do))
+        if split == (height := max(1, shape[0])):
+            return
+        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {height}}}'
+        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={height}", do))
     if len(shape) != 2:
         raise ValueError(got(f"{name}.shape", shape, "two dimensions: Muon updates whole matrices", _NO_MATRIX))
     if shape[0] % split:
@@ -127,7 +128,7 @@ class MatrixTable:
     """
 
     def __init__(
-        self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix | MatrixPart], ngroups: int
+        self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix | CutMatrix], ngroups: int
     ) -> None:
         self._shapes, self.nseg, self.ngroups = shapes, len(shapes), ngroups
         # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
@@ -207,7 +208,7 @@ class MatrixTable:
 
     def _rounds_of(self, rows: range) -> list[Round]:
         """Returns the rounds of those of the rows whose matrices are cut, the same on all ranks."""
-        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], MatrixPart)]
+        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], CutMatrix)]
         return rounds_of([(row, one, self._iterations[row]["dtype"]) for row, one in parts if one.height * one.width])
 
     def launch(self, scale: float, control: Any) -> None:
@@ -366,7 +367,7 @@ def _cpu_multiplies_bf16() -> bool:
     return ask is not None and bool(ask())
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | MatrixPart) -> dict[str, Any]:
+def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
     size = shape.height, shape.width
     if isinstance(lr, Tensor):

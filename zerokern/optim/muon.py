@@ -12,7 +12,7 @@ from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.cut_matrices import MatrixPart, group_of, parts_of_matrices
+from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
@@ -20,6 +20,7 @@ from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.shard import Shard, shard_of
+from zerokern.zero.units import check_split
 
 __all__ = ["Muon"]
 
@@ -101,7 +102,7 @@ class Muon(FusedOptimizer):
             if not isinstance(listed, (Tensor, set)):
                 listed = param_group["params"] = list(listed)
             given = [listed] if isinstance(listed, Tensor) else list(listed)
-            split = _checked_split({**self.defaults, **param_group})
+            split = check_split({**self.defaults, **param_group}["split"])
             for place, one in enumerate(given):
                 name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
                 shard = shard_of(param) if isinstance(param, Tensor) else None
@@ -117,11 +118,11 @@ class Muon(FusedOptimizer):
             do = "Matrices that stage 3 cuts do not stream to a GPU yet; stages 1 and 2 with whole= leave them whole"
             raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
-        found: list[Sequence[Matrix | MatrixPart]] = []
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
+        found: list[Sequence[Matrix | CutMatrix]] = []
         names = names_of(groups)
         for group in groups:
-            split, in_blocks = _checked_split(group), group["state_format"] == "int8"
+            split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"
             for param in group["params"]:
                 number = len(found)
                 name, shape = names[number], param.shape
@@ -136,10 +137,3 @@ class Muon(FusedOptimizer):
                     check_matrix(name, shape, split)
                 found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))
         return found
-
-
-def _checked_split(group: dict[str, Any]) -> int:
-    split = group["split"]
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(got("split", split, "a whole number of 1 or more"))
-    return split
