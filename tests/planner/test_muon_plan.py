@@ -290,6 +290,7 @@ class TestPlanned:
             ("gpt2", {"stage": 3, "param_tier": "cpu", "tier": "cpu"}, "param_tier='cpu': must be 'device'"),
             ("gpt2", {"mesh": {"dp": 2, "tp": 2}}, "zk.Muon refuses DTensors"),
             ("gpt2", {"tier": "cpu", "schedule": zk.Delayed()}, "'sync' or 'overlap'"),
+            ("gpt2", {"tier": "cpu", "stage": 3, "world": 2}, "tier='cpu': must be 'device' at stage 3"),
             ("gpt2", {"whole": ["*"]}, "unless a module is planned"),
             ("gpt2", {"ns_dtype": "fp16"}, "None | 'bf16' | 'fp32'"),
             ("gpt2", {"ns_steps": 100}, "from 0 to 99"),
