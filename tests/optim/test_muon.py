@@ -469,7 +469,10 @@ def test_two_optimizers_on_one_model_are_clipped_by_one_factor() -> None:
     (lambda: Muon([nn.Parameter(torch.ones(4, 2, 2))], split=2), ["three with split=4"]),
     (lambda: Muon([nn.Parameter(torch.ones(4, 2))], split=3), ["split=3", "divides 4"]),
     (lambda: Muon([nn.Parameter(torch.ones(4, 2))], split=True), ["split=True", "1 or more"]),
-    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], tier=zk.Nvme("unused")), ["tier=", "'device' or 'cpu'", "cut"]),
+    (
+        lambda: Muon([nn.Parameter(torch.ones(2, 2))], tier=zk.Nvme("unused", ring_nbytes="1M")),
+        ["ring_nbytes=1048576", "2097152", "Muon"],
+    ),
     (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_dtype="fp16"), ["ns_dtype='fp16'", "'bf16' | 'fp32'"]),
     (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=100), ["ns_steps=100", "0 to 99"]),
     (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_coefficients=(1.0, 2.0)), ["ns_coefficients", "three"]),
