@@ -70,7 +70,18 @@ if TYPE_CHECKING:
     from zerokern.integrations.deepspeed import from_deepspeed
     from zerokern.interop import export, load_pretrained
     from zerokern.io import Nvme
-    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, Muon, clip_grad_norm_, convert_state, muon_groups
+    from zerokern.optim import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        ChainedOptimizer,
+        Lion,
+        Muon,
+        clip_grad_norm_,
+        convert_state,
+        muon_groups,
+    )
     from zerokern.parallel.pipelining import PipelineStage
     from zerokern.planner import Plan, measure, plan
     from zerokern.report import get_include, get_library, info
@@ -83,6 +94,7 @@ __all__ = [
     "AdamW",
     "BackendError",
     "BudgetError",
+    "ChainedOptimizer",
     "CommError",
     "Delayed",
     "IoError",
@@ -128,7 +140,18 @@ except PackageNotFoundError:  # a source tree on the path: only the installed pa
 
 _HOMES = {
     **dict.fromkeys(
-        ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "clip_grad_norm_", "convert_state", "muon_groups"),
+        (
+            "SGD",
+            "Adagrad",
+            "Adam",
+            "AdamW",
+            "ChainedOptimizer",
+            "Lion",
+            "Muon",
+            "clip_grad_norm_",
+            "convert_state",
+            "muon_groups",
+        ),
         "zerokern.optim",
     ),
     **dict.fromkeys(

@@ -114,11 +114,12 @@ class FakeGroup(Group):
                 self._world.fail(str(reason))
                 raise CommError(str(reason), operation="agree", ranks=tuple(range(self.size))) from None
 
-    def _give(self, kind: str, detail: str, tensor: Tensor) -> Operation:
-        """Puts a copy of the tensor where the other ranks find it."""
+    def _give(self, kind: str, detail: str, given: Any) -> Operation:
+        """Puts a copy of what is given where the other ranks find it."""
+        given = [one.clone() for one in given] if isinstance(given, list) else given.clone()
         operation = self._agreement.ledger.begin(kind, detail)
         with self._world.changed:
-            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, tensor.clone())
+            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, given)
             self._world.changed.notify_all()
         return operation
 
@@ -198,6 +199,20 @@ class FakeGroup(Group):
 
     def _publish(self, full: Tensor) -> Handle:
         return self._spread("publish", full)
+
+    def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
+        operation = self._give("all_to_all", str(sends[0].dtype), sends)
+        for rank in set(range(self.size)) - {self.rank}:
+            receives[rank].fill_(float("nan"))
+
+        def complete() -> None:
+            given = self._take(operation)
+            for mine, before in zip(sends, given[self.rank], strict=True):
+                self._untouched(operation, mine, before)
+            for rank in set(range(self.size)) - {self.rank}:
+                receives[rank].copy_(given[rank][self.rank])
+
+        return Handle(complete, lambda: self._all_gave(operation))
 
     def _spread(self, kind: str, full: Tensor) -> Handle:
         mine = own_span(full, self.rank, self.size)

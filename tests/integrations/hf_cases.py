@@ -81,6 +81,26 @@ def decayed(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params, "weight_decay": decay} for decay, params in groups]
 
 
+FUSED = ["*.c_attn.weight"]  # query, key and value lie beside each other in GPT-2's, transposed: one matrix
+
+
+def sharded(model: nn.Module, stage: Any, muon: bool = False) -> nn.Module:
+    """With whole matrices, where stages divide them."""
+    whole = zk.muon_groups(model, matrices=FUSED)[0] if muon and stage in (1, 2) else []
+    return zk.shard(model, stage=stage, whole=whole) if isinstance(stage, int) else model
+
+
+def chained(model: nn.Module, **settings: Any) -> zk.ChainedOptimizer:
+    """Muon for the matrices of blocks, AdamW for the rest."""
+    matrices, rest = zk.muon_groups(model, matrices=FUSED)
+    muon = zk.Muon(matrices, lr=2e-2, weight_decay=0.1, **settings)
+    return zk.ChainedOptimizer([muon, zk.AdamW(rest, **SETTINGS, **settings)])
+
+
+def optimizer_of(model: nn.Module, muon: bool = False, **settings: Any) -> Any:
+    return chained(model, **settings) if muon else zk.AdamW(decayed(model), **SETTINGS, **settings)
+
+
 @dataclass
 class Run:
     """What was seen of a run: by step the loss, the norm before clipping and the rate; the parameters at the end."""
@@ -212,10 +232,10 @@ def expected(
     **settings: Any,
 ) -> Run:
     """The loop by hand: of one process or DDP (None), of FSDP2, or of a stage of zk.shard."""
-    model = language_model(dtype=dtype)
+    model, muon = language_model(dtype=dtype), settings.get("muon", False)
     wrapped, clip, waits = model, torchs_clip(model), contextlib.nullcontext
     if isinstance(kind, int):
-        zk.shard(model, stage=kind)
+        sharded(model, kind, muon)
         clip, waits = lambda: zk.clip_grad_norm_(model, CLIP), lambda: zk.no_sync(model)
     elif kind == "fsdp2":
         for block in model.transformer.h:
@@ -231,7 +251,7 @@ def expected(
     elif dist.is_initialized():
         wrapped = DistributedDataParallel(model)
         waits = wrapped.no_sync
-    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+    optimizer = optimizer_of(model, **settings)
     scaler = scaler_of(amp, scale)
     return by_hand(wrapped, optimizer, clip=clip, waits=waits, autocast=amp, scaler=scaler, means=means)
 

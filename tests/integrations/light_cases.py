@@ -59,6 +59,7 @@ class Case:
     clip: float | None = CLIP
     accumulated: int = ACCUMULATED
     inside: str = ""
+    muon: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,10 +85,19 @@ def batches(case: Case, world: int) -> DataLoader:
     return DataLoader(rows, ROWS, sampler=DistributedSampler(rows, world, rank, shuffle=False))
 
 
-def optimizer(case: Case, params: Any, **more: Any) -> zk.AdamW:
+def optimizer(case: Case, module: nn.Module, **more: Any) -> Any:
     tier = {} if case.stage is not None else {"tier": "cpu"}
     settings = {"lr": 3e-2, "weight_decay": 0.1, "state_format": case.state_format, "schedule": case.schedule}
-    return zk.AdamW(params, **{**settings, **tier, **case.settings, **more})
+    settings |= {**tier, **case.settings}
+    if not case.muon:
+        return zk.AdamW(module.parameters(), **settings, **more)
+    matrices, rest = zk.muon_groups(module)
+    return zk.ChainedOptimizer([zk.Muon(matrices, **settings), zk.AdamW(rest, **settings)], **more)
+
+
+def sharding(case: Case) -> dict[str, Any]:
+    """The keywords of zk.shard."""
+    return {"whole": ["*blocks.*.weight"]} if case.muon and case.stage in (1, 2) else {}
 
 
 def scheduler(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -107,11 +117,11 @@ class Task(pl.LightningModule):
             self.net = zk.build(lambda: made(self.case.dropout), stage=self.case.stage)
         else:
             self.net = made(self.case.dropout)
-            zk.shard(self if self.case.inside == "self" else self.net, stage=self.case.stage)
+            zk.shard(self if self.case.inside == "self" else self.net, stage=self.case.stage, **sharding(self.case))
 
     def configure_optimizers(self) -> dict[str, Any]:
         own = {} if self.case.clip else {"max_grad_norm": CLIP}
-        opt = optimizer(self.case, self.parameters(), **own)
+        opt = optimizer(self.case, self, **own)
         return {"optimizer": opt, "lr_scheduler": {"scheduler": scheduler(opt), "interval": "step"}}
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
@@ -147,7 +157,7 @@ def strategy(case: Case, world: int) -> Any:
 
     if case.stage is None:
         return "auto" if world == 1 else "ddp"
-    return "zerokern" if case.inside else ZerokernStrategy(stage=case.stage)
+    return "zerokern" if case.inside else ZerokernStrategy(stage=case.stage, shard_settings=sharding(case))
 
 
 def trainer(case: Case, world: int, folder: Path | str, **more: Any) -> pl.Trainer:
@@ -190,9 +200,9 @@ def looped(case: Case, rank: int = 0, world: int = 1, wrap: Callable[[nn.Module]
     net: Any = made()
     model = net if wrap is None else wrap(net)
     if case.stage is not None:
-        zk.shard(net, stage=case.stage)
+        zk.shard(net, stage=case.stage, **sharding(case))
     folded = case.stage is not None or case.clip is None
-    opt = optimizer(case, net.parameters(), **({"max_grad_norm": CLIP} if folded else {}))
+    opt = optimizer(case, net, **({"max_grad_norm": CLIP} if folded else {}))
     decay = scheduler(opt)
     scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, enabled=case.precision == "16-mixed")
     dtype = torch.float16 if case.precision == "16-mixed" else torch.bfloat16
@@ -211,7 +221,8 @@ def looped(case: Case, rank: int = 0, world: int = 1, wrap: Callable[[nn.Module]
                 scaler.scale(loss / case.accumulated).backward()
             if updates:
                 if not folded:
-                    torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+                    params = [param for group in opt.param_groups for param in group["params"]]
+                    torch.nn.utils.clip_grad_norm_(params, CLIP)
                 scaler.step(opt)
                 scaler.update()
                 opt.zero_grad()
@@ -266,10 +277,12 @@ ON_TWO = {
     "2 bf16": Case(stage=2, precision="bf16-mixed"),
     "3": Case(stage=3, inside="self"),
     "3 fp16": Case(stage=3, precision="16-mixed", accumulated=1),
+    "2 muon fp16": Case(stage=2, precision="16-mixed", accumulated=1, muon=True),
 }
 RESUMED_ON_TWO = {
     "2": Case(stage=2, dropout=0.2, shuffle=True, settings={"tier": "cpu"}),
     "3 int8": Case(stage=3, dropout=0.2, state_format="int8", precision="bf16-mixed"),
+    "1 muon": Case(stage=1, dropout=0.2, muon=True),
 }
 SMALLER = Case(stage=3, epochs=1)
 

@@ -116,7 +116,13 @@ def options(name: str, param: Tensor) -> dict[str, Any]:
     return {} if param.ndim > 1 else {"state_format": "fp32", "weight_decay": 0.0}
 
 
-def tiny(**settings: Any) -> Any:
+def with_muon(name: str, param: Tensor) -> dict[str, Any]:
+    """Matrices of the blocks for Muon, with AdamW's rates."""
+    is_matrix = name.startswith("layers.") and param.ndim == 2
+    return {"rule": "muon", "adjust_lr_fn": "match_rms_adamw"} if is_matrix else {}
+
+
+def tiny(options: Any = options, **settings: Any) -> Any:
     """A TrainSpec: torchtitan's Llama 3, of a size for tests; with `settings`, trained by zerokern."""
     titan()
     from torchtitan.models.llama3 import TransformerModelArgs

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from light_titan import LENGTH, ROWS, Data, options, started, tiny
+from light_titan import LENGTH, ROWS, Data, options, started, tiny, with_muon
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -23,11 +23,15 @@ import zerokern as zk
 Layout = dict[str, int]  # degrees by the names that torchtitan has for them, shorter
 Logged = tuple[list[float], list[float]]  # losses and norms
 
+WHOLE = {"stage": 2, "shard": {"whole": ["layers.*.w?.weight", "layers.*.attention.w?.weight"]}}
+MUON: dict[str, Any] = {"tier": "cpu", "options": with_muon, **WHOLE}
 OF_CASES: dict[str, tuple[dict[str, Any], int]] = {  # settings of zerokern, batches that are accumulated
-    "accumulated": ({"tier": "cpu"}, 2), "int8": ({"tier": "cpu", "state_format": "int8", "schedule": "overlap"}, 1),
+    "accumulated": ({"tier": "cpu"}, 2), "muon": ({"tier": "cpu", "options": with_muon}, 2),
+    "int8": ({"tier": "cpu", "state_format": "int8", "schedule": "overlap"}, 1),
 }  # fmt: skip
 RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "cpu": ({"tier": "cpu"}, ()), "async": ({"tier": "cpu"}, ("--checkpoint.async_mode=async",)),
+    "cpu": ({"tier": "cpu"}, ()), "muon": (MUON, ()),
+    "async": ({"tier": "cpu"}, ("--checkpoint.async_mode=async",)),
     "delayed": ({"tier": "cpu", "schedule": zk.Delayed(after=1)}, ()),
 }  # fmt: skip
 KEPT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only")
@@ -81,11 +85,18 @@ def by_hand(
     """The model that torchtitan builds, in a loop of four lines."""
     model = started(tiny(), folder).model_parts[0]
     world, rank = dist.get_world_size(), dist.get_rank()
-    groups = [{"params": [param], **options(name, param)} for name, param in model.named_parameters()]
-    opt = zk.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **settings)
+    choose = settings.get("options", options)
+    settings = {key: value for key, value in settings.items() if key not in ("options", "stage", "shard")}
+    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
+    for name, param in model.named_parameters():
+        own = dict(choose(name, param))
+        groups[own.pop("rule", "adamw")].append({"params": [param], **own})
+    opts: list[Any] = [zk.AdamW(groups["adamw"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **settings)]
+    if groups["muon"]:
+        opts.append(zk.Muon(groups["muon"], weight_decay=0.1, **settings))
     data, losses = iter(Data(world, rank)), []
     for rate in rates:
-        for group in opt.param_groups:
+        for group in (group for opt in opts for group in opt.param_groups):
             group["lr"] = rate
         total = torch.zeros(())
         for _ in range(accumulated):
@@ -96,8 +107,9 @@ def by_hand(
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        opt.step()
-        opt.zero_grad()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item())
     return losses, {name: local_of(param).detach().clone() for name, param in model.named_parameters()}
@@ -107,13 +119,13 @@ def everything(rank: int, folder: str, full: bool) -> dict[str, Any]:
     """All of it, or what represents it."""
     found: dict[str, Any] = {"fits": {}, "resumed": {}}
     for name, (settings, accumulated) in OF_CASES.items():
-        if full or name == "accumulated":
+        if full if name == "int8" else name != "muon" or not full:  # FSDP2's, by hand, has no whole matrices
             trainer = trained(tiny(**settings), Path(folder) / name, accumulated=accumulated)
             other = by_hand(settings, Path(folder) / name, trainer.metrics_processor.rates, accumulated)
             losses, norms = logged(trainer)
             found["fits"][name] = (losses, {key: spans(trainer)[key] for key in other[1]}), other, norms
     for name, (settings, more) in RESUMED.items():
-        if full or name == "cpu":
+        if full or name in ("cpu", "muon"):
             at, spec = Path(folder) / f"resumed {name}", tiny(**settings)
             found["resumed"][name] = resumed(lambda *more, at=at, spec=spec: trained(spec, at, *more), *more)
     found["hooks"], found["refusals"] = hooks(), refusals()
@@ -168,6 +180,8 @@ def refusals() -> list[tuple[str, str]]:
     works = {
         "training.max_norm": lambda: train_spec(tiny(), max_grad_norm=1.0),
         "overlap": lambda: exchanged(early),
+        "muon or adamw": lambda: exchanged(container(), lambda name, param: {"rule": "lion"}),
+        "must be two dimensions": lambda: exchanged(container(), lambda name, param: {"rule": "muon"}),
         "AdamW or Adam": lambda: exchanged(container(kind=torch.optim.SGD)),
         "has stepped": lambda: exchanged(stepped),
         "stage": lambda: train_spec(tiny(), shard={"tier": "cpu"}),

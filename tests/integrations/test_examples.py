@@ -45,6 +45,14 @@ def test_overlap_has_the_bits_of_sync() -> None:
     assert sync[-1] < sync[0] and found["state_bytes/cpu"] > 0
 
 
+def test_muon_beside_adamw_makes_a_table() -> None:
+    told = ran("muon.py", 12)
+    rows = [list(map(float, re.findall(r"[\d.]+", line))) for line in told.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [[begin, begin + 1] for begin in range(0, 12, 2)]
+    adamw, both = ([row[column] for row in rows] for column in (2, 3))
+    assert adamw[-1] < adamw[0] and both[-1] < both[0] and adamw != both
+
+
 def test_everything_on_disk_learns(tmp_path: Path) -> None:
     losses, found = example("disk").train(str(tmp_path))
     assert losses[-1] < losses[0]

@@ -41,6 +41,10 @@ FITS = {
     "2 fp16": Case(stage=2, precision="16-mixed", accumulated=1),
     "3 in net": Case(stage=3, inside="net"),
     "3 in self": Case(stage=3, inside="self"),
+    "muon": Case(muon=True),
+    "1 muon": Case(stage=1, muon=True),
+    "2 muon fp16": Case(stage=2, muon=True, precision="16-mixed", accumulated=1),
+    "2 muon in net": Case(stage=2, muon=True, inside="net", schedule=zk.Delayed(after=1)),
 }
 RESUMED = {
     "plain": Case(),
@@ -48,6 +52,8 @@ RESUMED = {
     "3 built": Case(stage=3, dropout=0.2, shuffle=True, inside="build"),
     "3 bf16 int8": Case(stage=3, precision="bf16-mixed", state_format="int8"),
     "3 delayed": Case(stage=3, schedule=zk.Delayed(after=1)),
+    "muon": Case(muon=True, precision="bf16-mixed", clip=None),
+    "2 muon": Case(stage=2, muon=True, dropout=0.2, shuffle=True),
 }
 STAGE_3 = Case(stage=3)
 
@@ -134,9 +140,10 @@ def test_the_closure_runs_once_and_its_loss_comes_back() -> None:
     assert ran == [True] and not torch.equal(whole(task)["net.first.weight"], before["net.first.weight"])
 
 
-def test_clipping_and_scaling_happen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["2 fp16", "2 muon fp16"])
+def test_clipping_and_scaling_happen(tmp_path: Path, name: str) -> None:
     """Else the comparisons above would compare nothing."""
-    case = FITS["2 fp16"]
+    case = FITS[name]
     task = Task(case)
     run = trainer(case, 1, tmp_path)
     run.fit(task, batches(case, 1))

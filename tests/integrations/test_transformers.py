@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hf_cases import (
     BF16,
+    CLIP,
     FP16,
     FP32,
     HOST,
@@ -18,6 +19,7 @@ from hf_cases import (
     SCALE,
     Run,
     arguments,
+    chained,
     expected,
     fp16_on_a_cpu,
     fresh,
@@ -26,6 +28,7 @@ from hf_cases import (
     on_ranks,
     rows,
     seen_by,
+    sharded,
     values,
 )
 
@@ -37,6 +40,8 @@ def trainer(model: Any, args: Any, kind: Any = None, **settings: Any) -> Any:
     from zerokern.integrations.transformers import Trainer, optimizer_cls_and_kwargs
 
     data = {"train_dataset": rows(), "eval_dataset": rows(8)}
+    if settings.pop("muon", False):
+        return (kind or Trainer)(model, args, **data, optimizers=(chained(model, **settings), None))
     chosen = optimizer_cls_and_kwargs(args, **settings)
     return (kind or Trainer)(model, args, **data, optimizer_cls_and_kwargs=chosen)
 
@@ -57,7 +62,7 @@ def as_by_hand(folder: Path | str, kind: Any, amp: Any, dtype: torch.dtype, **se
     with fresh(), fp16_on_a_cpu(SCALE):
         args = arguments(folder, bf16=amp is BF16, fp16=amp is FP16)
         model = language_model(dtype=dtype)
-        run = trainer(zk.shard(model.to(args.device), stage=kind) if isinstance(kind, int) else model, args, **settings)
+        run = trainer(sharded(model.to(args.device), kind, settings.get("muon", False)), args, **settings)
         run.train()
         found = seen_by(run)
     found.same(expected(kind, amp, dtype, means=False, **settings))
@@ -68,6 +73,13 @@ def as_by_hand(folder: Path | str, kind: Any, amp: Any, dtype: torch.dtype, **se
 @pytest.mark.parametrize("amp, dtype, settings", PLAIN[::2])  # the others are resumed below
 def test_the_losses_of_the_loop_by_hand(tmp_path: Path, amp: Any, dtype: torch.dtype, settings: dict) -> None:
     as_by_hand(tmp_path, None, amp, dtype, **settings)
+
+
+@pytest.mark.parametrize("kind, amp, dtype", [(None, None, FP32), (2, None, BF16), (1, FP16, FP32)])
+def test_muon_beside_adamw(tmp_path: Path, kind: Any, amp: Any, dtype: torch.dtype) -> None:
+    """The rates of both fall; Trainer clips both by one norm."""
+    found = as_by_hand(tmp_path, kind, amp, dtype, muon=True, **HOST)
+    assert min(norm for norm in found.norms if norm == norm) > CLIP
 
 
 def whole_on_the_main_process(folder: str, stage: int) -> None:
@@ -128,6 +140,11 @@ def test_what_a_divided_model_cannot_have_is_refused_before_training() -> None:
     def with_torchs(model: Any, args: Any) -> Any:
         return Trainer(model, args, train_dataset=rows(), optimizers=(torch.optim.SGD(model.parameters()), None))
 
+    def with_muon(model: Any, args: Any) -> Any:
+        return Trainer(model, args, train_dataset=rows(), optimizer_cls_and_kwargs=(zk.Muon, {}))
+
+    refuses("muon_groups", ValueError, with_muon)  # of all parameters
+    refuses("ChainedOptimizer", ValueError, lambda model, args: Trainer(model, args, train_dataset=rows()), optim="sgd")
     refuses("adafactor", ValueError, lambda model, args: Trainer(model, args, train_dataset=rows()), optim="adafactor")
     refuses("which zk.shard has divided", StateError, with_torchs)
 
@@ -168,8 +185,7 @@ def saved_and_resumed(folder: str, settings: dict[str, Any], dtype: torch.dtype,
             if number:
                 for param in model.parameters():
                     param.data.zero_()
-            if isinstance(stage, int):
-                zk.shard(model, stage=stage)
+            sharded(model, stage, settings.get("muon", False))
             run = (trainer if stage != "fsdp2" else under_fsdp2)(model, args, **settings)
             run.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if number else None)
             runs.append((seen_by(run), [one["eval_loss"] for one in run.state.log_history if "eval_loss" in one]))
@@ -188,6 +204,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype, s
     saved_and_resumed(str(tmp_path), settings, dtype, (None, None))
 
 
+@pytest.mark.parametrize("stages", [(None, None), (2, 2), (1, 2)])
+def test_a_resumed_run_of_muon_beside_adamw(tmp_path: Path, stages: tuple[Any, Any]) -> None:
+    saved_and_resumed(str(tmp_path), {"muon": True, **HOST, "schedule": "overlap"}, BF16, stages)
+
+
 @pytest.mark.parametrize("stages", [(2, 3), (3, None)])
 def test_a_resumed_run_of_a_divided_model(tmp_path: Path, stages: tuple[Any, Any]) -> None:
     """At another stage, or without zk.shard."""
@@ -201,6 +222,8 @@ def two_at_length(rank: int, folder: str) -> None:
         torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
     as_by_hand(folder, 2, None, BF16, **HOST, schedule="overlap")
     as_by_hand(folder, 3, FP16, FP32)
+    as_by_hand(folder, 2, FP16, FP32, muon=True)
+    saved_and_resumed(f"{folder}/muon", {"muon": True, **HOST, "schedule": "overlap"}, BF16, (2, 2))
     saved_and_resumed(f"{folder}/ddp", {"schedule": zk.Delayed(after=1)}, BF16, (None, None))
     saved_and_resumed(f"{folder}/3", {**HOST, "schedule": "overlap"}, BF16, (3, 3))
     saved_and_resumed(f"{folder}/fsdp2", HOST, FP32, ("fsdp2", "fsdp2"))

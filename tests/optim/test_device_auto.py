@@ -13,8 +13,9 @@ from nvme_cases import Tier, row_of
 from offload_cases import SCHEDULES, Row, agree, on_device, optimizer_of, train
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import UNITS, HostComputes
+from test_offload_played import UNITS
 from torch import nn
+from waiting_device import HostComputes
 from worlds import World, on_ranks, on_threads, ranked
 
 import zerokern as zk

@@ -11,8 +11,8 @@ import pytest
 import torch
 from offload_cases import local
 from tables import each
-from test_offload_played import HostComputes
 from torch import Tensor, nn
+from waiting_device import HostComputes
 from worlds import World, on_threads
 
 import zerokern as zk

@@ -20,7 +20,8 @@ from offload_cases import (
 )
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import SLOW, HostComputes, compare, halve, played, the_same
+from test_offload_played import SLOW, compare, halve, played, the_same
+from waiting_device import HostComputes
 from worlds import World, on_threads
 
 import zerokern as zk

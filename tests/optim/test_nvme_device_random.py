@@ -13,7 +13,8 @@ from nvme_cases import Tier
 from offload_cases import SCHEDULES
 from optim_cases import BF16, EVERY_STATE, FP32, MAKERS, MASTERS, make_params, set_grads
 from test_nvme_random import DEEDS, SIZES, Life
-from test_offload_played import SLOW, HostComputes
+from test_offload_played import SLOW
+from waiting_device import HostComputes
 
 from zerokern.examples.played_device import PlayedDevice
 

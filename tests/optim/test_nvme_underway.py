@@ -27,8 +27,9 @@ from offload_cases import (
 )
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import SLOW, HostComputes
+from test_offload_played import SLOW
 from torch import Tensor, nn
+from waiting_device import HostComputes
 from worlds import World
 from zero_cases import IN, OUT
 

@@ -15,7 +15,7 @@ from optim_cases import MAKERS, same_bits
 from tables import each
 from test_offload_played import played, the_same
 from torch import Tensor, nn
-from waiting_device import Waiting
+from waiting_device import HostComputes
 from waiting_device import played as waiting
 from worlds import World, alone, built, on_threads, ranked
 from zero_cases import mse
@@ -116,7 +116,7 @@ def loop(world: World, row: Row, edit: str, device: Any, **settings: Any) -> tup
 
 def compare(world: World, row: Row, schedule: Any, edit: str, counts: bool) -> None:
     expected = loop(world, row, edit, None)
-    device = Waiting(stretch={"compute": 0.002, "down": 0.0005, "up": 0.0005}, poison=True)  # measures late
+    device = HostComputes(stretch={"compute": 0.002, "down": 0.0005, "up": 0.0005}, poison=True)  # measures late
     with counted() if counts else nullcontext() as reads:
         found = loop(world, row, edit, device, tier="cpu", schedule=schedule)
     device.close()

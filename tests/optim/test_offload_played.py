@@ -24,6 +24,7 @@ from offload_cases import (
 from optim_cases import MAKERS, copies, same_bits
 from tables import each
 from tries import Missed, in_time
+from waiting_device import HostComputes
 from worlds import World, alone, on_ranks, on_threads, ranked
 
 import zerokern as zk
@@ -163,21 +164,6 @@ def test_a_race_that_is_lost_shows(devices: Callable, monkeypatch: pytest.Monkey
             raise Missed("the race was won")
 
     in_time(race, 0.01)
-
-
-class HostComputes(PlayedDevice):
-    """Autograd trains on the host, which therefore waits wherever the device's compute stream would."""
-
-    def follow(self, stream: Any, mark: Any) -> None:
-        super().follow(stream, mark)
-        if stream is None and self._this_or_current(None) is self.compute:
-            mark.wait()
-
-    def launch(self, *work: Any, **settings: Any) -> Any:
-        mark = super().launch(*work, **settings)
-        if self._this_or_current(None) is self.compute:
-            mark.wait()
-        return mark
 
 
 def compare(world: World, row: Row, schedule: Any, tiers: Sequence[Any] | None = None) -> None:

@@ -10,9 +10,10 @@ import torch
 from offload_cases import SCHEDULES, local
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import HostComputes, played, the_same
+from test_offload_played import played, the_same
 from test_pieces import SMALL, cut
 from torch import Tensor, nn
+from waiting_device import HostComputes
 from worlds import World, alone, on_threads
 
 import zerokern as zk

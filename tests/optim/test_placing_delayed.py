@@ -14,8 +14,9 @@ from nvme_cases import Tier, row_of
 from offload_cases import BUCKET_NBYTES, SCHEDULES, Row, backward, local, on_device, one_thread, optimizer_of, train
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import SLOW, HostComputes, played, the_same
+from test_offload_played import SLOW, played, the_same
 from torch import nn
+from waiting_device import HostComputes
 from worlds import World, alone
 
 import zerokern as zk

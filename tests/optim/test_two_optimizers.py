@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import HostComputes
 from torch import nn
+from waiting_device import HostComputes
 
 import zerokern as zk
 

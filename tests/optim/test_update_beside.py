@@ -11,8 +11,8 @@ import torch
 from offload_cases import BUCKET_NBYTES, Row, forward, on_device, optimizer_of
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import HostComputes
 from test_programs_ran import Submitted, planned_for, submitted, the_same_ops  # noqa: F401
+from waiting_device import HostComputes
 from worlds import World, alone, built, on_threads
 from zero_cases import IN, OUT
 

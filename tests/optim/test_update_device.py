@@ -14,8 +14,9 @@ import torch
 from offload_cases import SCHEDULES, Row, kept_of, on_device, optimizer_of, train
 from optim_cases import same_bits
 from tables import each
-from test_offload_played import SLOW, HostComputes, compare, played, the_same
+from test_offload_played import SLOW, compare, played, the_same
 from torch import nn
+from waiting_device import HostComputes
 from worlds import World, alone, on_ranks, on_threads, ranked
 
 import zerokern as zk

@@ -32,9 +32,9 @@ from offload_cases import (
 from offload_cases import Row as Trained
 from optim_cases import same_bits
 from products import Array
-from test_offload_played import HostComputes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from waiting_device import HostComputes
 from worlds import World, built, full
 from zero_cases import Block
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_tiers import Model, batches, model_of
 from torch import Tensor, nn
-from waiting_device import Waiting
+from waiting_device import HostComputes
 from worlds import step_and_zero
 
 import zerokern as zk
@@ -18,7 +18,7 @@ from zerokern.examples.played_device import PlayedDevice, PlayedMark, PlayedStre
 from zerokern.zero.reducing import HostReducer
 
 
-class LateDown(Waiting):
+class LateDown(HostComputes):
     """What it copies to the host arrives late, and its program goes on meanwhile: its own memory is free at once."""
 
     def launch(self, work: Any, seconds: float = 0.0, **settings: Any) -> PlayedMark:

@@ -17,7 +17,7 @@ from module_cases import Mixture, routed
 from queue_machine import Call, apart, one_queue, stuck
 from tables import each
 from torch import Tensor, nn
-from waiting_device import Waiting
+from waiting_device import HostComputes
 from worlds import World, built, on_threads, step_and_zero
 from zero_cases import OUT, WIDTH, Case, Net, follow, mse
 
@@ -81,7 +81,7 @@ class Wires:
         errors: list[BaseException] = []
 
         def live(rank: int) -> None:
-            device = Waiting() if played else None
+            device = HostComputes() if played else None
             current = (lambda: "compute") if device is None else lambda: device._this_or_current(None).name
             try:
                 groups = [self.group(rank, name, current) for name in self.rows]

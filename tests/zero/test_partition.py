@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerokern.core.units import BLOCK
-from zerokern.zero.partition import Bucket, Member, Piece, imbalance, partition
-from zerokern.zero.units import work_of
+from zerokern.zero.partition import Bucket, Member, Piece, imbalance, partition, work_of
 
 SIZES = st.one_of(st.integers(0, 3), st.integers(1, 700), st.sampled_from([127, 128, 129, 4096, 65_537]))
 MEMBERS = st.builds(

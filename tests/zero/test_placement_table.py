@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from waiting_device import Waiting, played
+from waiting_device import HostComputes, played
 from worlds import World, alone, on_ranks, on_threads, ranked, step_and_zero
 
 import zerokern as zk
@@ -50,7 +50,7 @@ TABLE = {
 
 
 @contextmanager
-def device_of(row: Row) -> Iterator[Waiting | None]:
+def device_of(row: Row) -> Iterator[HostComputes | None]:
     if not row.played:
         yield None
         return

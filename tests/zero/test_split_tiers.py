@@ -12,7 +12,7 @@ import torch
 from tables import each
 from test_tiers import batches, corrupt, model_of, step, train, values
 from torch import Tensor, nn
-from waiting_device import Waiting, played
+from waiting_device import HostComputes, played
 from wire_cases import moved_by_disks
 from worlds import World, on_ranks, on_threads, ranked, step_and_zero
 
@@ -162,7 +162,7 @@ def test_the_disk_reads_its_share_alone(tmp_path: Path) -> None:
     assert 0 < made["all"][0] - made["some"][0] == pytest.approx(2 * 2 * block, rel=0.05), "one block less, both ways"
 
 
-class Counting(Waiting):
+class Counting(HostComputes):
     """Counts what crosses the link, but for sums of squares."""
 
     def __init__(self, **settings: Any) -> None:

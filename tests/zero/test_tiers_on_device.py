@@ -16,7 +16,7 @@ from tables import each
 from test_tiers import Model, batches, corrupt, model_of, values
 from torch import Tensor, nn
 from tries import best
-from waiting_device import Waiting, played
+from waiting_device import HostComputes, played
 from worlds import World, alone, on_threads, ranked, step_and_zero
 
 import zerokern as zk
@@ -97,7 +97,7 @@ class Busy(torch.autograd.Function):
         return grad.clone(), None, None, None
 
 
-class Noted(Waiting):
+class Noted(HostComputes):
     """Notes when each copy began and ended."""
 
     def __init__(self, **settings: Any) -> None:
@@ -192,7 +192,7 @@ def test_who_reads_too_early_gets_other_bits(monkeypatch: pytest.MonkeyPatch) ->
         device.close()
         return found
 
-    assert losses_on(Waiting(up_gb_s=0.05, poison=True)) == expected
+    assert losses_on(HostComputes(up_gb_s=0.05, poison=True)) == expected
     assert losses_on(PlayedDevice(up_gb_s=0.05, poison=True)) != expected
 
 

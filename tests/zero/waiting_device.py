@@ -9,22 +9,34 @@ from typing import Any
 
 from zerokern.examples.played_device import PlayedDevice, PlayedMark, PlayedStream
 
-__all__ = ["Waiting", "played"]
+__all__ = ["HostComputes", "played"]
+
+OURS = ("update", "measure")  # streams that the driver alone launches on: of the others, torch's launches follow
 
 
-class Waiting(PlayedDevice):
-    """torch computes at once where a device would follow its stream: what is to be followed is waited for."""
+class HostComputes(PlayedDevice):
+    """Autograd trains on the host, which therefore waits wherever the device's stream would.
+
+    So it does for what the program's stream is to follow, for what the streams of collectives are, and for what is
+    launched on the program's.
+    """
 
     def follow(self, stream: PlayedStream | None, mark: PlayedMark) -> None:
         super().follow(stream, mark)
-        if stream is None:
+        if stream is None and self._this_or_current(None).name not in OURS:
             mark.wait()
+
+    def launch(self, *work: Any, **settings: Any) -> PlayedMark:
+        mark = super().launch(*work, **settings)
+        if self._this_or_current(None) is self.compute:
+            mark.wait()
+        return mark
 
 
 @contextmanager
-def played(**settings: Any) -> Iterator[Waiting]:
+def played(**settings: Any) -> Iterator[HostComputes]:
     """A device that ends with what is within, and tells of its failure."""
-    device = Waiting(**settings)
+    device = HostComputes(**settings)
     try:
         yield device
         device.synchronize()

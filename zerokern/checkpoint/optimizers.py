@@ -233,9 +233,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
 
 def optimizer_of(opt: Any) -> AnyOptimizer:
-    """Returns the adapter for an optimizer, or for the optimizer inside a wrapper."""
-    while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
-        opt = opt.optimizer
+    """Returns the adapter for an optimizer."""
     return OurOptimizer(opt) if isinstance(opt, FusedOptimizer) else AnyOptimizer(opt)
 
 

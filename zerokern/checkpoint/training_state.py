@@ -18,6 +18,7 @@ from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.storage import OnDiskPart
 from zerokern.core.errors import StateError, got
 from zerokern.core.ports import plugs
+from zerokern.optim.chained import unchained
 from zerokern.optim.exchange import Column
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
 from zerokern.zero.shard import here_of_state, shard_of
@@ -188,8 +189,7 @@ class TrainingState:
         if isinstance(model, PartialModel):
             model.check()
         self.model, self.elsewhere = model, elsewhere
-        some = [] if opts is None else list(opts) if isinstance(opts, Sequence) else [opts]
-        self.optimizers: list[AnyOptimizer] = [optimizer_of(opt) for opt in some]
+        self.optimizers: list[AnyOptimizer] = [optimizer_of(opt) for opt in unchained(opts)]
         self.tensors = named_tensors(model)
         self.layout = layout_of(model)
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}

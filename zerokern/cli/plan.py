@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci", "attention")
 SETTINGS = (  # options that are keywords of `zk.plan`
-    "stage", "mesh", "optimizer", "param_dtype", "reduce_dtype", "state_format", "master_format", "tier", "update",
-    "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync", "device", "device_memory", "host_memory",
-    "disk", "ranks_per_host",
+    "stage", "mesh", "optimizer", "ns_dtype", "ns_steps", "param_dtype", "reduce_dtype", "state_format",
+    "master_format", "tier", "update", "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync",
+    "device", "device_memory", "host_memory", "disk", "ranks_per_host",
 )  # fmt: skip
 _META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
 
@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
     add("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
     add("--stage", type=int, default=2, help="whose step and notes are shown (2)")
-    add("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
+    add("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, muon, none")
+    add("--ns-dtype", choices=("bf16", "fp32"), help="of Muon's iteration (bf16; on a CPU fp32, unless it has tiles)")
+    add("--ns-steps", type=int, default=5, metavar="N", help="of it (5)")
     add("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
     add("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
     add("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")
@@ -90,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_tiers,
         help="where optimizer state lies: device, cpu, nvme; cpu:64GiB,nvme",
     )
-    add("--update", choices=("host", "device", "auto"), default="host", help="where it runs with --tier cpu (host)")
+    add("--update", choices=("host", "device", "auto"), help="where it runs with --tier cpu (host; muon: device)")
     where = "where parameters rest at stage 3 (device); several as for --tier"
     add("--param-tier", default="device", type=parse_tiers, metavar="TIER", help=where)
     kept = "recompute units; their inputs are kept here: device, cpu, nvme; several as for --tier, the latest first"
@@ -220,6 +222,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
                 f"--update auto asks for what is faster on --hardware, which is missing: {', '.join(shipped())}"
             )
         updates = ["host"] if args.schedule == "delayed" or "nvme" in str(args.tier) else ["host", "device"]
+        updates = [None] if args.optimizer == "muon" else updates
     made = [{one: plan(what, world=world, **{**settings, "update": one}) for one in updates} for world in worlds]
     return [_faster(plans, args) for plans in made]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "abort", "abort_transfers", "all_gather", "all_reduce", "broadcast", "closed_peers", "post", "reduce_scatter",
-    "second_communicator",
+    "abort", "abort_transfers", "all_gather", "all_reduce", "all_to_all", "broadcast", "closed_peers", "post",
+    "reduce_scatter", "second_communicator",
 ]  # fmt: skip
 
 CHUNK_NBYTES = 1 << 20  # gloo moves 64 MiB twice as fast in pieces: sending and receiving overlap
@@ -134,6 +134,11 @@ def reduce_scatter(pg: Any, out: Tensor, bucket: Tensor, op: str = "sum") -> Any
 def all_reduce(pg: Any, tensor: Tensor, op: str) -> Any:
     """Starts to sum, average or take the maximum over all ranks, in place."""
     return dist.all_reduce(tensor, op=_op(op), group=pg, async_op=True)
+
+
+def all_to_all(pg: Any, receives: list[Tensor], sends: list[Tensor]) -> Any:
+    """Starts to exchange tensors between all ranks, of which one goes from each to each."""
+    return dist.all_to_all(receives, sends, group=pg, async_op=True)
 
 
 def _op(name: str) -> Any:

@@ -107,6 +107,12 @@ class DeviceGroup(CommonGroup):
         lane = self._common.lane  # gathers of the user's thread are elsewhere, and reductions come when this is over
         return self._launch("publish", detail(full), lambda: collectives.all_gather(lane, full, source), None, full)
 
+    def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
+        lane, what = self._common.lane, str(receives[self.rank].dtype)
+        return self._launch(
+            "all_to_all", what, lambda: collectives.all_to_all(lane, receives, sends), None, *receives, *sends
+        )
+
     def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
         return self._launch(
             "all_reduce",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -125,10 +125,10 @@ class Traffic:
 
 
 class Publishing(Protocol):
-    """A thread that has called `publish` and has not ended."""
+    """A thread that has called `publish`, or `all_to_all`, and has not ended."""
 
     def finish(self) -> None:
-        """Waits until the publication has ended on this rank."""
+        """Waits until that has ended on this rank."""
 
 
 class Group:
@@ -147,6 +147,8 @@ class Group:
         self.alone = size == 1  # nothing has to move
         self.traffic = Traffic()
         self.publishing: weakref.WeakSet[Publishing] = weakref.WeakSet()
+        # what may call `all_to_all` on a thread of its own, if anything; see `begin_exchanging`
+        self.exchanging: weakref.WeakSet[Publishing] = weakref.WeakSet()
 
     @property
     def everyone(self) -> Any:
@@ -165,6 +167,14 @@ class Group:
         for publication in list(self.publishing):
             if publication is not besides:
                 publication.finish()
+
+    def begin_exchanging(self, exchange: Publishing | None) -> None:
+        """Waits for the thread that may still call `all_to_all`; from now on `exchange` may, if it has one."""
+        for other in list(self.exchanging):
+            other.finish()
+        self.exchanging.clear()
+        if exchange is not None:
+            self.exchanging.add(exchange)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -219,6 +229,33 @@ class Group:
         full = self._flat("full", full)
         self.traffic.add("gather", (self.size - 1) * self._span("full", full) * full.element_size())
         return self._publish(full)
+
+    def all_to_all(self, receives: Sequence[Tensor], sends: Sequence[Tensor]) -> Handle:
+        """Sends the tensor `sends[r]` to each rank r, and fills `receives[r]` with what that one sends here.
+
+        Sizes may differ; what two ranks exchange has the same size on both, and `during(of=...)` names it, the same on
+        all ranks. What a rank sends itself is copied. Any thread may call this, one at a time: see
+        `begin_exchanging`.
+
+        >>> out = torch.empty(2)
+        >>> Group(0, 1, torch.device("cpu"), "alone").all_to_all([out], [torch.ones(2)]).wait(); out
+        tensor([1., 1.])
+        """
+        sends = [self._flat("sends", tensor) for tensor in sends]
+        receives = [self._flat("receives", tensor, (sends[0].dtype,)) for tensor in receives]
+        for name, tensors in (("sends", sends), ("receives", receives)):
+            if len(tensors) != self.size:
+                raise ValueError(f"{name} has {len(tensors)} tensors; allowed: {self.size}, one for each rank")
+        if sends[self.rank].numel() != receives[self.rank].numel():
+            raise ValueError(
+                f"receives[{self.rank}] has {receives[self.rank].numel()} elements; allowed: "
+                f"{sends[self.rank].numel()}, what this rank sends itself"
+            )
+        sent = sum(tensor.nbytes for rank, tensor in enumerate(sends) if rank != self.rank)
+        self.traffic.add("other", sent)
+        if not _same(receives[self.rank], sends[self.rank]):
+            receives[self.rank].copy_(sends[self.rank])
+        return self._all_to_all(receives, sends)
 
     def _gather(self, kind: str, full: Tensor, shard: Tensor | None = None) -> Handle:
         full = self._flat("full", full)
@@ -328,6 +365,9 @@ class Group:
         return False
 
     def _publish(self, full: Tensor) -> Handle:
+        return Handle()
+
+    def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
         return Handle()
 
     def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:

@@ -87,7 +87,7 @@ class HybridGroup(Group):
         super().__init__(shard.rank, shard.size, shard.device, f"{shard.name}, {replicas.size} times")
         self.shard, self.replicas = shard, replicas
         self.alone = shard.alone
-        self.traffic, self.publishing = shard.traffic, shard.publishing
+        self.traffic, self.publishing, self.exchanging = shard.traffic, shard.publishing, shard.exchanging
         self._everyone = AllReplicas(shard, replicas)
         self._driver = cuda_driver(shard.device) if shard.device.type == "cuda" else None
         shard.link_failures(replicas)
@@ -187,6 +187,9 @@ class HybridGroup(Group):
 
     def _publish(self, full: Tensor) -> Handle:
         return self.shard._publish(full)
+
+    def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
+        return self.shard._all_to_all(receives, sends)
 
 
 class _Rounds(Handle):

@@ -85,13 +85,16 @@ class Ledger:
         self.counts: dict[str, int] = {}
         self.record: deque[Operation] = deque(maxlen=REMEMBERED)  # what was begun last
         self.publishing: Callable[[], bool] = lambda: False  # whether a thread may be about to publish
-        self.thread = self.publisher = threading.main_thread().ident  # those that began what came last
+        # those that began what came last; the third what `all_to_all` moves
+        self.thread = self.publisher = self.exchanger = threading.main_thread().ident
 
     def begin(self, kind: str, detail: str, source: int | None = None) -> Operation:
         """Returns the next operation of a kind."""
         count = self._next(kind)
         if kind == "publish":
             self.publisher = threading.get_ident()
+        elif kind == "all_to_all":
+            self.exchanger = threading.get_ident()
         else:
             self.thread = threading.get_ident()
         about = subject()

@@ -23,7 +23,7 @@ from zerokern.kernels.squares import Squares
 
 __all__ = ["PeerGroup"]
 
-KINDS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2, "broadcast": 3, "publish": 4}
+KINDS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2, "broadcast": 3, "publish": 4, "all_to_all": 5}
 WHOLE_NBYTES = 1 << 15  # a smaller tensor goes to everyone whole: one round trip instead of two
 CELL_NBYTES = 64  # a number or two, behind what tells them apart, go through gloo's all-gather: where other processes
 HEAD_NBYTES = 16  # want the same cores, that takes 0.1 ms and point to point a slice of the scheduler for each way
@@ -107,6 +107,14 @@ class PeerGroup(CommonGroup):
     def _publish(self, full: Tensor) -> Handle:
         operation, works = self._start("publish", detail(full), *self._spread(full))
         return self._handle(operation, works, _nothing, full)
+
+    def _all_to_all(self, receives: list[Tensor], sends: list[Tensor]) -> Handle:
+        # sizes may differ from rank to rank, so that they cannot be part of what all ranks call this alike
+        what = str(receives[self.rank].dtype)
+        there = [(peer, sends[peer]) for peer in self._peers]
+        here = [(peer, receives[peer]) for peer in self._peers]
+        operation, works = self._start("all_to_all", what, there, here)
+        return self._handle(operation, works, _nothing, *sends, *receives)
 
     def _spread(self, full: Tensor) -> tuple[Transfers, Transfers]:
         """Returns the transfers of an all-gather: this rank's span to every peer, every peer's span to its place."""

@@ -23,6 +23,8 @@ __all__ = ["THIS_PROCESS", "UPDATE", "GroupRecord", "ProcessState"]
 
 UPDATE = "update"  # a wait for another thread of this process, which publishes an update
 
+_KINDS = ("", "publish", "all_to_all", UPDATE)  # that threads of their own may begin
+
 
 class GroupRecord:
     """One process group, as the processes of it know each other: its ledger, its names, its members."""
@@ -35,6 +37,8 @@ class GroupRecord:
     def thread_for(self, kind: str) -> int | None:
         """Returns the thread that begins the next operation of a kind."""
         ledger = self.ledger
+        if kind == "all_to_all":
+            return ledger.exchanger
         publishes = kind == UPDATE or (kind == "publish" and ledger.publishing())
         return ledger.publisher if publishes else ledger.thread
 
@@ -192,7 +196,7 @@ class ProcessState:
             "waits": waits,
             "ended": sorted(self.ended),
             "begun": {page: dict(group.ledger.counts) for page, group in groups},
-            "threads": {page: {k: group.thread_for(k) for k in ("", "publish", UPDATE)} for page, group in groups},
+            "threads": {page: {k: group.thread_for(k) for k in _KINDS} for page, group in groups},
         }
 
     def say(self) -> None:

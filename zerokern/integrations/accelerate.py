@@ -21,8 +21,7 @@ except ImportError as error:
 import zerokern as zk
 from zerokern import checkpoint
 from zerokern.api import sharding_of
-from zerokern.integrations.sharded_model import check_model, check_optimizer, is_sharded, trains
-from zerokern.optim.base import FusedOptimizer
+from zerokern.integrations.sharded_model import check_model, check_optimizer, is_ours, is_sharded, trains
 from zerokern.zero import shard_of
 
 __all__ = ["FOLDER", "Accelerator", "unwrapped"]
@@ -78,7 +77,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepares as Accelerate does; our state stays in its tier, and LR schedulers are told of skipped steps."""
         check_optimizer(unwrapped(optimizer), self.scaler is not None)
-        ours = isinstance(unwrapped(optimizer), FusedOptimizer)
+        ours = is_ours(optimizer)
         prepared = super().prepare_optimizer(optimizer, False if ours else device_placement)
         if self.scaler is not None and ours:
             prepared.__class__ = _Scaled  # Accelerate constructs its own class by name

@@ -22,8 +22,7 @@ import zerokern as zk
 from zerokern.checkpoint.extra import EachRank
 from zerokern.core.errors import ShardError, got
 from zerokern.core.units import Stage
-from zerokern.integrations.sharded_model import check_optimizer
-from zerokern.optim.base import FusedOptimizer
+from zerokern.integrations.sharded_model import check_optimizer, is_ours
 from zerokern.zero import shard_of
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharding import Sharding
@@ -50,7 +49,7 @@ class ZerokernStrategy(DDPStrategy):
             raise TypeError(got("keyword", min(self._ddp_kwargs), "stage, shard_settings, timeout and the like"))
         self.stage, self.shard_settings = stage, dict(shard_settings or {})
         self._module: Any = None
-        self._own_norms: dict[FusedOptimizer, float | None] = {}
+        self._own_norms: dict[Any, float | None] = {}
 
     def _shardings(self) -> list[Sharding]:
         return shardings_of(map(shard_of, self._module.parameters()))
@@ -95,7 +94,7 @@ class ZerokernStrategy(DDPStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if clip_val <= 0 or gradient_clip_algorithm != "norm":
             usual(optimizer, clip_val, gradient_clip_algorithm)
-        elif isinstance(optimizer, FusedOptimizer):  # in the step that follows, and in no other
+        elif is_ours(optimizer):  # in the step that follows, and in no other
             own = self._own_norms.setdefault(optimizer, optimizer.max_grad_norm)
             optimizer.max_grad_norm = clip_val if own is None else min(own, clip_val)
         else:
@@ -115,7 +114,8 @@ class ZerokernStrategy(DDPStrategy):
             yield
 
     def on_train_end(self) -> None:
-        for optimizer in (optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)):
+        mine: list[Any] = list(filter(is_ours, self.optimizers))
+        for optimizer in mine:
             optimizer.flush()  # a delayed update counts in what is left behind
 
     def teardown(self) -> None:

@@ -9,9 +9,11 @@ from torch import nn
 
 from zerokern.api import sharding_of
 from zerokern.core.errors import StateError, got
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.chained import unchained
 from zerokern.zero import shard_of
 
-__all__ = ["check_model", "check_optimizer", "is_sharded", "trains"]
+__all__ = ["check_model", "check_optimizer", "is_ours", "is_sharded", "trains"]
 
 ALLOWED = ("NO", "MULTI_CPU", "MULTI_GPU")  # where Accelerate lets each rank run the model by itself
 
@@ -24,6 +26,17 @@ def is_sharded(model: nn.Module) -> bool:
     (False, True)
     """
     return any(shard_of(param) is not None for param in model.parameters())
+
+
+def is_ours(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer, also within Accelerate's, is one of zerokern, or a chain of them.
+
+    >>> import zerokern as zk
+    >>> params = nn.Linear(2, 1).parameters()
+    >>> is_ours(zk.ChainedOptimizer([zk.SGD(params)])), is_ours(torch.optim.SGD(nn.Linear(2, 1).parameters()))
+    (True, False)
+    """
+    return all(isinstance(one, FusedOptimizer) for one in unchained(optimizer))
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
@@ -69,4 +82,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     strangers = [home for param, home in divided if scaled or param is not home.piece]
     if strangers and not getattr(optimizer, "_zk_shards", False):
         what = f"{type(optimizer).__name__} for {strangers[0].name!r}, which zk.shard has divided"
-        raise StateError(got("optimizer", what, "zk.AdamW, Adam, Lion, Adagrad or SGD on model.parameters()"))
+        raise StateError(got("optimizer", what, "zk.AdamW, Adam, Lion, Adagrad, SGD or Muon on its parameters"))

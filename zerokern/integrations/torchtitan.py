@@ -41,6 +41,7 @@ __all__ = ["exchanged", "train_spec", "use"]
 
 KINDS: dict[type, type[FusedOptimizer]] = {torch.optim.AdamW: zk.AdamW, torch.optim.Adam: zk.Adam}
 KEPT = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"}
+OF_MUON = {"lr", "weight_decay", "maximize"}  # of these, what is the same for Muon
 OURS = {"tier", "schedule", "update", "state_format", "master_format", "stochastic_seed"}
 ALONE = (
     "data_parallel_replicate_degree alone makes copies: each rank has all of the model's state (stage 0), where "
@@ -67,6 +68,10 @@ def use(
     along (`data_parallel_shard_degree` times `context_parallel_degree`; `data_parallel_replicate_degree` makes copies);
     tensor, context and pipeline parallelism, activation checkpointing and compile are torchtitan's. `shard` has more
     keywords of `zk.shard`: `{"tier": "cpu"}`. None: FSDP2 divides it.
+
+    `options` that return `{"rule": "muon"}` give a parameter to `zk.Muon`, with rate and weight decay of torchtitan's
+    [optimizer], and more keywords of Muon's groups beside it (`adjust_lr_fn="match_rms_adamw"`, with which AdamW's
+    rates fit, `split`). At stages 1 and 2 these matrices are also named in `shard={"whole": [...]}`.
 
     >>> def options(name, param):
     ...     return {} if param.ndim > 1 else {"state_format": "fp32", "weight_decay": 0.0}
@@ -134,15 +139,14 @@ def exchanged(container: OptimizersContainer, options: Options | None = None, **
 
 def _replacement(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str], options: Options | None, settings: dict[str, Any]
-) -> FusedOptimizer:
+) -> torch.optim.Optimizer:
     kind = KINDS.get(type(optimizer))
     if kind is None:
         raise ValueError(got("optimizer.name", type(optimizer).__name__, "AdamW or Adam"))
     if optimizer.state:
         raise StateError(f"this {type(optimizer).__name__} has stepped; exchange it before, where it is built")
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, list[dict[str, Any]]] = {"muon": [], kind.__name__.lower(): []}
     for group in optimizer.param_groups:
-        kept = {name: value for name, value in group.items() if name in KEPT}
         parts: list[tuple[dict[str, Any], list[Tensor]]] = []  # parameters by their own options
         for param in group["params"]:
             own = {} if options is None else options(names[param], param)
@@ -151,8 +155,16 @@ def _replacement(
                 parts.append((own, [param]))
             else:
                 alike.append(param)
-        groups += [{**kept, **own, "params": params} for own, params in parts]
-    return kind(groups, **settings)
+        for own, params in parts:
+            rule = own.get("rule", kind.__name__.lower())
+            if rule not in groups:
+                raise ValueError(got("rule", rule, " or ".join(groups)))
+            kept = {name: group[name] for name in (OF_MUON if rule == "muon" else KEPT) if name in group}
+            rest = {name: value for name, value in own.items() if name != "rule"}
+            groups[rule].append({**kept, **rest, "params": params})
+    kinds: dict[str, type[FusedOptimizer]] = {"muon": zk.Muon, kind.__name__.lower(): kind}
+    made = [kinds[rule](mine, **settings) for rule, mine in groups.items() if mine]
+    return made[0] if len(made) == 1 else zk.ChainedOptimizer(made)
 
 
 def parallelized(build: Callable[..., nn.Module], stage: int, shard: Mapping[str, Any]) -> Callable[..., nn.Module]:

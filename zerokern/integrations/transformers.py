@@ -24,8 +24,7 @@ from zerokern import interop
 from zerokern.checkpoint import load, save
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
-from zerokern.integrations.sharded_model import check_model, is_sharded
-from zerokern.optim.base import FusedOptimizer
+from zerokern.integrations.sharded_model import check_model, is_ours, is_sharded
 
 __all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs"]
 
@@ -91,11 +90,14 @@ class TrainerMixin(_Any):
         asked = getattr(self.args.optim, "value", self.args.optim)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_sharded(self.model):
             if asked not in ("adamw_torch", "adamw_torch_fused"):
-                do = "Others: Trainer(optimizer_cls_and_kwargs=(zk.Lion, {...})), with zk.Adam, Lion, Adagrad or SGD"
+                do = (
+                    "Others: Trainer(optimizer_cls_and_kwargs=(zk.Lion, {...})), with zk.Adam, Lion, Adagrad or SGD; "
+                    "zk.Muon: Trainer(optimizers=(zk.ChainedOptimizer([zk.Muon(matrices), zk.AdamW(rest)]), None))"
+                )
                 raise ValueError(got("optim", asked, "adamw_torch, which zk.AdamW is with a divided model", do))
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs(self.args)
         made = super().create_optimizer(*arguments, **settings)
-        if not is_sharded(self.model) and not isinstance(unwrapped(self.optimizer), FusedOptimizer):
+        if not is_sharded(self.model) and not is_ours(self.optimizer):
             say_once(__name__, _NOTHING.format(type(unwrapped(self.optimizer)).__name__))
         return made
 

@@ -30,6 +30,7 @@ from zerokern.io.advice import on_disk
 from zerokern.io.renaming import Folder
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.chained import unchained
 from zerokern.optim.exchange import Column, Exchange
 from zerokern.zero.kinds import here_of, present
 from zerokern.zero.shard import Shard, shard_of
@@ -397,7 +398,9 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     """
     parts_of: dict[str, list[Elements]] = {}
     layout = layout_of(model)
-    known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
+    known: dict[int, tuple[Tensor, Any, Any]] = {}
+    for one in unchained(opt):
+        known |= _known(one) if isinstance(one, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
         home = shard_of(param)
         piece, where, entry = known.get(id(param)) or known.get(id(getattr(home, "piece", None))) or (None, home, None)

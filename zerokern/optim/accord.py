@@ -281,7 +281,7 @@ def _different(told: dict[str, dict[str, Any]]) -> dict[str, str]:
     """What each rank has of the first setting that is not the same on all."""
     for name in dict.fromkeys(name for settings in told.values() for name in settings):
         values = {rank: settings.get(name) for rank, settings in told.items()}
-        if len(set(values.values())) > 1:
+        if len(set(map(repr, values.values()))) > 1:  # some are lists
             do = "ranks that share parameters step them alike"
             return {rank: f"{name} is {value}, and not so on others; {do}" for rank, value in values.items()}
     return {}

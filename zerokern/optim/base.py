@@ -22,6 +22,7 @@ from zerokern.memory.interrupts import whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN
+from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
@@ -225,6 +226,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
+                if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
+                    pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
+                    shards.accord.settings = [{**one, "parameters with a gradient": which} for one, which in pairs]
                 done = self._update(shards.groups(self.param_groups), settings)
                 shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:
@@ -260,7 +264,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         del held  # until here no other thread could free a gradient under the native calls
         return True
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[list[Matrix]]:
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
         """Returns which matrices each parameter is made of, where the algorithm updates whole ones."""
         return []
 

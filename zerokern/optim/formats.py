@@ -47,7 +47,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "ns_dtype": partial(checks.one_of, NS_DTYPES),
 }
 Group = dict[str, Any]
-FormatKey = tuple[bool, str, str | None, int | None]
+FormatKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class Slot:
 
 
 def formats_of(group: Group) -> dict[str, Any]:
-    """Returns the formats of a group by name."""
-    return {name: group[name] for name in ("state_format", "master_format", "stochastic_seed")}
+    """Returns the formats of a group by name, and of how many matrices its parameters consist, if it says so."""
+    names = ("state_format", "master_format", "stochastic_seed", "split")
+    return {name: group[name] for name in names if name != "split" or name in group}
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,13 @@ class Algorithm:
         return checks.number(self.begins_by, group[self.begins_by]) if self.begins_by else 0.0
 
     def key(self, group: Group) -> FormatKey:
-        """Returns the settings of a group that decide the layouts of its parameters."""
+        """Returns the settings of a group that decide the layouts of its parameters, and what their matrices are."""
         has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
-        state_format, master_format, seed = formats_of(group).values()
-        return has_moments, state_format, master_format, seed
+        return has_moments, *formats_of(group).values()
 
     def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:
         """Returns the layout of a parameter of this group."""
-        needs_moments, state_format, master_format, seed = self.key(group)
+        needs_moments, state_format, master_format, seed, *_ = self.key(group)
         return layout_of(self, dtype, needs_moments or holds_moments, state_format, master_format, seed is not None)
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import CommError, StateError, got
 from zerokern.core.units import BLOCK
+from zerokern.kernels.cpu import sumsq_chunks
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
+from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
+from zerokern.zero.units import check_split
 
 __all__ = ["Matrix", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of"]
 
@@ -59,15 +63,15 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     ...
     ValueError: bias.shape=(4,): must be two dimensions: Muon updates whole matrices. ...
     """
-    shape = tuple(shape)
+    shape, split = tuple(shape), check_split(split)
     if placed:
         do = "a DTensor's matrix is divided between ranks; zk.AdamW steps it, or zk.shard(model) instead of fully_shard"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
-    if len(shape) == 3 and split == shape[0] > 1:
-        return
     if len(shape) == 3:
-        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {shape[0]}}}'
-        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={shape[0]}", do))
+        if split == (height := max(1, shape[0])):
+            return
+        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {height}}}'
+        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={height}", do))
     if len(shape) != 2:
         raise ValueError(got(f"{name}.shape", shape, "two dimensions: Muon updates whole matrices", _NO_MATRIX))
     if shape[0] % split:
@@ -77,8 +81,11 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
 def check_shard(shard: Shard, split: int) -> None:
     """Raises as `check_matrix` does; and, on all ranks, if ranks have parts of the parameter."""
     check_matrix(shard.name, shard.shape, split, placed=shard.placed is not None or isinstance(shard.here, Placed))
-    if shard.numel in (0, shard.shape.numel()) and not _is_cut(shard):
+    if group_of(shard) is not None or (shard.numel in (0, shard.shape.numel()) and not _is_cut(shard)):
         return
+    if shard.gradients is None:
+        do = "freeze it after zk.shard, or leave it out"
+        raise ValueError(got(shard.name, "frozen when zk.shard divided it", "a matrix that is trained", do))
     do = "zk.shard(model, stage=0), or whole= for matrices, keeps each whole on one rank; zk.AdamW steps parts"
     what = f"{tuple(shard.shape)}, of which ranks have parts (stage {shard.sharding.stage})"
     raise ValueError(got(shard.name, what, "a matrix that one rank has all of", do))
@@ -116,10 +123,13 @@ class MatrixTable:
     """Rows of an update that are whole matrices, with the face of the tables that it is made of.
 
     Of one row after the other it moves the average and writes the matrix that is to be orthogonalized, orthogonalizes
-    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. `shapes`: of all rows.
+    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Of matrices that are
+    cut (`cut_matrices`) a round is updated together. `shapes`: of all rows.
     """
 
-    def __init__(self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix], ngroups: int) -> None:
+    def __init__(
+        self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix | CutMatrix], ngroups: int
+    ) -> None:
         self._shapes, self.nseg, self.ngroups = shapes, len(shapes), ngroups
         # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
         self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in shapes]
@@ -169,7 +179,7 @@ class MatrixTable:
         formats = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
         iteration = {"dtype": dtype, "coefficients": ns_coefficients, "steps": ns_steps, "eps": eps}
         for row, group in enumerate(self.columns["group"]):
-            if group == index and self._shapes[row].numel:
+            if group == index and self._shapes[row].height * self._shapes[row].width:
                 averages, parameters = self._tables[row]
                 averages.set_group(0, **of_averages)
                 parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, self._shapes[row]))
@@ -178,43 +188,63 @@ class MatrixTable:
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything had been written."""
-        with self._prepared(range(begin, self.nseg if end is None else end)) as rows:
+        span = range(begin, self.nseg if end is None else end)
+        with self._prepared(span) as rows:
             for row in rows:
                 self._update(row, scale)
+            for one in self._rounds_of(span):
+                self._update_together(one, partial(self._average, scale), self._apply)
 
     @contextmanager
     def _prepared(self, rows: range) -> Iterator[list[int]]:
         """Around a run: those of the rows that have elements. A Ctrl-C waits until it is over."""
         self.begun = self.carried_out = False
-        there = [row for row in rows if self._shapes[row].numel]
-        wanted = [(self._shapes[row], self._iterations[row]["dtype"]) for row in there]
+        there = [row for row in rows if self._shapes[row].numel and isinstance(self._shapes[row], Matrix)]
+        wanted = [(self._shapes[row].numel, self._iterations[row]["dtype"]) for row in there]
+        wanted += [(one.numel, one.dtype) for one in self._rounds_of(rows)]
         with whole("the step"), self.spare.lent(wanted):
             yield there
             self.carried_out = True
+
+    def _rounds_of(self, rows: range) -> list[Round]:
+        """Returns the rounds of those of the rows whose matrices are cut, the same on all ranks."""
+        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], CutMatrix)]
+        return rounds_of([(row, one, self._iterations[row]["dtype"]) for row, one in parts if one.height * one.width])
 
     def launch(self, scale: float, control: Any) -> None:
         """Launches the update of all rows. The device decides on each, and counts the step when all have been made."""
         if device.capturing(control.steps.device):
             raise StateError(_IN_A_GRAPH)
         with self._prepared(range(self.nseg)) as rows:
-            self._launch(rows, scale, control)
+            self._launch(rows, self._rounds_of(range(self.nseg)), scale, control)
 
-    def _launch(self, rows: Sequence[int], scale: float, control: Any) -> None:
+    def _launch(self, rows: Sequence[int], rounds: Sequence[Round], scale: float, control: Any) -> None:
         if not self._nothing or self._nothing[0].shape != control.increments.shape:
             self._nothing = [torch.zeros_like(control.increments), torch.zeros_like(control.outcome)]
         still, outcome = self._nothing
         skips: Tensor | None = None
-        for row in rows:
+
+        def counting(row: int) -> dict[str, Any]:
             witness = [control.witnesses[self.columns["group"][row]]]
-            counting = {"steps": control.steps, "increments": still, "witnesses": witness, "outcome": outcome}
-            matrix, sums = self._arrange(row)
-            averages, parameters = self._tables[row]
+            return {"steps": control.steps, "increments": still, "witnesses": witness, "outcome": outcome}
+
+        def average(row: int) -> None:
+            nonlocal skips
             self.begun = True
-            averages.run(scale, type(control)(**{**vars(control), **counting}))
+            self._tables[row][0].run(scale, type(control)(**{**vars(control), **counting(row)}))
             skips = outcome[2:3].float() if skips is None else skips
-            self._orthogonalize(row, matrix, sums)
+
+        def apply(row: int) -> None:
             of_sums = {"max_norm": None, "sums": None, "grad_scale": None, "found_inf": skips}
-            parameters.run(1.0, type(control)(**counting, **of_sums))
+            self._tables[row][1].run(1.0, type(control)(**counting(row), **of_sums))
+
+        for row in rows:
+            matrix, sums = self._arrange(row)
+            average(row)
+            self._orthogonalize(row, matrix, sums)
+            apply(row)
+        for one in rounds:
+            self._update_together(one, average, apply)
         if self._decided is None:
             self._decided = self._decides()
         self._decided.set_group(0, **self._decided_as)
@@ -223,11 +253,37 @@ class MatrixTable:
 
     def _update(self, row: int, scale: float) -> None:
         matrix, sums = self._arrange(row)
-        averages, parameters = self._tables[row]
-        averages.run(scale)
-        self.begun = True
+        self._average(scale, row)
         self._orthogonalize(row, matrix, sums)
-        parameters.run(1.0)
+        self._apply(row)
+
+    def _average(self, scale: float, row: int) -> None:
+        self._tables[row][0].run(scale)
+        self.begun = True
+
+    def _apply(self, row: int) -> None:
+        self._tables[row][1].run(1.0)
+
+    def _update_together(self, one: Round, average: Callable[[int], None], apply: Callable[[int], None]) -> None:
+        """Updates this rank's parts of the matrices of a round; one of them it orthogonalizes for all ranks."""
+        try:
+            matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype))
+            there = [(row, part) for row, part in zip(one.rows, parts, strict=True) if part.numel()]
+            for row, part in there:
+                self._arrange_memory(row, part, self.spare.sums(part.numel()))
+                average(row)
+            one.gather(matrix, parts)
+            if (own := one.own) is not None:
+                sums = self.spare.sums(matrix.numel())
+                _sum_squares(matrix, sums)
+                self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
+            one.scatter(matrix, parts)
+            for row, _ in there:
+                apply(row)
+        except BaseException as error:
+            if not isinstance(error, CommError):  # the other ranks wait for this one
+                one.group.fail(f"opt.step failed here: {error}")
+            raise
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         how = self._iterations[row]
@@ -235,8 +291,14 @@ class MatrixTable:
 
     def _arrange(self, row: int) -> tuple[Tensor, Tensor]:
         """Points the tables of a row at what it is about; returns the matrix between them, and its sums of squares."""
+        shape = self._shapes[row]
+        matrix = self.spare.memory(shape.numel, self._iterations[row]["dtype"]).view(shape.height, shape.width)
+        sums = self.spare.sums(shape.numel)
+        self._arrange_memory(row, matrix, sums)
+        return matrix, sums
+
+    def _arrange_memory(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         shape, columns = self._shapes[row], self.columns
-        matrix, sums = self.spare.take(shape, self._iterations[row]["dtype"])
         mine = {name: columns[name][row] for name in ("exp_avg", "exp_avg_scale")}
         mine |= {"out": matrix.data_ptr(), "exp_avg_sq": sums.data_ptr()}
         others = {name: columns[name][row] for name in _OF_PARAMETERS}
@@ -247,11 +309,10 @@ class MatrixTable:
             self._arranged[row] = (mine, others)
         averages.columns["grad"][0] = columns["grad"][row]
         parameters.columns["grad"][0] = matrix.data_ptr()
-        return matrix, sums
 
 
 class SpareMatrix:
-    """Memory for the one matrix that is orthogonalized, on a device as long as whoever holds it.
+    """Memory for the one matrix that is orthogonalized, or for a round, on a device as long as whoever holds it.
 
     In host memory it is there during an update alone; a device's addresses have to stay, for they have been sent there.
     """
@@ -261,10 +322,10 @@ class SpareMatrix:
         self._memory = self._sums = torch.empty(0)
 
     @contextmanager
-    def lent(self, wanted: Sequence[tuple[Matrix, torch.dtype]]) -> Iterator[None]:
-        """Has room for each of these matrices, one at a time, within the block."""
-        numel = max((shape.numel for shape, _ in wanted), default=0)
-        nbytes = max((shape.numel * dtype.itemsize for shape, dtype in wanted), default=0)
+    def lent(self, wanted: Sequence[tuple[int, torch.dtype]]) -> Iterator[None]:
+        """Has room for as many elements, of each of these in turn, within the block."""
+        numel = max((numel for numel, _ in wanted), default=0)
+        nbytes = max((numel * dtype.itemsize for numel, dtype in wanted), default=0)
         if self._memory.nbytes < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.place)
         if self._sums.numel() < -(-numel // SUMSQ_CHUNK):
@@ -275,10 +336,23 @@ class SpareMatrix:
             if self.place == _HOST:
                 self._memory = self._sums = torch.empty(0)
 
-    def take(self, shape: Matrix, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns the matrix, and room for its sums of squares, whatever they hold."""
-        flat = self._memory[: shape.numel * dtype.itemsize].view(dtype)
-        return flat.view(shape.height, shape.width), self._sums[: -(-shape.numel // SUMSQ_CHUNK)]
+    def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns room for as many elements, whatever it holds."""
+        return self._memory[: numel * dtype.itemsize].view(dtype)
+
+    def sums(self, numel: int) -> Tensor:
+        """Returns room for the sums of squares of as many elements."""
+        return self._sums[: -(-numel // SUMSQ_CHUNK)]
+
+
+def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
+    """Writes sums of squares of the matrix whose sum is that of all; on a CPU those of its chunks."""
+    pointers = array("Q", [matrix.data_ptr()])
+    if device.is_apart(matrix):
+        made = device.kernels().sums(matrix.device, [matrix.numel()], matrix.dtype)
+        made.run(device.upload(pointers, matrix.device), sums.zero_(), 0)
+    else:
+        sumsq_chunks(pointers, array("q", [matrix.numel()]), matrix.dtype, sums)
 
 
 def default_ns_dtype(place: torch.device) -> torch.dtype:
@@ -293,7 +367,7 @@ def _cpu_multiplies_bf16() -> bool:
     return ask is not None and bool(ask())
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix) -> dict[str, Any]:
+def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
     size = shape.height, shape.width
     if isinstance(lr, Tensor):

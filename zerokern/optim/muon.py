@@ -12,12 +12,15 @@ from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
+from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
 from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.shard import Shard, shard_of
+from zerokern.zero.units import check_split
 
 __all__ = ["Muon"]
 
@@ -30,7 +33,8 @@ class Muon(FusedOptimizer):
     eps, ns_steps and adjust_lr_fn are torch's.
 
     A matrix is updated whole, one at a time. Beside a bf16 parameter lie 6 bytes of exact state, an fp32 average and a
-    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank.
+    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank (`whole=`), or be cut
+    by stage 3: then it comes together on one rank in each step.
 
     ns_dtype: what matrices are orthogonalized in, "bf16" or "fp32". By default bf16 on a GPU, and on a CPU fp32 unless
         the CPU multiplies bf16 itself. Also per param_group.
@@ -98,35 +102,38 @@ class Muon(FusedOptimizer):
             if not isinstance(listed, (Tensor, set)):
                 listed = param_group["params"] = list(listed)
             given = [listed] if isinstance(listed, Tensor) else list(listed)
-            split = _checked_split({**self.defaults, **param_group})
+            split = check_split({**self.defaults, **param_group}["split"])
             for place, one in enumerate(given):
                 name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
                 shard = shard_of(param) if isinstance(param, Tensor) else None
                 if shard is not None:
-                    check_shard(shard, split)
+                    self._check_shard(shard, split)
                 elif isinstance(param, Tensor):
                     check_matrix(name, param.shape, split, placed=is_placed(param))
         super().add_param_group(param_group)
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> list[list[Matrix]]:
-        found: list[list[Matrix]] = []
+    def _check_shard(self, shard: Shard, split: int) -> None:
+        check_shard(shard, split)
+        if self.tier != "device" and group_of(shard) is not None and is_apart(shard.piece):
+            do = "Matrices that stage 3 cuts do not stream to a GPU yet; stages 1 and 2 with whole= leave them whole"
+            raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
+
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
+        found: list[Sequence[Matrix | CutMatrix]] = []
         names = names_of(groups)
         for group in groups:
-            split, in_blocks = _checked_split(group), group["state_format"] == "int8"
+            split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"
             for param in group["params"]:
                 number = len(found)
                 name, shape = names[number], param.shape
                 if shards:
-                    check_shard(shards[number], split)
+                    self._check_shard(shards[number], split)
                     name, shape = shards[number].name, shards[number].shape
+                    if group_of(shards[number]) is not None:
+                        matrices = matrices_of(name, shape, shape.numel(), split, in_blocks=in_blocks)
+                        found.append(parts_of_matrices(shards[number], matrices))
+                        continue
                 else:
                     check_matrix(name, shape, split)
                 found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))
         return found
-
-
-def _checked_split(group: dict[str, Any]) -> int:
-    split = group["split"]
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(got("split", split, "a whole number of 1 or more"))
-    return split

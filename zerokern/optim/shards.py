@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -96,6 +96,7 @@ class Shards:
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
+        self._reached = {id(one.gradients.memory) for one in self.shards if one.gradients is not None}
         self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
@@ -256,6 +257,13 @@ class Shards:
             else:
                 self.grads = self._local_gradients(landed=False)
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
+
+    def with_gradients(self, groups: Groups) -> list[str]:
+        """Says of each group which of its parameters have gradients in this step."""
+        pairs = zip(self.shards, self.grads, strict=True)
+        lacks = iter([shard.name if grad is None else None for shard, grad in pairs])
+        said = [[name for name in islice(lacks, len(group["params"])) if name is not None] for group in groups]
+        return ["all" + (" but " + ", ".join(names) if names else "") for names in said]
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
@@ -463,7 +471,11 @@ class Shards:
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
-                sharding.publish()
+                sharding.publish() if sharding.publisher is None else sharding.publish(self.reaches)
+
+    def reaches(self, memory: Any) -> bool:
+        """Whether any of these parameters is in a bucket; others are published by the optimizer that has them."""
+        return id(memory) in self._reached
 
 
 def _refuse_int8(shards: Iterable[Shard]) -> None:

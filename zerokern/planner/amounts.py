@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from zerokern.core.errors import got
 from zerokern.core.units import MOST, in_units, parse_nbytes
 
-__all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "parse_numel", "table_of"]
+__all__ = ["DEVICES", "Memory", "count", "gigabytes", "in_seconds", "parse_device_memory", "parse_numel", "table_of"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
@@ -133,6 +133,15 @@ def count(numel: int) -> str:
             value = numel / 10**power
             return f"{value:.{0 if value >= 100 else 1}f}".removesuffix(".0") + unit
     return f"{numel:,}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Formats seconds, to three digits.
+
+    >>> in_seconds(0.0123), in_seconds(12.3)
+    ('12.3 ms', '12.3 s')
+    """
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

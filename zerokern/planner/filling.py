@@ -25,7 +25,7 @@ def filling(run: _F) -> _F:
     """
     recipe = run.recipe
     budgets: list[tuple[str, int]] = []
-    if recipe.tier == "device" or recipe.optimizer == "none" or recipe.is_on_both_sides(run.settings.device):
+    if recipe.tier == "device" or recipe.optimizer in ("none", "muon") or recipe.is_on_both_sides(run.settings.device):
         return run
 
     def room(tier: str, nbytes: int) -> None:
@@ -59,6 +59,8 @@ def would_fit(run: _F) -> list[_F]:
     for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
         memory = {(param_tier, "cpu")} if tier == "nvme" else set()  # where there is no need of the disk
         memory |= {("cpu", tier)} if param_tier == "nvme" else set()
+        if not recipe.can_rest_in(param_tier, tier):
+            continue
         if any((recipe, keep, *places) in fitting for places in memory):
             fitting.add((recipe, keep, param_tier, tier))
             continue

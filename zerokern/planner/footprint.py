@@ -14,10 +14,12 @@ from functools import cached_property
 from typing import TypeVar
 
 from zerokern.core.errors import got
-from zerokern.core.units import AUTO, BLOCK, BUFFERS, FILLED, itemsize
+from zerokern.core.units import AUTO, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
 from zerokern.planner.holding import HeldMemory, Holding, Move, Share, StatePiece, lanes_to
-from zerokern.planner.model import Buckets, BucketSize, ModelSpec
+from zerokern.planner.layouts import by_optimizer, pinned_nbytes, slots_nbytes
+from zerokern.planner.matrices import Iteration, workspace_nbytes
+from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, short
 from zerokern.schedule import StepProgram
@@ -101,13 +103,16 @@ class Footprint(HeldMemory):
 
     @cached_property
     def held(self) -> tuple[Holding, ...]:  # type: ignore[override]
-        """Rank 0's bytes, item by item. No other rank has more, except for the padding at a cut."""
+        """One rank's bytes, item by item. No other rank has more, except for the padding at a cut: rank 0, or the one
+        with most elements of matrices that are not cut."""
         working = _working_at_rest if self.recipe.rests else _working
         ring = self.recipe.ring_nbytes
         if self.settings.device != "cpu":
             ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
         rings = [Holding("ring", "", "cpu", ring), Holding("ring", "", "device", self.slots_nbytes)]
         found = [*_states(self), *working(self), *rings, *_activations(self)]
+        if self.muon is not None:
+            found.append(Holding("iteration", "", "device", self.muon.workspace))
         return tuple(part for part in found if part.nbytes)
 
     @cached_property
@@ -120,23 +125,44 @@ class Footprint(HeldMemory):
         recipe = self.recipe
         if not recipe.streams(self.settings.device):
             return 0
-        from zerokern.io.pieces import Width  # packages that need torch, other plans do not
-        from zerokern.optim.streamed import pieces_of
-
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
         if self.placed:
-            pieces = [(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
-        widths = [
-            tuple(
-                width
-                for role in recipe.state_of(dtype)
-                for width in (Width(role.per_element, 1), Width(role.per_block, BLOCK))
-                if width.nbytes
+            pieces = [OwnedPart(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
+        return sum(slots_nbytes(recipe, some) for some in by_optimizer(recipe, pieces))
+
+    @cached_property
+    def muon(self) -> Iteration | None:
+        """What Muon's matrices cost; None with another optimizer.
+
+        >>> zk.plan("gpt2", optimizer="muon").muon.matrices
+        48
+        """
+        if not self.recipe.is_muon:
+            return None
+        subject, buckets, world = self.subject, self.buckets, self.world
+        whole, steps = subject.whole, 2 * self.recipe.ns_steps  # a product adds as often as it multiplies
+        trained = [member for member in subject.members if member.trainable]
+        numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
+        most = buckets.most_work if shards_state(self.stage) else work
+        if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
+            most = sum(
+                sorted((one.work // one.split for one in whole for _ in range(one.split)), reverse=True)[::world]
             )
-            for _, dtype in pieces
-        ]
-        _, count, nbytes = pieces_of([numel for numel, _ in pieces], widths)
-        return count * nbytes
+        dtype = self.recipe.iterates_in(self.settings.device)
+        parts = 2 * itemsize(dtype) * numel * (world - 1) // world  # the direction to its owner, and back what it makes
+        return Iteration(
+            dtype,
+            len(whole),
+            numel,
+            len(trained) - len(whole),
+            sum(member.numel for member in trained) - numel,
+            flops=steps * work,
+            rank_flops=steps * most,
+            imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
+            padding=buckets.whole_padding,
+            workspace=workspace_nbytes(whole, dtype, cut=shards_parameters(self.stage) and world > 1),
+            exchanged=parts if shards_parameters(self.stage) else 0,
+        )
 
     @cached_property
     def share(self) -> Share:
@@ -152,33 +178,15 @@ class Footprint(HeldMemory):
         14.0000...
         """
         recipe = self.recipe
-        has_copies = recipe.has_host_copies(self.settings.device)
         if recipe.optimizer == "none" or not (self.copied or recipe.tier == "cpu" or recipe.budgets):
             return 0
-        from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
-
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
-        in_memory = pieces if recipe.tier != "nvme" or not has_copies else []
+        in_memory = pieces if recipe.tier != "nvme" or not recipe.has_host_copies(self.settings.device) else []
         if self.placed:
-            pieces = [(one.numel, one.dtype) for one in self.placed if one.tier != "device"]
-            in_memory = [(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
-        state = [  # parameter by parameter: moments, then what makes the parameter exact
-            tensor
-            for numel, dtype in in_memory
-            for role in sorted(recipe.state_of(dtype), key=lambda role: role.role in ("master", "remainder"))
-            for tensor in role.tensors(numel)
-        ]
-        nbytes = []
-        if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
-            nbytes = [numel * itemsize(dtype) for numel, dtype in pieces]
-            nbytes += [numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces]
-        if has_copies or recipe.streams(self.settings.device):
-            state = sorted(state, key=lambda tensor: tensor[0])
-        elif self.copied:  # of what is on the device, as one
-            nbytes = [
-                kind.own_numel * (kind.itemsize + itemsize(recipe.wire_dtype(kind.dtype))) for kind in self.copied
-            ]
-        return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
+            pieces = [OwnedPart(one.numel, one.dtype) for one in self.placed if one.tier != "device"]
+            in_memory = [OwnedPart(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
+        pairs = zip(by_optimizer(recipe, pieces), by_optimizer(recipe, in_memory), strict=True)
+        return sum(pinned_nbytes(recipe, self.settings.device, *pair, self.copied) for pair in pairs)
 
     @cached_property
     def budgets(self) -> tuple[tuple[str, int], ...]:
@@ -203,13 +211,13 @@ class Footprint(HeldMemory):
 
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
         tensors = [
-            [(role, nbytes) for role in recipe.state_of(dtype) for _, nbytes in role.tensors(numel)]
-            for numel, dtype in pieces
+            [(role, nbytes) for role in recipe.state_of(one.dtype) for _, nbytes in role.tensors(one.numel)]
+            for one in pieces
         ]
         tiers, budgets = zip(*self.budgets, (recipe.tier, None), strict=True)
         places = place([sum(nbytes for _, nbytes in some) for some in tensors], budgets)
         rows = zip(places, pieces, tensors, strict=True)
-        return [StatePiece(tiers[number], numel, dtype, tuple(some)) for number, (numel, dtype), some in rows]
+        return [StatePiece(tiers[number], one.numel, one.dtype, tuple(some)) for number, one, some in rows]
 
     @cached_property
     def program(self) -> StepProgram:
@@ -219,7 +227,8 @@ class Footprint(HeldMemory):
     @cached_property
     def traffic(self) -> Volume:
         """What one optimizer step moves between the ranks."""
-        return traffic_of(self.program, self.world)
+        found = traffic_of(self.program, self.world)
+        return found if self.muon is None else replace(found, exchanged_nbytes=self.muon.exchanged // self.world)
 
     @cached_property
     def sent(self) -> dict[str, int | None]:
@@ -394,9 +403,9 @@ def _states(run: Footprint) -> Iterator[Holding]:
 
 def _optimizer_state(run: Footprint) -> Iterator[Holding]:
     for kind in run.buckets.trained:
-        for state in run.recipe.state_of(kind.dtype):
-            nbytes = state.nbytes(*kind.updated(shards_state(run.stage)))
-            yield Holding(state.role, state.format, run.recipe.tier, nbytes)
+        for is_matrix, numel, blocks in kind.updated_by_rule(shards_state(run.stage)):
+            for state in run.recipe.state_of(kind.dtype, is_matrix):
+                yield Holding(state.role, state.format, run.recipe.tier, state.nbytes(numel, blocks))
     for one in run.placed:
         for role, nbytes in one.tensors if one.tier != run.recipe.tier else ():
             yield Holding(role.role, role.format, run.recipe.tier, -nbytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerokern.core.errors import got
 from zerokern.core.units import itemsize
-from zerokern.planner.amounts import gigabytes, table_of
+from zerokern.planner.amounts import gigabytes, in_seconds, table_of
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import StatePiece, lanes_to
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
@@ -21,7 +21,7 @@ from zerokern.zero.partition import shards_parameters, shards_state
 
 __all__ = [
     "NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Hiding", "Prediction", "efficiency", "forecast", "hiding",
-    "in_seconds", "step_program", "step_seconds",
+    "step_program", "step_seconds",
 ]  # fmt: skip
 
 NO_OFFLOAD, PLAIN = "no offload", "overlap, plain"
@@ -30,6 +30,7 @@ USUAL = (4096, 16_384, 32_768, 65_536)
 SHARES = (0.90, 0.95, 0.99)
 SPANS = 32  # more of them change a step by less than one of them takes
 _RESTING_SPANS = 48  # the first of them is fetched beside nothing
+_COMPUTE = ("Forward", "Backward")
 _MOST = 1 << 26  # tokens, more than anybody has in a step
 _LINKS = {"up": "host to device", "down": "device to host", "read": "disk read", "write": "disk written"}
 _NOTES = (
@@ -76,7 +77,7 @@ def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hidi
     >>> [(one.what, round(one.tokens)) for one in found][:2]
     [('host to device', 5371), ('device to host', 2712)]
     """
-    compute = sum(op.flops for op in program.ops) / machine.flops_s / tokens
+    compute = sum(op.flops for op in program.ops if op.verb in _COMPUTE) / machine.flops_s / tokens
     moved = {lane: sum(op.nbytes for op in program.ops if op.lane == lane) for lane in (*_LINKS, "cpu")}
     for lane, name in _LINKS.items():
         if moved[lane]:
@@ -143,7 +144,8 @@ class Forecast:
 
     `needed`: by schedule and share of the step, the tokens from which the device computes for that share of it.
     `hidings`: by schedule, what a step moves if parameters rest off the device, or state on disk. `flops`: per token
-    and parameter. `leaves_out`: transfers that the prediction does not time.
+    and parameter. `leaves_out`: transfers that the prediction does not time. `muon_flops`: of Newton-Schulz, on
+    the rank with most of it.
     """
 
     title: str
@@ -153,6 +155,16 @@ class Forecast:
     hidings: Mapping[str, tuple[Hiding, ...]] = field(default_factory=dict)
     flops: int = 6
     leaves_out: str = ""
+    muon_flops: int = 0
+
+    @property
+    def muon_seconds(self) -> float:
+        """Seconds of a step in which the rank with most matrices multiplies them; 0 without Muon.
+
+        >>> f'{zk.plan("llama-3-8b", optimizer="muon").predict("h200-pcie", [4096]).muon_seconds:.2f}'
+        '1.11'
+        """
+        return self.muon_flops / self.machine.flops_s
 
     def _notes(self) -> Iterator[str]:
         computed = f"{self.flops} flops per token and parameter, without attention"
@@ -160,6 +172,9 @@ class Forecast:
         yield f"Tokens are those of one rank in one optimizer step; {computed}."
         yield from (note for note in _NOTES if PLAIN in self.needed or not note.startswith("Plain"))
         yield from [_NOTE_AT_REST] if self.hidings else []
+        if self.muon_flops:
+            took = in_seconds(self.muon_seconds)
+            yield f"Newton-Schulz takes {took} of each step, at the rate of forward and backward."
         if self.leaves_out:
             yield f"Not timed: {self.leaves_out}."
 
@@ -180,6 +195,7 @@ class Forecast:
         """Returns numbers alone."""
         return {
             "machine": self.machine.name,
+            "muon_seconds": self.muon_seconds,
             "predictions": [vars(row) for row in self.rows],
             "hides_from": {
                 name: {hiding.what: hiding.tokens for hiding in found} for name, found in self.hidings.items()
@@ -242,6 +258,8 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.ranks)
+    if plan.muon is not None and plan.settings.device != "cpu":  # whose state streams, if it is in host memory
+        plan = replace(plan, recipe=replace(plan.recipe, tier="cpu"))
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
     if plan.recipe.streams(plan.settings.device):  # an update on the device has nothing to hide behind
@@ -251,7 +269,8 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
     moving = names if shape.has_transfers else []
     hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
-    return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
+    muon_flops = 0 if plan.muon is None else plan.muon.rank_flops
+    return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left, muon_flops)
 
 
 def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None = None) -> StepProgram:
@@ -325,7 +344,7 @@ def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], token
 
 
 def _compute(program: StepProgram, machine: Machine) -> float:
-    return sum(machine.seconds(op) for op in program.ops if op.verb in ("Forward", "Backward"))
+    return sum(machine.seconds(op) for op in program.ops if op.verb in _COMPUTE)
 
 
 def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | None]:
@@ -362,19 +381,12 @@ def _least(computes: Callable[[int], float], share: float) -> int | None:
     return high
 
 
-def in_seconds(seconds: float) -> str:
-    """
-    >>> in_seconds(0.0123), in_seconds(12.3)
-    ('12.3 ms', '12.3 s')
-    """
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 @dataclass(frozen=True)
 class StepPart:
     """Elements that are fetched, updated and stored together, `own_numel` of them by this rank.
 
-    `tier`: where they rest. `encloses`: they belong to no unit, and are needed by all. `alone`: they are one bucket."""
+    `tier`: where they rest. `encloses`: they belong to no unit, and are needed by all. `alone`: they are one bucket.
+    `matrix_numel`: of its own, what Muon updates; `work`: of these matrices, on all ranks."""
 
     numel: int
     own_numel: int
@@ -383,10 +395,17 @@ class StepPart:
     tier: str = "device"
     encloses: bool = False
     alone: bool = False
+    matrix_numel: float = 0.0
+    work: float = 0.0
 
     @property
     def rests(self) -> bool:
         return self.tier != "device"
+
+    @property
+    def in_matrices(self) -> float:
+        """The share of its own that Muon updates."""
+        return self.matrix_numel / self.own_numel if self.own_numel else 0.0
 
 
 class StepShape:
@@ -403,6 +422,7 @@ class StepShape:
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = list(self._kept())
+        self.work = sum(part.work for part in self.parts)
         placed = list(_placed(self.parts, plan.placed))
         self.there = [0 if plan.settings.device == "cpu" else numel["device"] for numel, _ in placed]
         self.in_memory = [nbytes["cpu"] for _, nbytes in placed]  # state that never leaves host memory
@@ -471,7 +491,12 @@ class StepShape:
         reduced += 2 * left * wire * (settings.replicate - 1) / settings.replicate * reductions
         gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
         there = self.there[number]
-        moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype)
+        moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype, part.in_matrices)
+        muon, step_flops = self.plan.muon, 0.0
+        if muon is not None and part.work:
+            step_flops = muon.rank_flops * part.work / self.work
+            if shards_parameters(stage):
+                reduced += muon.exchanged / settings.world * part.work / self.work
         streamed = 0
         if recipe.streams(settings.device):
             streamed, moved, there = round(moved * state), 0, part.own_numel
@@ -495,6 +520,7 @@ class StepShape:
             gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
             gathered_again=shards_parameters(stage),
             unit=ROOT if part.encloses else None,
+            step_flops=step_flops,
             **at_rest,
         )
 
@@ -526,7 +552,9 @@ def _parts(plan: Footprint) -> Iterator[StepPart]:
             numel, own = (n * (number + 1) // count - n * number // count for n in (load.numel, load.own_numel))
             own = own if shards_state(plan.stage) else numel
             alone = count == max(load.count, 1)
-            yield StepPart(numel, own, load.dtype, load.trainable, tier, encloses, alone)
+            matrix_numel = load.own_matrix_numel if shards_state(plan.stage) else load.matrix_numel
+            of_muon = (matrix_numel / count, load.work / count) if load.trainable and plan.muon else (0.0, 0.0)
+            yield StepPart(numel, own, load.dtype, load.trainable, tier, encloses, alone, *of_muon)
 
 
 def _placed(parts: Sequence[StepPart], placed: Sequence[StatePiece]) -> Iterator[tuple[Counter[str], Counter[str]]]:
@@ -557,7 +585,8 @@ def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
         kind = part.dtype, part.trainable, part.tier, part.encloses
         if held is not None and (held.dtype, held.trainable, held.tier, held.encloses) == kind and held.numel < least:
             own = held.own_numel + part.own_numel
-            held = replace(held, numel=held.numel + part.numel, own_numel=own, alone=False)
+            more = {name: getattr(held, name) + getattr(part, name) for name in ("numel", "matrix_numel", "work")}
+            held = replace(held, **more, own_numel=own, alone=False)
             continue
         if held is not None:
             yield held

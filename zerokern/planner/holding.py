@@ -12,7 +12,7 @@ __all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "Share
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
-WORKING = ("gathered", "buffers", "scratch", "ring", *_HOST_COPIES, "checkpoints", "activations", "logits")
+WORKING = ("gathered", "buffers", "scratch", "iteration", "ring", *_HOST_COPIES, "checkpoints", "activations", "logits")
 LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "write": "to disk", "net": "to other ranks"}
 """in the order of a table"""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.chained import unchained
 from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.footprint import Footprint
@@ -63,10 +64,11 @@ class Measured(HeldMemory):
         return table.held_page(self.title, self)
 
 
-def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measured:
+def measure(model: nn.Module, opt: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> Measured:
     """Measures what this rank holds of a model and its optimizer right now, in the roles that `zk.plan` uses.
 
-    It works on any module: under `zk.shard`, under FSDP2, or plain. Activations and step counts are not included.
+    `opt`: also several, such as `zk.Muon` and `zk.AdamW`, which update different parameters. It works on any module:
+    under `zk.shard`, under FSDP2, or plain. Activations and step counts are not included.
 
     >>> import zerokern as zk
     >>> model = torch.nn.Linear(256, 256, bias=False)
@@ -77,8 +79,10 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
     """
     if not isinstance(model, nn.Module):
         raise TypeError(got("model", model, "an nn.Module"))
-    if opt is not None and not isinstance(opt, torch.optim.Optimizer):
-        raise TypeError(got("opt", opt, "None or a torch.optim.Optimizer"))
+    opts = unchained(list(opt) if isinstance(opt, Iterable) else opt)
+    for one in opts:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(got("opt", one, "None, a torch.optim.Optimizer, or several of them"))
     params = list(model.parameters())
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
@@ -103,12 +107,12 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
             tally.add("parameters", param.detach())
         if param.grad is not None:
             tally.add("gradients", param.grad)
-    if opt is not None:
-        _of_optimizer(opt, tally)
+    for one in opts:
+        _of_optimizer(one, tally)
     world = max((sharding.group.size for sharding in shardings), default=1)
     stage = max((sharding.stage for sharding in shardings), default=0)
-    room = opt.holdings.room if isinstance(opt, FusedOptimizer) else None
-    pinned = 0 if room is None else room.nbytes
+    rooms = [one.holdings.room for one in opts if isinstance(one, FusedOptimizer)]
+    pinned = sum(room.nbytes for room in rooms if room is not None)
     return Measured(f"{type(model).__name__}, what this rank holds", tuple(tally.rows()), world, stage, pinned)
 
 

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from itertools import chain, groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK, itemsize
 from zerokern.planner.amounts import count, parse_numel
+from zerokern.planner.matrices import MatrixShape, most_loaded
 from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
-from zerokern.zero.partition import shards_parameters, shards_state
+from zerokern.zero.partition import Bucket, Member, partition, shards_parameters, shards_state
 
 if TYPE_CHECKING:
-    from zerokern.zero.partition import Bucket, Member
+    import torch
 
-__all__ = ["BucketSize", "Buckets", "ModelSpec", "model_spec"]
+__all__ = ["BucketSize", "Buckets", "ModelSpec", "OwnedPart", "keeps_whole", "model_spec"]
 
-_SUMMED = ("count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel", "own_blocks")
+_SUMMED = (
+    "count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel", "own_blocks",
+    "matrix_numel", "matrix_blocks", "own_matrix_numel", "own_matrix_blocks", "work",
+)  # fmt: skip
+_NO_SHAPES = "Muon updates whole matrices, and a number alone does not say which there are"
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and of rank 0.
+    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and of one rank.
 
-    `blocks`: of int8 state. `largest_numel`: padded elements of the largest of the buckets.
+    `blocks`: of int8 state. `largest_numel`: padded elements of the largest of the buckets. `matrix_numel` and the
+    like: what of these is in matrices that are updated whole; `work`: of that, as the partition counts it.
     """
 
     unit: int
@@ -43,11 +50,18 @@ class BucketSize:
     own_blocks: int
     largest_numel: int
     count: int = 1
+    matrix_numel: int = 0
+    matrix_blocks: int = 0
+    own_matrix_numel: int = 0
+    own_matrix_blocks: int = 0
+    work: int = 0
 
     @classmethod
-    def of(cls, bucket: Bucket) -> BucketSize:
-        """Returns the size of a bucket of the partition."""
-        own, places = bucket.pieces(0), bucket.places
+    def of(cls, bucket: Bucket, rank: int = 0, works: Sequence[int] = ()) -> BucketSize:
+        """Returns the size of a bucket of the partition, for a rank. `works`: of each parameter, 0 if it is none that
+        is updated whole; empty: all are so."""
+        own, places = bucket.pieces(rank), bucket.places
+        own_matrices, matrices = ([one for one in some if works and works[one.param]] for some in (own, places))
         return cls(
             bucket.unit,
             bucket.dtype,
@@ -59,6 +73,12 @@ class BucketSize:
             sum(piece.numel for piece in own),
             sum(-(-piece.numel // BLOCK) for piece in own),
             bucket.padded_numel,
+            1,
+            sum(one.numel for one in matrices),
+            sum(-(-one.numel // BLOCK) for one in matrices),
+            sum(one.numel for one in own_matrices),
+            sum(-(-one.numel // BLOCK) for one in own_matrices),
+            sum(works[one.param] for one in matrices),
         )
 
     @classmethod
@@ -108,6 +128,16 @@ class BucketSize:
         """Returns the elements and int8 blocks that this rank updates: its own, or all where state is not sharded."""
         return (self.own_numel, self.own_blocks) if is_sharded else (self.numel, self.blocks)
 
+    def updated_by_rule(self, is_sharded: bool) -> Iterator[tuple[bool, int, int]]:
+        """Yields the same of what is in matrices that are updated whole, and of the rest: (whether it is, elements,
+        blocks)."""
+        numel, blocks = self.updated(is_sharded)
+        matrix = (
+            (self.own_matrix_numel, self.own_matrix_blocks) if is_sharded else (self.matrix_numel, self.matrix_blocks)
+        )
+        yield True, *matrix
+        yield False, numel - matrix[0], blocks - matrix[1]
+
 
 @dataclass(frozen=True)
 class Buckets:
@@ -117,10 +147,18 @@ class Buckets:
     in_units: bool = False
     last_unit: int = -1
     """where these are some of a model's, the last unit of that; negative: theirs"""
+    rank: int = 0
+    """whose own elements are counted: that which has most"""
+    most_work: int = 0
+    """of matrices that are updated whole, on the rank that has most of it; where ranks have parts of them, as if they
+    had not"""
+    whole_padding: int = 0
+    """elements of padding in the buckets of such matrices"""
 
     def some(self, sizes: Sequence[BucketSize]) -> Buckets:
         """Returns those of the same model that are among these."""
-        return Buckets(tuple(sizes), self.in_units, self.beside_root[-1][0].unit if self.beside_root else 0)
+        last_unit = self.beside_root[-1][0].unit if self.beside_root else 0
+        return replace(self, sizes=tuple(sizes), last_unit=last_unit)
 
     @cached_property
     def kinds(self) -> list[BucketSize]:
@@ -184,12 +222,20 @@ def _together(sizes: Sequence[BucketSize]) -> BucketSize:
     return BucketSize(first.unit, first.dtype, first.trainable, largest_numel=largest, **sums)
 
 
+class OwnedPart(NamedTuple):
+    """What one rank updates of a parameter; `matrix`: if that is updated whole, its shape."""
+
+    numel: int
+    dtype: str
+    matrix: MatrixShape | None = None
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Lists the parameters of a model by unit. `units` is empty if only their number is known.
 
-    `order`: the optimizer's order of the members; empty for their own. `tp`: ranks that hold other parts of each
-    parameter, as a module's DTensors say.
+    `matrices`: of each member its shape, if it is updated whole; empty if none is. `order`: the optimizer's order of
+    the members; empty for their own. `tp`: ranks that hold other parts of each parameter, as a module's DTensors say.
     """
 
     called: str
@@ -201,7 +247,10 @@ class ModelSpec:
     transformer: Transformer | None = None
     order: tuple[int, ...] = ()
     tp: int = 1
-    _divided: dict[tuple[bool, int, int], Buckets] = field(default_factory=dict, init=False, repr=False, compare=False)
+    matrices: tuple[MatrixShape | None, ...] = ()
+    _divided: dict[tuple[bool, bool, int, int], Buckets] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def title(self) -> str:
@@ -235,70 +284,106 @@ class ModelSpec:
             totals[member.dtype] = totals.get(member.dtype, 0) + member.numel
         return max(totals, key=lambda dtype: totals[dtype])
 
+    @cached_property
+    def whole(self) -> list[MatrixShape]:
+        """The shapes of trained parameters that are updated whole."""
+        pairs = zip(self.matrices, self.members, strict=True) if self.matrices else ()
+        return [matrix for matrix, member in pairs if matrix is not None and member.trainable]
+
     def buckets(self, stage: int, world: int, bucket_bytes: int) -> Buckets:
         """Returns the buckets that `zk.shard` would make at this stage."""
-        key = shards_parameters(stage), world, bucket_bytes
+        key = shards_parameters(stage), keeps_whole(stage), world, bucket_bytes
         if key not in self._divided:
-            if self.members:
-                sizes = tuple(map(BucketSize.of, self._partition(*key)))
-            else:
+            in_units, rank, most, padding = key[0] and bool(self.units), 0, 0, 0
+            sizes: tuple[BucketSize, ...]
+            if not self.members:
                 sizes = (BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes),)
-            self._divided[key] = Buckets(sizes, key[0] and bool(self.units))
+            else:
+                cut = self._partition(*key)
+                if self.matrices:
+                    uncut = cut if key[1] else self._partition(False, True, world, bucket_bytes)
+                    fullest, most = most_loaded(self.members, uncut, world)
+                    rank = fullest if key[1] else 0
+                    whole = {place for place, one in enumerate(self.matrices) if one is not None} if key[1] else set()
+                    padding = sum(bucket.padding for bucket in cut if bucket.places[0].param in whole)
+                works = [member.work for member in self.members] if self.matrices else []
+                sizes = tuple(BucketSize.of(bucket, rank, works) for bucket in cut)
+            self._divided[key] = Buckets(sizes, in_units, rank=rank, most_work=most, whole_padding=padding)
         return self._divided[key]
 
-    def pieces(self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False) -> list[tuple[int, str]]:
-        """Returns the elements that rank 0 updates of each trained parameter, with its dtype, in the optimizer's order.
+    def pieces(self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False) -> list[OwnedPart]:
+        """Returns what a rank updates of each trained parameter, in the optimizer's order: that of `Buckets.rank`.
 
         `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.
 
         >>> from zerokern.planner.recipe import Recipe
         >>> model_spec(1000, Recipe(), None).pieces(2, 4, 1 << 20)
-        [(256, 'bfloat16')]
+        [OwnedPart(numel=256, dtype='bfloat16', matrix=None)]
         """
+        buckets = self.buckets(stage, world, bucket_bytes)
         if not self.members:
-            (bucket,) = self.buckets(stage, world, bucket_bytes).sizes
+            (bucket,) = buckets.sizes
             numel, parts = bucket.updated(shards_state(stage))[0], bucket.count if needed_first else 1
-            return [(numel * (n + 1) // parts - numel * n // parts, bucket.dtype) for n in range(parts)]
+            ends = [numel * number // parts for number in range(parts + 1)]
+            return [OwnedPart(end - begin, bucket.dtype) for begin, end in pairwise(ends)]
+        matrices = self.matrices or [None] * len(self.members)
         order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
         if not shards_state(stage):
-            return [(self.members[place].numel, self.members[place].dtype) for place in order]
+            return [OwnedPart(self.members[at].numel, self.members[at].dtype, matrices[at]) for at in order]
         own = {
             piece.param: piece.numel
-            for bucket in self._partition(shards_parameters(stage), world, bucket_bytes)
-            for piece in bucket.pieces(0)
+            for bucket in self._partition(shards_parameters(stage), keeps_whole(stage), world, bucket_bytes)
+            for piece in bucket.pieces(buckets.rank)
         }
         trained = set(order)
-        order = (
-            [place for place in own if place in trained] if needed_first else [place for place in order if place in own]
-        )
-        return [(own[place], self.members[place].dtype) for place in order]
+        order = [at for at in own if at in trained] if needed_first else [at for at in order if at in own]
+        return [OwnedPart(own[at], self.members[at].dtype, matrices[at]) for at in order]
 
-    def _partition(self, in_units: bool, world: int, bucket_bytes: int) -> list[Bucket]:
-        from zerokern.zero.partition import Member, partition
-
+    def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
+        """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""
         members = self.members
-        if not in_units:
-            members = tuple(Member(member.numel, member.dtype, 0, member.trainable) for member in members)
+        if not in_units or (self.matrices and not whole):
+            members = tuple(
+                replace(one, unit=one.unit if in_units else 0, work=one.work if whole else 0) for one in members
+            )
         most = bucket_bytes // max(itemsize(member.dtype) for member in members)
         return partition(members, world, max(1, most))
 
 
-def model_spec(what: Any, recipe: Recipe, units: Any, tp: int = 1, pp: int = 1) -> ModelSpec:
+def keeps_whole(stage: int) -> bool:
+    """Returns whether `zk.shard(whole=)` lays matrices out so that none is cut.
+
+    >>> [keeps_whole(stage) for stage in range(4)]
+    [False, True, True, False]
+    """
+    return shards_state(stage) and not shards_parameters(stage)
+
+
+def model_spec(what: Any, recipe: Recipe, units: Any, tp: int = 1, pp: int = 1, whole: Any = None) -> ModelSpec:
     """Reads what users pass: a number or text, a `Transformer`, or a module; of the first two, one of tp x pp parts.
 
     >>> model_spec("1T", Recipe(), None, tp=4, pp=8).title
     '1T parameters in tp 4 x pp 8 parts of 31.2B'
     """
+    torch = sys.modules.get("torch")
+    is_module = torch is not None and isinstance(what, torch.nn.Module)
+    if whole is not None and not is_module:
+        raise ValueError(got("whole", whole, "None, unless a module is planned, whose parameters it names"))
+    if recipe.is_muon and tp > 1:
+        do = "zk.Muon refuses DTensors, of which no rank has whole matrices"
+        raise ValueError(got("mesh", f"tp={tp}", "no tp with optimizer='muon'", do))
     if isinstance(what, Transformer):
-        return _of_transformer(what, recipe.param_dtype or "bfloat16", tp, pp)
+        return _of_transformer(what, recipe, tp, pp)
     if isinstance(what, (int, str)) and not isinstance(what, bool):
         numel = parse_numel(what)
+        if recipe.is_muon:
+            allowed = "a module, a published model such as 'llama-3-8b', or a Transformer with optimizer='muon'"
+            raise ValueError(got("model", what, allowed, _NO_SHAPES))
         part = -(-numel // (tp * pp))
         title = f"{count(numel)} parameters{_of_part(part, tp, pp)}"
         return ModelSpec(title, (), (), part, recipe.param_dtype or "bfloat16", tp=tp)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(what, torch.nn.Module):
-        found = _of_module(what, recipe, units)
+    if is_module:
+        found = _of_module(what, recipe, units, whole)
         if tp not in (1, found.tp):
             here = f"a model whose DTensors are on {found.tp} ranks" if found.tp > 1 else "a model of plain tensors"
             do = "Divide it first by parallelize_module; ranks of init_process_group('fake') will do"
@@ -313,24 +398,29 @@ def _of_part(numel: int, tp: int, pp: int) -> str:
     return f" in {which} parts of {count(numel)}" if which else ""
 
 
-def _of_transformer(shape: Transformer, dtype: str, tp: int, pp: int) -> ModelSpec:
-    from zerokern.zero.partition import Member
-
+def _of_transformer(shape: Transformer, recipe: Recipe, tp: int, pp: int) -> ModelSpec:
+    dtype = recipe.param_dtype or "bfloat16"
     if pp > shape.layers:
         raise ValueError(got("pp", pp, f"at most a stage for each of layers={shape.layers}"))
     here = -(-shape.layers // pp)
-    tensors = [-(-numel // tp) for numel in shape.tensors]
+    # as zk.muon_groups has it: what has two dimensions in a layer, and nothing outside of them
+    of_layer = [MatrixShape.of(one) if recipe.is_muon and len(one) == 2 else None for one in shape.shapes]
+    tensors = [
+        (-(-math.prod(one) // tp), 0 if it is None else it.work) for one, it in zip(shape.shapes, of_layer, strict=True)
+    ]
     # outer tensors are counted on every stage of a pipeline: the first and the last have most
-    outer = [Member(-(-numel // tp), dtype, 0) for numel in shape.outer_tensors]
-    members = (*outer, *(Member(numel, dtype, 1 + layer) for layer in range(here) for numel in tensors))
+    outer = [Member(-(-math.prod(one) // tp), dtype, 0) for one in shape.outer_shapes]
+    layers = (Member(numel, dtype, 1 + layer, work=work) for layer in range(here) for numel, work in tensors)
+    members = (*outer, *layers)
+    matrices = (*[None] * len(outer), *of_layer * here) if recipe.is_muon else ()
     names = ("", *(f"layers.{layer}" for layer in range(here)))
     title = f"{shape.title}: {count(shape.numel)} parameters"
     title += _of_part(sum(member.numel for member in members), tp, pp)
     of_stage = replace(shape, layers=here, ci=min(shape.ci, here), itemsize=itemsize(dtype))
-    return ModelSpec(title, members, names, dtype=dtype, transformer=of_stage, tp=tp)
+    return ModelSpec(title, members, names, dtype=dtype, transformer=of_stage, tp=tp, matrices=matrices)
 
 
-def _of_module(module: Any, recipe: Recipe, units: Any) -> ModelSpec:
+def _of_module(module: Any, recipe: Recipe, units: Any, whole: Any) -> ModelSpec:
     import torch
 
     from zerokern.activations.tiles import units_with_tiles
@@ -339,7 +429,8 @@ def _of_module(module: Any, recipe: Recipe, units: Any) -> ModelSpec:
 
     found, pieces = units_with_tiles(units_of(module, units))
     param_dtype = None if recipe.param_dtype is None else getattr(torch, recipe.param_dtype)
-    made = tuple(members(found, 3, param_dtype))
+    shapes = _matrices_of(module, recipe, whole, found)
+    made = tuple(members(found, 3, param_dtype, whole={key: one.work for key, one in shapes.items()}))
     if not made:
         name = type(module).__name__
         raise ValueError(f"{name} has no parameters, so that there is nothing to plan; pass the model that is trained")
@@ -353,4 +444,28 @@ def _of_module(module: Any, recipe: Recipe, units: Any) -> ModelSpec:
     order = tuple(places[id(param)] for param in stepped)
     device = "cpu" if kinds == {"cpu"} else "cuda"
     mesh = mesh_of(params)
-    return ModelSpec(title, made, names, device=device, order=order, tp=1 if mesh is None else mesh.size())
+    matrices = tuple(shapes.get(id(param)) for _, param in params) if shapes else ()
+    tp = 1 if mesh is None else mesh.size()
+    return ModelSpec(title, made, names, device=device, order=order, tp=tp, matrices=matrices)
+
+
+def _matrices_of(module: torch.nn.Module, recipe: Recipe, whole: Any, units: Sequence[Any]) -> dict[int, MatrixShape]:
+    """Returns the shapes of what is updated whole, by the parameters' ids: what `whole` names, or with Muon what
+    `zk.muon_groups` proposes."""
+    from zerokern.optim.matrices import check_matrix
+    from zerokern.optim.muon_groups import muon_groups
+    from zerokern.zero.units import uncut_of
+
+    if whole is None:
+        whole = muon_groups(module)[0] if recipe.is_muon else ()
+    found = {}
+    names = {id(param): name for unit in units for name, param in unit.params}
+    for param, split in uncut_of(whole, units):
+        if recipe.is_muon:
+            check_matrix(names[id(param)], param.shape, split)
+        found[id(param)] = MatrixShape.of(param.shape, split)
+    if recipe.is_muon and not found:
+        name = type(module).__name__
+        do = "whole= names matrices; zk.muon_groups(model) tells why it proposes none"
+        raise ValueError(got("model", name, "one with matrices in repeated blocks with optimizer='muon'", do))
+    return found

@@ -12,11 +12,11 @@ from typing import Any
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import AUTO, RING_NBYTES
 from zerokern.planner import table
-from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
+from zerokern.planner.amounts import Memory, gigabytes, in_seconds, parse_device_memory, parse_memory
 from zerokern.planner.filling import filling, would_fit
 from zerokern.planner.footprint import Footprint, share_filled, with_recipe
-from zerokern.planner.forecast import USUAL, Forecast, forecast, in_seconds, step_seconds
-from zerokern.planner.model import model_spec
+from zerokern.planner.forecast import USUAL, Forecast, forecast, step_seconds
+from zerokern.planner.model import keeps_whole, model_spec
 from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
 from zerokern.planner.transformer import named
 from zerokern.schedule import Delayed, Machine, machine_of
@@ -165,18 +165,21 @@ def plan(
     world: int = 1,
     mesh: Any = None,
     optimizer: str | None = "adamw",
+    ns_dtype: str | None = None,
+    ns_steps: int = 5,
     mp_policy: Any = None,
     param_dtype: Any = None,
     reduce_dtype: Any = None,
     state_format: str = "fp32",
     master_format: str | None = None,
     tier: Any = "device",
-    update: str = "host",
+    update: str | None = None,
     param_tier: Any = "device",
     keep: Any = None,
     micro: int = 1,
     schedule: str | Delayed = "sync",
     units: Any = None,
+    whole: Any = None,
     bucket_bytes: int = _BUCKET_BYTES,
     accumulate: int = 1,
     no_sync: bool = False,
@@ -199,17 +202,22 @@ def plan(
             "replicate": 2, "dp": 8, "cp": 2, "tp": 4}`. A module is what one stage of pp has, and divided along tp
             already (`parallelize_module`); of a number or a shape the part is planned that a rank of tp x pp has.
             `Plan.sent` is what goes along each dimension. With pp, `accumulate` micro-batches are reduced once.
-        optimizer: "adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"; None plans none.
+        optimizer: "adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"; None plans none. "muon": zk.Muon for
+            matrices and zk.AdamW for the rest, both in these formats and tiers. Of a module `whole=` says which are
+            matrices, else `zk.muon_groups` does; of a named model or a shape it is all of two dimensions in its layers.
+            `Plan.muon` has its flops and what it needs besides; a bare number is refused.
+        ns_dtype, ns_steps: as in `zk.Muon`.
         mp_policy: as in `zk.shard`.
         param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
         tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
-        update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`.
+        update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`. Default: "host",
+            and "device" with "muon", whose iteration runs where parameters are.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
         keep, micro: as in `zk.shard`, budgets too; without them activations are whole. Each of `accumulate` fetches
             what rests anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
-        units, bucket_bytes: as in `zk.shard`.
+        units, whole, bucket_bytes: as in `zk.shard`; `whole` of a module.
         accumulate: micro-batches in a step, each of them reduced.
         no_sync: all of these but the last are under `zk.no_sync`.
         device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".
@@ -236,6 +244,8 @@ def plan(
         schedule=schedule,
         param_tier=param_tier,
         keep="device" if keep is None and micro != 1 else keep,
+        ns_dtype=ns_dtype,
+        ns_steps=ns_steps,
     )
     memory = parse_device_memory(device_memory)
     settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync, micro)
@@ -244,7 +254,7 @@ def plan(
             raise ValueError(got("world", world, "no world beside mesh, which says how many ranks there are"))
         sizes: dict[str, Any] = mesh_sizes(mesh)
         settings = replace(settings, **sizes)
-    subject = model_spec(named(model), recipe, units, settings.tp, settings.pp)
+    subject = model_spec(named(model), recipe, units, settings.tp, settings.pp, whole)
     settings = replace(settings, tp=subject.tp, device=device or subject.device)
     if settings.pp > 1 and accumulate > 1:
         settings = replace(settings, no_sync=True)  # as zk.PipelineStage has it
@@ -258,6 +268,8 @@ def plan(
     made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
+    if recipe.is_muon and made.settings.device != "cpu" and recipe.delays:
+        raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with optimizer='muon' on a GPU"))
     recipe.has_host_copies(made.settings.device)
     return made.spilling()
 
@@ -359,6 +371,8 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     for (param_tier, tier), keep in product(_PLACES, keeps):
         if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
             continue  # the device is the host
+        if not plan.recipe.can_rest_in(param_tier, tier):
+            continue
         here = replace(
             recipe.placed(tier, param_tier, keep),
             keep_ring_nbytes=recipe.keep_ring_nbytes,
@@ -529,5 +543,11 @@ def _code(plan: Plan) -> str:
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
     lines = [shard] if _is_sharded(plan) else []
+    if recipe.is_muon:
+        if keeps_whole(plan.stage) and lines:
+            lines = [f"{shard.removesuffix(')')}, whole=matrices)"]
+        classes = (f"zk.Muon(matrices{options})", f"zk.AdamW(rest{options})")
+        lines = ["matrices, rest = zk.muon_groups(model)", *lines, f"opts = {', '.join(classes)}"]
+        return "; ".join(lines)
     lines += [f"opt = {recipe.optimizer_class}(model.parameters(){options})"] if recipe.optimizer != "none" else []
     return "; ".join(lines) or "none, the model is trained as it is"

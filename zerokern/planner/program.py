@@ -39,6 +39,8 @@ class Volume:
     reduced_nbytes: int
     gathered_numel: int
     gathered_nbytes: int
+    exchanged_nbytes: int = 0
+    """what a rank sends beside: of matrices that Muon updates whole, of which ranks have parts (stage 3)"""
 
     @property
     def numel(self) -> int:
@@ -50,8 +52,8 @@ class Volume:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that one rank sends: all of each bucket but its own shard."""
-        return self.nbytes // self.world * (self.world - 1)
+        """Bytes that one rank sends: all of each bucket but its own shard, and what is exchanged."""
+        return self.nbytes // self.world * (self.world - 1) + self.exchanged_nbytes
 
 
 def traffic_of(program: StepProgram, world: int) -> Volume:
@@ -59,7 +61,7 @@ def traffic_of(program: StepProgram, world: int) -> Volume:
 
     >>> reduce, publish = Op("Reduce", "bucket 0", "net", (), 8, 4), Op("Publish", "bucket 0", "net", (), 8, 4)
     >>> traffic_of(StepProgram("step", (reduce, publish)), 2)
-    Volume(world=2, reduced_numel=4, reduced_nbytes=8, gathered_numel=4, gathered_nbytes=8)
+    Volume(world=2, reduced_numel=4, reduced_nbytes=8, gathered_numel=4, gathered_nbytes=8, exchanged_nbytes=0)
     """
     moved = [op for op in program.ops if op.verb in _MOVES]
     reduced = [op for op in moved if op.verb == "Reduce"]

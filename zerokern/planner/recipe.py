@@ -23,9 +23,14 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the 
     "adagrad": ("sum",),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
+    "muon": ("momentum_buffer",),  # of matrices; what is none has AdamW's
     "none": (),
 }
-_CLASSES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
+_CLASSES = {
+    "adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD",
+    "muon": "zk.Muon (matrices) and zk.AdamW (the rest)",
+}  # fmt: skip
+_NS_DTYPES = {None: None, "bf16": "bfloat16", "fp32": "float32"}
 _WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
 _MESH_DIMS = {  # names of mesh dimensions, by what they are to a plan
     "pp": "pp",
@@ -87,6 +92,10 @@ class Recipe:
     """the same of kept inputs, before `keep`"""
     update: str = "host"
     """where the update of state in host memory runs"""
+    ns_dtype: str | None = None
+    """what Muon orthogonalizes matrices in; None: what the device multiplies"""
+    ns_steps: int = 5
+    """of its iteration"""
 
     @classmethod
     def of(
@@ -102,7 +111,9 @@ class Recipe:
         schedule: object,
         param_tier: object,
         keep: object,
-        update: object = "host",
+        update: object = None,
+        ns_dtype: str | None = None,
+        ns_steps: int = 5,
     ) -> Recipe:
         """Checks the keywords of `zk.shard` and `zk.AdamW`."""
         if mp_policy is not None:
@@ -127,15 +138,66 @@ class Recipe:
         kept, keep_budgets = ((None, 0), ()) if keep is None else _tiers("keep", keep)
         places = *state, check_schedule(schedule), *params, *kept
         made = cls(name, param, reduce, state_format, master_format, *places)
+        if update is None:
+            update = "device" if made.is_muon else "host"
         if update not in ("host", "device"):
             do = (
                 "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
             )
             raise ValueError(got("update", update, "'host' or 'device'", do))
-        if update == "device" and made.tier == "nvme":
+        if update == "device" and made.tier == "nvme" and not made.is_muon:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
+        if ns_dtype not in _NS_DTYPES:
+            raise ValueError(got("ns_dtype", ns_dtype, "None | 'bf16' | 'fp32'"))
+        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 0 <= ns_steps <= 99:
+            raise ValueError(got("ns_steps", ns_steps, "a whole number from 0 to 99"))
+        made = replace(made, ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps)
+        if made.is_muon:
+            made._check_muon(str(update), bool(budgets))
+        elif ns_dtype is not None or ns_steps != 5:
+            raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
         budgets_by_name: dict[str, Any] = {"param_budgets": param_budgets, "keep_budgets": keep_budgets}
         return replace(made, budgets=budgets, update=str(update), **budgets_by_name)
+
+    def _check_muon(self, update: str, has_budgets: bool) -> None:
+        """Raises where zk.Muon would, or where a plan of two optimizers cannot know."""
+        if not self.can_rest_in(self.param_tier, self.tier):
+            name, tier = ("param_tier", self.param_tier) if self.rests else ("tier", self.tier)
+            allowed = "'device'" if self.rests else "'device' or 'cpu'"
+            raise ValueError(got(name, tier, f"{allowed} with optimizer='muon'"))
+        if has_budgets:
+            do = "zk.Muon and zk.AdamW each have budgets of their own"
+            raise ValueError(got("tier", "several tiers", "'device' or 'cpu' with optimizer='muon'", do))
+        if update == "host":
+            do = "The iteration runs where parameters are"
+            raise ValueError(got("update", update, "None or 'device' with optimizer='muon'", do))
+
+    def can_rest_in(self, param_tier: str, tier: str) -> bool:
+        """Returns whether the optimizer takes parameters and state in these tiers.
+
+        >>> Recipe("muon").can_rest_in("device", "cpu"), Recipe("muon").can_rest_in("cpu", "cpu")
+        (True, False)
+        """
+        return not self.is_muon or (param_tier == "device" and tier != "nvme")
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices are updated by Muon, and the rest by AdamW."""
+        return self.optimizer == "muon"
+
+    def iterates_in(self, device: str) -> str:
+        """Returns the dtype that Muon orthogonalizes in.
+
+        >>> Recipe("muon").iterates_in("cuda"), Recipe("muon", ns_dtype="float32").iterates_in("cuda")
+        ('bfloat16', 'float32')
+        """
+        if self.ns_dtype is not None or device != "cpu":
+            return self.ns_dtype or "bfloat16"
+        import torch
+
+        from zerokern.optim.matrices import default_ns_dtype
+
+        return str(default_ns_dtype(torch.device("cpu"))).removeprefix("torch.")
 
     @property
     def rests(self) -> bool:
@@ -223,14 +285,22 @@ class Recipe:
             return False
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
-    def state_nbytes(self, dtype: str) -> float:
-        """Returns bytes of state for each element of a parameter of this dtype.
+    def state_nbytes(self, dtype: str, in_matrices: float = 0.0) -> float:
+        """Returns bytes of state for each element of a parameter of this dtype; with Muon the mean of parameters of
+        which a part is in matrices.
 
         >>> int8 = Recipe(state_format="int8", master_format="split8")
         >>> Recipe().state_nbytes("bfloat16"), int8.state_nbytes("bfloat16")
         (10.0, 3.0625)
+        >>> Recipe("muon").state_nbytes("bfloat16", 1.0), Recipe("muon").state_nbytes("bfloat16", 0.5)
+        (6.0, 8.0)
         """
-        return sum(role.per_element + role.per_block / BLOCK for role in self.state_of(dtype))
+        shares = (True, in_matrices), (False, 1.0 - in_matrices)
+        return sum(
+            share * (role.per_element + role.per_block / BLOCK)
+            for matrix, share in shares
+            for role in self.state_of(dtype, matrix)
+        )
 
     def master_of(self, dtype: str) -> str:
         """Returns the master format of a parameter of this dtype; "own" where the parameter is its own master."""
@@ -242,8 +312,9 @@ class Recipe:
             raise ValueError(got("master_format", self.master_format, f"{options} for {short(dtype)} parameters"))
         return self.master_format
 
-    def state_of(self, dtype: str) -> list[StateRole]:
-        """Returns what the optimizer keeps for a trainable parameter of this dtype."""
+    def state_of(self, dtype: str, matrix: bool = False) -> list[StateRole]:
+        """Returns what the optimizer keeps for a trainable parameter of this dtype. `matrix`: Muon updates it, if there
+        is one."""
         if self.optimizer == "none":
             return []
         if dtype not in MASTERS:
@@ -255,9 +326,10 @@ class Recipe:
         elif master in ("split16", "split8"):
             bits = 16 if master == "split16" else 8
             roles.append(StateRole("remainder", f"int{bits}", bits // 8))
+        keys = OPTIMIZERS["adamw" if self.is_muon and not matrix else self.optimizer]
         itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[self.state_format]
         scales = 4 if self.state_format == "int8" else 0
-        return roles + [StateRole(key, self.state_format, itemsize, scales) for key in OPTIMIZERS[self.optimizer]]
+        return roles + [StateRole(key, self.state_format, itemsize, scales) for key in keys]
 
     def wire_dtype(self, dtype: str) -> str:
         """Returns the dtype in which a gradient of a parameter of this dtype is reduced and kept."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from zerokern.planner.amounts import gigabytes, table_of
+from zerokern.planner.amounts import count, gigabytes, table_of
 from zerokern.planner.filling import would_fit
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
 from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
 from zerokern.schedule import Delayed
-from zerokern.zero.partition import STAGES, shards_parameters
+from zerokern.zero.partition import STAGES, shards_parameters, shards_state
 
 __all__ = [
     "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "param_tier_said", "settings",
@@ -22,6 +23,7 @@ NAMES = {
     "gathered": "units gathered",
     "buffers": "bucket buffers",
     "scratch": "scratch of collectives",
+    "iteration": "matrix in flight",
     "ring": "staging ring",
     "host parameters": "parameters to update",
     "host gradients": "gradients to update with",
@@ -104,7 +106,7 @@ def compared_page(plan: Footprint, measured: HeldMemory) -> str:
     pairs = [(NAMES.get(role, role), planned.get(role, 0), found.get(role, 0)) for role in roles]
     pairs.insert(sum(role in STATES for role in roles), ("**model states**", plan.states, measured.states))
     rows = [[name, _gb(expected), _gb(actual), _difference(expected, actual)] for name, expected, actual in pairs]
-    in_a_step = {"gathered", "checkpoints", "activations", "logits"}
+    in_a_step = {"gathered", "iteration", "checkpoints", "activations", "logits"}
     in_a_step |= {"buffers"} if plan.settings.no_sync else set()  # whole gradients, until the last of them is reduced
     in_a_step &= {*planned} - {*found}
     for row in rows:
@@ -178,7 +180,7 @@ def _notes(plan: Footprint) -> list[str]:
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
-    said += _notes_on_mesh(plan)
+    said += [*_notes_on_muon(plan), *_notes_on_mesh(plan)]
     takers = "what the framework, its allocator and the driver of the device take"
     if plan.settings.has_others:
         takers += ", and on GPUs the buffers of NCCL's two communicators (gathers, reductions)"
@@ -200,6 +202,42 @@ def _notes(plan: Footprint) -> list[str]:
     else:
         takers = f"logits and loss, for a bare shape has no vocabulary; {takers}"
     return [*said, f"Not counted: {takers}."]
+
+
+def _notes_on_muon(plan: Footprint) -> Iterator[str]:
+    """Yields which parameters are Muon's, what a step multiplies, and what is sent and held for it."""
+    muon, world, stage = plan.muon, plan.world, plan.stage
+    if muon is None:
+        return
+    rest = f"{count(muon.rest_numel)} in {muon.rest:,} others"
+    yield f"Muon has {count(muon.numel)} parameters in {muon.matrices:,} tensors, and AdamW {rest}; docs/muon.md."
+    if plan.subject.transformer is not None:
+        yield "Muon's is what has two dimensions in a layer, each as one matrix; of a module whole= says it."
+    flops = f"Newton-Schulz: {_flops(muon.flops)} in a step, in {short(muon.dtype)}"
+    if world == 1:
+        yield f"{flops}."
+    elif not shards_state(stage):
+        yield f"{flops}, on each rank; from stage 1 on ranks divide it."
+    else:
+        more = f"{100 * muon.imbalance:.1f} % more than the average"
+        yield f"{flops}; {_flops(muon.rank_flops)} on the rank with most of it, {more}."
+    if muon.exchanged:
+        yield (
+            f"Ranks have parts of matrices at stage 3, and exchange {gigabytes(muon.exchanged)} GB, all of them "
+            "together: each direction to the rank that orthogonalizes it, and back."
+        )
+    if muon.padding:
+        of_all = _percent(muon.padding / muon.numel)
+        yield f"Matrices are not cut, for which {muon.padding:,} elements of padding, {of_all}, are sent too."
+
+
+def _flops(flops: int) -> str:
+    """
+    >>> _flops(2_345_000_000_000), _flops(120_000_000)
+    ('2.35 TFLOP', '0.12 GFLOP')
+    """
+    power, unit = next(((p, u) for p, u in ((15, "P"), (12, "T")) if flops >= 10**p), (9, "G"))
+    return f"{flops / 10**power:.3g} {unit}FLOP"
 
 
 def _notes_on_mesh(plan: Footprint) -> Iterator[str]:
@@ -447,12 +485,12 @@ def _other_formats(plan: Footprint) -> str:
 
 def _formats(plan: Footprint) -> list[str]:
     """Returns state and master format, marked if lossy, and the bytes of state per parameter."""
-    recipe, dtype = plan.recipe, plan.subject.main_dtype
+    recipe, dtype, muon = plan.recipe, plan.subject.main_dtype, plan.muon
     master = recipe.master_of(dtype)
     return [
         recipe.state_format + (_LOSSY if recipe.state_format != "fp32" else ""),
         master + (_LOSSY if master in ("split8", "none") else ""),
-        f"{recipe.state_nbytes(dtype):.3g}",
+        f"{recipe.state_nbytes(dtype, 0.0 if muon is None else muon.numel / (muon.numel + muon.rest_numel)):.3g}",
     ]
 
 
@@ -510,6 +548,7 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
         "master_format": None if recipe.optimizer == "none" else recipe.master_of(dtype),
         "tier": recipe.tier,
         "budgets": dict(plan.budgets),
+        "update": recipe.update,
         "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
         "device_memory": dict(plan.device_memory),
         "param_tier": recipe.param_tier,
@@ -539,4 +578,5 @@ def _stage_dict(plan: Footprint) -> dict[str, Any]:
         "gathered_nbytes": plan.traffic.gathered_nbytes,
         "sent_nbytes": plan.traffic.sent_nbytes,
         "sent": plan.sent,
+        "muon": None if plan.muon is None else asdict(plan.muon),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from zerokern.core.errors import got
 __all__ = ["ATTENTIONS", "PRESETS", "Transformer", "Widths", "from_config", "named", "preset"]
 
 ATTENTIONS = ("sdpa", "eager")
+Shape = tuple[int, ...]
 _FP32 = 4
 _GELU_STEPS = {"gelu_new": 4}  # tensors kept of an activation that is written in Python; a kernel keeps one
 _STATE_NBYTES = 20  # per parameter: fp16 parameter, fp32 gradient and its fp16 source, fp32 master and two averages
@@ -133,8 +135,8 @@ class Widths:
 class Transformer:
     """Describes `layers` blocks of 12 hidden² parameters; with `heads`, `batch` (per rank) and `seq` also activations.
 
-    `preset` and `from_config` also know every tensor: `layer_tensors` are the sizes of those of one layer,
-    `outer_tensors` of those in no layer, and `widths` counts activations and logits tensor by tensor.
+    `preset` and `from_config` also know every tensor: `layer_shapes` are those of one layer, `outer_shapes`
+    those of what is in no layer, and `widths` counts activations and logits tensor by tensor.
     `ci` is how many blocks lie between two activation checkpoints, `itemsize` the bytes of one of their elements.
     attention: "sdpa", which stores no scores, as flash attention does not; or "eager", which stores all of them.
 
@@ -154,8 +156,8 @@ class Transformer:
     attention: str = "sdpa"
     itemsize: int = 2
     name: str = ""
-    layer_tensors: tuple[int, ...] = ()
-    outer_tensors: tuple[int, ...] = ()
+    layer_shapes: tuple[Shape, ...] = ()
+    outer_shapes: tuple[Shape, ...] = ()
     widths: Widths | None = None
 
     def __post_init__(self) -> None:
@@ -180,10 +182,15 @@ class Transformer:
             raise ValueError(got("ci", self.ci, allowed))
 
     @property
-    def tensors(self) -> tuple[int, ...]:
-        """Elements of the parameters of one layer; by default query, key and value; output; up; down."""
-        square = self.hidden * self.hidden
-        return self.layer_tensors or (3 * square, square, 4 * square, 4 * square)
+    def shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the parameters of one layer, as torch.nn.Linear has them; by default query, key and value as one;
+        output; up; down.
+
+        >>> Transformer(1, 8).shapes
+        ((24, 8), (8, 8), (32, 8), (8, 32))
+        """
+        size = self.hidden
+        return self.layer_shapes or ((3 * size, size), (size, size), (4 * size, size), (size, 4 * size))
 
     @property
     def title(self) -> str:
@@ -193,7 +200,7 @@ class Transformer:
 
     @property
     def numel(self) -> int:
-        return self.layers * sum(self.tensors) + sum(self.outer_tensors)
+        return self.layers * sum(map(math.prod, self.shapes)) + sum(map(math.prod, self.outer_shapes))
 
     @property
     def states(self) -> int:
@@ -312,26 +319,26 @@ class _Config:
         return str(self._values.get(name) or default)
 
 
-_Tensors = tuple[list[int], list[int], Widths]  # sizes of one layer's and of the outer tensors
+_Tensors = tuple[list[Shape], list[Shape], Widths]  # shapes of one layer's and of the outer tensors
 
 
 def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> _Tensors:
-    """Returns sizes of a model with gated MLP, grouped queries and norms without bias; a mixture of experts if it has
+    """Returns shapes of a model with gated MLP, grouped queries and norms without bias; a mixture of experts if it has
     any."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     pairs, wide = config.number("num_key_value_heads", default=heads), config.number("intermediate_size")
     size = config.number("head_dim", default=hidden // heads)
     experts, vocabulary = config.number("num_local_experts", default=1), config.number("vocab_size")
     queries, keys = heads * size, pairs * size
-    layer = [hidden * queries, hidden * keys, hidden * keys, queries * hidden, hidden, hidden]
+    layer: list[Shape] = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (hidden,), (hidden,)]
     if config.flag("attention_bias", bias):
-        layer += [queries, keys, keys, *([] if bias else [hidden])]
+        layer += [(queries,), (keys,), (keys,), *([] if bias else [(hidden,)])]
     if experts > 1:
-        layer.append(hidden * experts)
-    layer += [hidden * wide] * (3 * experts)
-    outer = [vocabulary * hidden, hidden]
+        layer.append((experts, hidden))
+    layer += [(wide, hidden), (wide, hidden), (hidden, wide)] * experts
+    outer: list[Shape] = [(vocabulary, hidden), (hidden,)]
     if not config.flag("tie_word_embeddings", tied):
-        outer.append(vocabulary * hidden)
+        outer.append((vocabulary, hidden))
     return layer, outer, Widths(
         "mixtral" if experts > 1 else "llama", hidden, heads, queries, keys, wide, vocabulary,
         experts=experts, chosen=min(experts, config.number("num_experts_per_tok", default=2)) if experts > 1 else 0,
@@ -343,17 +350,17 @@ def _qwen2(config: _Config) -> _Tensors:
     return _llama(config, bias=True)
 
 
-def _with_biases(hidden: int, wide: int) -> list[int]:
-    """Returns sizes of a layer with two LayerNorms, fused query, key and value, and a plain MLP, all with biases."""
-    attention = [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
-    return [*[hidden] * 4, *attention, hidden * wide, wide, wide * hidden, hidden]
+def _with_biases(hidden: int, wide: int) -> list[Shape]:
+    """Returns shapes of a layer with two LayerNorms, fused query, key and value, and a plain MLP, all with biases."""
+    attention: list[Shape] = [(3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,)]
+    return [*[(hidden,)] * 4, *attention, (wide, hidden), (wide,), (hidden, wide), (hidden,)]
 
 
 def _gpt2(config: _Config) -> _Tensors:
     hidden = config.number("n_embd", "hidden_size")
     wide = config.number("n_inner", default=4 * hidden)
     words, heads = config.number("vocab_size"), config.number("n_head", "num_attention_heads")
-    outer = [words * hidden, config.number("n_positions") * hidden, hidden, hidden]
+    outer: list[Shape] = [(words, hidden), (config.number("n_positions"), hidden), (hidden,), (hidden,)]
     return _with_biases(hidden, wide), outer, Widths(
         "gpt2", hidden, heads, hidden, hidden, wide, words, act=config.text("activation_function", "gelu_new"),
         dropout=config.flag("resid_pdrop", True), attention_dropout=config.flag("attn_pdrop", True),
@@ -363,8 +370,8 @@ def _gpt2(config: _Config) -> _Tensors:
 def _gpt_neox(config: _Config) -> _Tensors:
     hidden, wide = config.number("hidden_size"), config.number("intermediate_size")
     words, heads = config.number("vocab_size"), config.number("num_attention_heads")
-    embedding = words * hidden
-    outer = [embedding, hidden, hidden, *([] if config.flag("tie_word_embeddings", False) else [embedding])]
+    outer: list[Shape] = [(words, hidden), (hidden,), (hidden,)]
+    outer += [] if config.flag("tie_word_embeddings", False) else [(words, hidden)]
     return _with_biases(hidden, wide), outer, Widths(
         "gpt_neox", hidden, heads, hidden, hidden, wide, words, act=config.text("hidden_act", "gelu"),
         parallel=config.flag("use_parallel_residual", True), dropout=config.flag("hidden_dropout", False),
@@ -460,5 +467,5 @@ def _transformer(
     heads = None if batch is None and seq is None else widths.heads
     return Transformer(
         layers, widths.hidden, heads, batch, seq, ci, attention,
-        name=name, layer_tensors=tuple(layer), outer_tensors=tuple(outer), widths=widths,
+        name=name, layer_shapes=tuple(layer), outer_shapes=tuple(outer), widths=widths,
     )  # fmt: skip

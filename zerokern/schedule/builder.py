@@ -116,8 +116,9 @@ class ProgramBuilder:
         written = span.written_nbytes
         after += self.fetch_record(span.name, written + span.spill_nbytes, written, ahead)
         last = list[OpKey]()
+        flops = 0.0 if span.there_nbytes else span.step_flops / span.pieces
         for (name, nbytes), (_, numel) in zip(span.each(span.step_nbytes), span.each(span.numel), strict=True):
-            last = self.add("Step", name, "cpu", [*after, *self._pieces.get(name, ())], nbytes, numel)
+            last = self.add("Step", name, "cpu", [*after, *self._pieces.get(name, ())], nbytes, numel, flops)
         self.store_record(span.name, written, last)
         return last
 
@@ -126,7 +127,7 @@ class ProgramBuilder:
         state, there, ready = state_of(span.name), f"{span.name} on the device", self._decided
         if span.streamed_nbytes:
             ready = self.add("Fetch", state, "up", [*ready, OpKey("Store", state, 1)], span.streamed_nbytes)
-        last = self.add("Step", there, "device", [*self._decided, *ready], span.there_nbytes)
+        last = self.add("Step", there, "device", [*self._decided, *ready], span.there_nbytes, 0, span.step_flops)
         self._decided = last  # others follow it in their lane, so that edges stay linear
         if span.streamed_nbytes:
             self.add("Store", state, "down", last, span.streamed_nbytes)
@@ -138,7 +139,12 @@ class ProgramBuilder:
         """
         state = state_of(span.name)
         room = self._streams[-_STREAMS:][:1] if len(self._streams) >= _STREAMS else []
-        last = self.add("Step", span.name, "up", [*after, *room, OpKey("Store", state, 1)], span.streamed_nbytes)
+        ready = [*after, *room, OpKey("Store", state, 1)]
+        if span.step_flops:  # matrices are multiplied longer than they take to come
+            ready = self.add("Fetch", state, "up", ready, span.streamed_nbytes)
+            last = self.add("Step", span.name, "device", ready, span.there_nbytes, 0, span.step_flops)
+        else:
+            last = self.add("Step", span.name, "up", ready, span.streamed_nbytes)
         self._streams += self.add("Store", state, "down", last, span.streamed_nbytes)
         return last
 

@@ -137,7 +137,9 @@ class Machine:
         arithmetic = 0.0
         if self.update_numel_s is not None and op.verb == "Step":
             arithmetic = op.numel / (self.update_numel_s * self.cores)
-        return max(op.nbytes / (rate * 1e9), arithmetic) + (self.step_us / 1e6 if op.nbytes or op.numel else 0.0)
+        multiplying = op.flops / self.flops_s  # only where the device is the host
+        overhead = self.step_us / 1e6 if op.nbytes or op.numel else 0.0
+        return max(op.nbytes / (rate * 1e9), arithmetic) + multiplying + overhead
 
     def shared_by(self, ranks: int) -> Machine:
         """Returns one rank's share of the machine: ranks on a host (at most one per device) divide its resources

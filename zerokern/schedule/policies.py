@@ -130,7 +130,8 @@ def resident(
     numel = sum(span.numel for span in spans)
     ready = [reduced(span) for span in spans]
     there = builder.fetch_record("all", record_nbytes + spill_nbytes, record_nbytes, ready)
-    last = builder.add("Step", "all", lane, there or ready, nbytes, numel)
+    flops = sum(span.step_flops for span in spans)
+    last = builder.add("Step", "all", lane, there or ready, nbytes, numel, flops)
     builder.store_record("all", record_nbytes, last)
     last += builder.store_state()  # before other ranks gather it
     for span in spans:

@@ -136,6 +136,8 @@ class Span:
     """their state that rests in host memory: up before the update, and down after it"""
     pieces: int = 1
     """as many, of one size, are fetched, updated and stored one after the other"""
+    step_flops: float = 0.0
+    """what the update multiplies (Muon)"""
 
     @property
     def names(self) -> list[str]:

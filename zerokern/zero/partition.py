@@ -13,6 +13,7 @@ takes to fill its shards evenly; within a bucket the shards are dealt out so tha
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "shards_gradients",
     "shards_parameters",
     "shards_state",
+    "work_of",
 ]
 
 
@@ -268,6 +270,19 @@ def _deal(members: Sequence[Member], some: Sequence[int], loads: list[int]) -> t
             at += members[number].numel
             loads[rank] += members[number].work
     return shard_numel, tuple(sorted(places, key=operator.attrgetter("offset")))
+
+
+def work_of(shape: Sequence[int], split: int = 1) -> int:
+    """Returns how much work it is to orthogonalize a matrix, in proportion: its iteration multiplies the smaller side.
+
+    `split`: it consists of so many along the first dimension, of which each is orthogonalized by itself.
+
+    >>> work_of([2, 4]) == work_of([4, 2]), work_of([4, 4]) / work_of([2, 2]), work_of([8, 4], 2) == 2 * work_of([4, 4])
+    (True, 8.0, True)
+    """
+    width = shape[-1]
+    small, large = sorted((math.prod(shape[:-1]) // split, width))
+    return split * small * small * (2 * large + small)
 
 
 def imbalance(members: Sequence[Member], buckets: Sequence[Bucket]) -> float:

@@ -99,10 +99,12 @@ class Sharding:
         self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
             checks.refuse_max_norm(module, group.everyone)
-        uncut = {} if self.replicated else whole_of(whole, found)
+        uncut = whole_of(whole, found)
+        uncut = {} if self.replicated else uncut
         if uncut and shards_parameters(stage):
             do = "a unit's few matrices would fill its shards unevenly, and gathers would move the padding, too"
-            raise ValueError(got("whole", "matrices", "None at stage 3; stages 1 and 2 keep matrices whole", do))
+            allowed = "None at stage 3, where zk.Muon takes cut ones; stages 1 and 2 keep them whole"
+            raise ValueError(got("whole", "matrices", allowed, do))
         settings = {
             "stage": stage,
             "reduce": self.op,
@@ -298,10 +300,13 @@ class Sharding:
         if self.in_pass():
             self.reduction.joins_backward()
 
-    def publish(self) -> None:
-        """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
+    def publish(self, among: Callable[[BucketMemory], bool] | None = None) -> None:
+        """Let all ranks see what an optimizer has written into the pieces. Every rank calls it.
+
+        `among`: the buckets that it has parameters in, alike on all ranks. None: all are looked at.
+        """
         self.begin_publishing()
-        self.publisher.gather_all()
+        self.publisher.gather_all(among)
 
     def begin_publishing(self) -> None:
         """Publishes without the gathers, which the caller makes in the order of the buckets."""

@@ -7,7 +7,6 @@ zerokern/parallel, and is handed to `Sharding` as `groups`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group, MeshGroups
 from zerokern.core.errors import got
 from zerokern.zero.kinds import is_placed, largest_local_numel, local_of
-from zerokern.zero.partition import Member
+from zerokern.zero.partition import Member, work_of
 
 __all__ = [
     "PLACE",
@@ -32,12 +31,13 @@ __all__ = [
     "UnitWrapper",
     "Units",
     "Whole",
+    "check_split",
     "members",
     "one_group",
     "owners_of",
+    "uncut_of",
     "units_of",
     "whole_of",
-    "work_of",
 ]
 
 
@@ -170,17 +170,15 @@ def members(
     ]
 
 
-def work_of(shape: Sequence[int], split: int = 1) -> int:
-    """Returns how much work it is to orthogonalize a matrix, in proportion: its iteration multiplies the smaller side.
+def check_split(split: object) -> int:
+    """Raises unless a parameter may consist of so many matrices.
 
-    `split`: it consists of so many along the first dimension, of which each is orthogonalized by itself.
-
-    >>> work_of([2, 4]) == work_of([4, 2]), work_of([4, 4]) / work_of([2, 2]), work_of([8, 4], 2) == 2 * work_of([4, 4])
-    (True, 8.0, True)
+    >>> check_split(3)
+    3
     """
-    width = shape[-1]
-    small, large = sorted((math.prod(shape[:-1]) // split, width))
-    return split * small * small * (2 * large + small)
+    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+        raise ValueError(got("split", split, "a whole number of 1 or more"))
+    return split
 
 
 def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
@@ -190,8 +188,17 @@ def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
     >>> whole_of(["*weight"], units_of(layer)) == whole_of([{"params": [layer.weight]}], units_of(layer))
     True
     """
+    return {id(one): max(1, work_of(one.shape, split)) for one, split in uncut_of(whole, units)}
+
+
+def uncut_of(whole: Whole, units: Sequence[UnitSpec]) -> list[tuple[nn.Parameter, int]]:
+    """Returns the matrices that are named here, each once, and of how many it consists.
+
+    >>> [split for _, split in uncut_of([{"params": ["weight"], "split": 3}], units_of(nn.Linear(4, 6)))]
+    [3]
+    """
     named = {name: param for unit in units for name, param in unit.params}
-    known, found = {id(param) for param in named.values()}, dict[int, int]()
+    known, found = {id(param) for param in named.values()}, dict[int, tuple[nn.Parameter, int]]()
     for one, split in _each_of(whole):
         if isinstance(one, str):
             mine = {id(param): param for name, param in named.items() if fnmatchcase(name, one)}
@@ -205,22 +212,25 @@ def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
                 name = next(name for name, other in named.items() if other is param)
                 what = "a DTensor, which no rank has whole" if is_placed(param) else f"of shape {tuple(param.shape)}"
                 raise ValueError(f"whole has {name!r}, {what}; allowed: matrices")
-            found[id(param)] = max(1, work_of(param.shape, split))
-    return found
+            found[id(param)] = param, split
+    return list(found.values())
 
 
 def _each_of(whole: Whole) -> Iterator[tuple[Any, int]]:
     """Yields parameters, and patterns of names, with the number of matrices that they consist of."""
     listed: Any = [whole] if isinstance(whole, str | Tensor | Mapping) else whole or ()
+    allowed = "parameters of the model, patterns of their names, or param_groups"
+    if not isinstance(listed, Iterable):
+        raise TypeError(got("whole", whole, allowed))
     for one in listed:
-        if isinstance(one, Mapping):
-            for item in one["params"]:
-                yield item[1] if isinstance(item, tuple) else item, one.get("split", 1)
+        if isinstance(one, Mapping) and "params" in one:
+            params = one["params"]
+            for item in [params] if isinstance(params, str | Tensor) else params:
+                yield item[1] if isinstance(item, tuple) else item, check_split(one.get("split", 1))
         elif isinstance(one, str | Tensor):
             yield one, 1
         else:
-            do = "parameters of the model, patterns of their names, or param_groups"
-            raise TypeError(got("whole", type(one).__name__, do))
+            raise TypeError(got("whole", type(one).__name__, allowed))
 
 
 def dtype_name(param: Tensor, param_dtype: torch.dtype | None = None) -> str:

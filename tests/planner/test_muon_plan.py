@@ -1,0 +1,334 @@
+"""`zk.plan(optimizer="muon")` on real ranks: bytes held to the byte, bytes sent as the kernel counts them, and the
+memory of a step."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import sockets
+import torch
+import torch.distributed as dist
+from mesh_cases import mesh_of
+from pages import MIB, SLACK, large_things_apart, pages, peak, restart_peak
+from ranks import run_ranks
+from tables import each
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zerokern as zk
+from zerokern.planner.forecast import NO_OFFLOAD, step_program
+from zerokern.schedule import Machine
+
+STAGES = (0, 1, 2)
+FORMATS: tuple[dict[str, Any], ...] = (
+    {},
+    {"state_format": "int8", "master_format": "split8"},
+    {"state_format": "bf16", "master_format": "fp32"},
+)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+HELD = ("parameters", "gradients", "remainder", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "buffers")
+TOLERANCE = 0.01
+
+
+class Uneven(nn.Module):
+    """Matrices of which two or three ranks cannot have equally many; of three it is the last that has most."""
+
+    def __init__(self, width: int = 128, blocks: int = 5, wide: int = 2) -> None:
+        super().__init__()
+        self.enter = nn.Embedding(61, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)) for _ in range(blocks)
+        )
+        self.wide = nn.ModuleList(nn.Linear(width, 8 * width) for _ in range(wide))
+        self.leave = nn.Linear(width, 61)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        for wide in self.wide:
+            x = x + wide(x).unflatten(-1, (8, -1)).sum(-2)
+        return self.leave(x)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.arange(7)).float().square().mean().backward()
+
+
+def optimizers(groups: Any, **formats: Any) -> tuple[zk.Muon, zk.AdamW]:
+    return zk.Muon(groups[0], lr=0.02, **formats), zk.AdamW(groups[1], lr=1e-3, **formats)
+
+
+def step(model: nn.Module, opts: tuple[torch.optim.Optimizer, ...]) -> None:
+    backward(model)
+    for opt in opts:
+        opt.step()
+        opt.zero_grad()
+
+
+def trained(stage: int, policy: MixedPrecisionPolicy | None, formats: dict[str, Any]) -> tuple[zk.Plan, dict, int]:
+    torch.manual_seed(0)
+    model = Uneven()
+    groups = zk.muon_groups(model, split={"blocks.0.0.weight": 3})
+    shard: dict[str, Any] = {"stage": stage, "mp_policy": policy, "bucket_bytes": 1 << 18, "whole": groups[0]}
+    plan = zk.plan(model, world=dist.get_world_size(), optimizer="muon", **shard, **formats)
+    zk.shard(model, **shard)
+    opts = optimizers(groups, **formats)
+    for _ in range(2):
+        step(model, opts)
+    backward(model)
+    measured = zk.measure(model, opts)
+    for opt in opts:
+        opt.flush()
+    return plan, measured.roles, measured.pinned
+
+
+def all_trained(rank: int) -> dict[tuple[int, int], tuple[dict, int, int, dict, int]]:
+    found = {}
+    for number, formats in enumerate(FORMATS):
+        for stage in [one for one in STAGES if (one + number) % 3]:
+            tier = {"tier": "cpu"} if stage == 2 else {}
+            plan, roles, pinned = trained(stage, BF16 if number else None, {**formats, **tier})
+            found[stage, number] = plan.roles, plan.pinned, plan.buckets.rank, roles, pinned
+    return found
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_every_byte_is_planned(size: int) -> None:
+    """Of the rank that has most; no other has more."""
+    ranks = run_ranks(size, all_trained, timeout=240.0)
+    fullest = set()
+    for key, (planned, pinned, rank, _, _) in ranks[0].items():
+        *_, found, locked = ranks[rank][key]
+        fullest.add(rank)
+        assert {role: found.get(role, 0) for role in HELD} == {role: planned.get(role, 0) for role in HELD}, key
+        assert locked == pinned, key
+        assert all(one[key][3][role] <= planned[role] for one in ranks for role in ("momentum_buffer",)), key
+    assert fullest == ({0, 2} if size == 3 else {0})
+
+
+def test_one_process_without_sharding() -> None:
+    model = Uneven().to(torch.bfloat16)
+    groups = zk.muon_groups(model)
+    opts = optimizers(groups)
+    planned = zk.plan(model, stage=0, optimizer="muon").roles
+    step(model, opts)
+    roles = zk.measure(model, opts).roles
+    states = {role: roles.get(role) for role in ("remainder", "exp_avg", "exp_avg_sq", "momentum_buffer")}
+    assert states == {role: planned.get(role) for role in states}
+    assert states["momentum_buffer"] == 4 * (5 * 2 * 3 + 2 * 8) * 128 * 128
+
+
+def sent(rank: int, mesh_sizes: dict[str, int]) -> dict[tuple[int, str], tuple[dict, dict, float]]:
+    """By stage: what a step sends along each dimension, as planned and as sent, and the padding of whole matrices."""
+    mesh, found = mesh_of(mesh_sizes), {}
+    for stage, schedule in ((1, "sync"), (2, "overlap"), (2, "sync")):
+        torch.manual_seed(0)
+        model = Uneven(256, 5, 1)
+        groups = zk.muon_groups(model)
+        shard: dict[str, Any] = {"stage": stage, "bucket_bytes": 1 << 18, "whole": groups[0]}
+        plan = zk.plan(model, mesh=mesh, optimizer="muon", **shard)
+        zk.shard(model, mesh=mesh if len(mesh_sizes) > 1 else mesh["dp"], **shard)
+        opts = optimizers(groups, schedule=schedule)
+        for _ in range(2):
+            step(model, opts)
+        for opt in opts:
+            opt.flush()
+        dist.barrier()
+        before = sockets.sent()
+        step(model, opts)
+        for opt in opts:
+            opt.flush()
+        dist.barrier()
+        assert plan.muon is not None
+        seen = sockets.by_dimension(mesh, before, sockets.sent())
+        found[stage, schedule] = plan.sent, seen, plan.muon.padding / plan.muon.numel
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2}, {"dp": 3}, pytest.param({"replicate": 2, "dp": 2}, marks=pytest.mark.slow)]
+)
+def test_bytes_sent_are_planned(mesh: dict[str, int]) -> None:
+    """A reduction and a gather of all elements and of the padding, as the kernel counts what its sockets sent."""
+    size = 1
+    for ranks in mesh.values():
+        size *= ranks
+    for found in run_ranks(size, sent, mesh, timeout=240.0):
+        for where, (planned, seen, padding) in found.items():
+            assert padding > 0.05, "matrices that ranks cannot share evenly"
+            for name, nbytes in planned.items():
+                said = f"{where}, along {name}: {seen[name]:,} of {nbytes:,}"
+                assert abs(seen[name] - nbytes) <= TOLERANCE * nbytes, said
+
+
+def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
+    """Bytes above what is held: of a step, as the kernel counts pages; as planned; and what is left behind."""
+    large_things_apart()
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(1536, 1024, bias=False) for _ in range(3))})
+    groups = zk.muon_groups(model)
+    plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype=ns_dtype)
+    opt = zk.Muon(groups[0], ns_dtype=ns_dtype)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    for _ in range(2):
+        opt.step()
+    before = pages()
+    restart_peak()
+    lowest = peak()
+    opt.step()
+    assert plan.muon is not None
+    return peak() - lowest, plan.muon.workspace, pages() - before
+
+
+@each("ns_dtype", ["fp32", "bf16"])
+def test_a_step_holds_one_matrix_in_flight(ns_dtype: str) -> None:
+    """Of three, beside what the library of products takes for its own tiles."""
+    ((found, planned, left),) = run_ranks(1, peaks, ns_dtype)
+    size = 4 if ns_dtype == "fp32" else 2
+    assert planned == size * (2 * 1536 * 1024 + 2 * 1024 * 1024) + 8 * -(-1536 * 1024 // (1 << 16))
+    assert planned - SLACK <= found <= planned + 3 * MIB, (found / MIB, planned / MIB)
+    assert abs(left) <= SLACK
+
+
+class TestPlanned:
+    def test_six_bytes_beside_a_matrix_and_ten_beside_the_rest(self) -> None:
+        plan = zk.plan("llama-3-8b", optimizer="muon", world=8)
+        muon = plan.muon
+        assert muon is not None and (muon.matrices, muon.rest) == (7 * 32, 2 * 32 + 3)
+        assert muon.numel + muon.rest_numel == plan.numel and muon.rest_numel == 2 * 128256 * 4096 + 65 * 4096
+        state = 6 * muon.numel + 10 * muon.rest_numel
+        assert plan.states == 2 * plan.numel + (2 * plan.numel + state) // 8
+        assert zk.plan("llama-3-8b", optimizer="muon").at(0).states == 4 * plan.numel + state
+        assert "| 6.52 " in str(plan.at(2)).replace("|               6.52 ", "| 6.52 "), "the mean of both"
+
+    def test_operations_are_those_of_the_products(self) -> None:
+        """Counted while they run, of three shapes."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from zerokern.kernels.orthogonal import orthogonalize_
+
+        model = nn.ModuleList(
+            [nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False), nn.Linear(32, 32, bias=False)]
+        )
+        counted = 0
+        for layer in model:
+            with FlopCounterMode(display=False) as counter:
+                orthogonalize_(layer.weight.detach().clone(), torch.ones(1, dtype=torch.float64), steps=3)
+            counted += counter.get_total_flops()
+        plan = zk.plan(model, optimizer="muon", ns_steps=3, units=list(model))
+        assert plan.muon is not None and plan.muon.flops == counted
+
+    @pytest.mark.parametrize("world, padding, uneven", [(8, 0, 0), (64, 0.0769, 0.0568), (256, 1.1538, 1.1135)])
+    def test_ranks_share_what_they_can(self, world: int, padding: float, uneven: float) -> None:
+        """The rows of docs/muon.md; stage 0 shares nothing, and stage 3 goes round by round."""
+        plan = zk.plan("llama-3-8b", optimizer="muon", world=world)
+        muon, at_0, at_3 = plan.muon, plan.at(0).muon, plan.at(3).muon
+        assert muon is not None and at_0 is not None and at_3 is not None
+        assert muon.padding / muon.numel == pytest.approx(padding, abs=1e-4)
+        assert muon.imbalance == pytest.approx(uneven, abs=1e-4)
+        assert muon.rank_flops == pytest.approx((1 + muon.imbalance) * muon.flops / world)
+        plain = zk.plan("llama-3-8b", world=world).traffic
+        more = plan.traffic.numel - plain.numel
+        assert more == pytest.approx(2 * muon.padding, abs=1e-3 * plan.numel), "in a reduction and a gather"
+        assert (at_0.rank_flops, at_0.padding) == (at_0.flops, 0)
+        assert at_3.padding == 0 and at_3.exchanged == 2 * 2 * at_3.numel * (world - 1) // world
+        assert at_3.flops / world <= at_3.rank_flops <= at_3.flops / world * 2.2
+        share = plan.at(3).sent["dp"]
+        assert (
+            share
+            == plan.at(3).traffic.sent_nbytes
+            == zk.plan("llama-3-8b", world=world, stage=3).sent["dp"] + (at_3.exchanged // world)
+        )
+
+    def test_the_rank_with_most_is_planned(self) -> None:
+        with torch.device("meta"):
+            model = Uneven()
+        plan = zk.plan(model, stage=2, world=3, optimizer="muon", bucket_bytes=1 << 18)
+        assert plan.buckets.rank == 2
+        plain = zk.plan(model, stage=2, world=3, bucket_bytes=1 << 18, whole=zk.muon_groups(model)[0])
+        assert plain.muon is None and plain.buckets == plan.buckets and plain.roles["exp_avg"] > plan.roles["exp_avg"]
+
+    @pytest.mark.usefixtures("steps_alone")
+    def test_products_take_their_time(self) -> None:
+        """At the rate of forward and backward, on the device; state that streams comes and goes beside."""
+        plan = zk.plan("llama-3-8b", optimizer="muon", tier="cpu")
+        found = plan.predict("h200-pcie", tokens=[4096])
+        adamw = zk.plan("llama-3-8b", tier="cpu", update="device").predict("h200-pcie", tokens=[4096])
+        assert plan.muon is not None and found.muon_seconds == plan.muon.rank_flops / found.machine.flops_s
+        assert {row.schedule for row in found.rows} == {"no offload", "sync", "overlap", "overlap, plain"}
+        more = found.at("no offload", 4096).step_seconds - adamw.at("no offload", 4096).step_seconds
+        assert 0.97 * found.muon_seconds <= more <= found.muon_seconds, "and fewer bytes of state"
+        assert found.at("overlap", 4096).step_seconds > found.at("no offload", 4096).step_seconds
+        assert "Newton-Schulz takes 1.11 s of each step" in " ".join(found._notes())
+
+    def test_slots_hold_a_matrix(self) -> None:
+        plan = zk.plan("gpt2", optimizer="muon", tier="cpu")
+        largest, rest = (
+            6 * 3072 * 768,
+            zk.plan(torch.nn.Embedding(50257, 768), tier="cpu", update="device", device="cuda"),
+        )
+        assert plan.slots_nbytes > 4 * largest + 0.9 * rest.slots_nbytes * 38 / 39
+
+    def test_the_code_of_the_advice_runs_both(self) -> None:
+        told = zk.plan("llama-3-8b", optimizer="muon", world=8, device_memory="40GB").advice()
+        code = "zk.shard(model, stage=1, whole=matrices); opts = zk.Muon(matrices), zk.AdamW(rest)"
+        assert f"Code: matrices, rest = zk.muon_groups(model); {code}" in told
+
+    @pytest.mark.parametrize(
+        "model, asked, says",
+        [
+            ("7.5B", {}, "a number alone does not say which there are"),
+            ("gpt2", {"tier": "nvme"}, "tier='nvme': must be 'device' or 'cpu'"),
+            ("gpt2", {"tier": ["device:1GB", "cpu"]}, "budgets of their own"),
+            ("gpt2", {"update": "host"}, "runs where parameters are"),
+            ("gpt2", {"stage": 3, "param_tier": "cpu", "tier": "cpu"}, "param_tier='cpu': must be 'device'"),
+            ("gpt2", {"mesh": {"dp": 2, "tp": 2}}, "zk.Muon refuses DTensors"),
+            ("gpt2", {"tier": "cpu", "schedule": zk.Delayed()}, "'sync' or 'overlap'"),
+            ("gpt2", {"whole": ["*"]}, "unless a module is planned"),
+            ("gpt2", {"ns_dtype": "fp16"}, "None | 'bf16' | 'fp32'"),
+            ("gpt2", {"ns_steps": 100}, "from 0 to 99"),
+            ("gpt2", {"optimizer": "adamw", "ns_steps": 3}, "'muon' where ns_dtype or ns_steps is given"),
+            (nn.Linear(4, 4), {}, "one with matrices in repeated blocks"),
+            (nn.Linear(4, 4), {"whole": ["bias"]}, "allowed: matrices"),
+        ],
+    )
+    def test_what_cannot_be_known_is_refused(self, model: Any, asked: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            zk.plan(model, **{"optimizer": "muon", **asked})
+
+
+@pytest.mark.slow
+def test_a_step_takes_what_its_products_take() -> None:
+    """On this CPU, at rates that are measured beside it."""
+    torch.manual_seed(0)
+    width = 512
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(8))})
+    groups = zk.muon_groups(model)
+    opts = optimizers(groups)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype="fp32")
+    left, right, out = torch.randn(width, width), torch.randn(width, 4 * width), torch.empty(width, 4 * width)
+    source = torch.randn(1 << 25)
+    copy = source.clone()
+
+    def seconds(act: Any) -> float:
+        begin = time.perf_counter()
+        act()
+        return time.perf_counter() - begin
+
+    def once() -> float:
+        flops_s = 20 * 8 * width**3 / seconds(lambda: [torch.mm(left, right, out=out) for _ in range(20)])
+        gb_s = 2 * source.nbytes / seconds(lambda: copy.copy_(source)) / 1e9
+        machine = Machine("here", flops_s=flops_s, device_gb_s=gb_s, down_gb_s=1, up_gb_s=1, host_gb_s=gb_s)
+        ops = [op for op in step_program(plan, NO_OFFLOAD, 1).ops if op.verb == "Step"]
+        return seconds(lambda: [opt.step() for opt in opts]) / sum(map(machine.seconds, ops))
+
+    once()
+    ratios = sorted(once() for _ in range(7))
+    assert 0.6 <= ratios[3] <= 2.0, ratios

@@ -1,0 +1,308 @@
+"""zk.Muon at stage 3, where ranks have parts of matrices: the bits of ranks that all have all, and what is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from wire_cases import written
+from worlds import (
+    World,
+    built,
+    everywhere,
+    full,
+    on_hybrid_threads,
+    on_ranks,
+    ranked,
+    refusal,
+    says,
+    step_and_zero,
+)
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+from zerokern.zero.shard import shard_of
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "int8": {"state_format": "int8"},
+    "multiplied in bf16": {"ns_dtype": "bf16"},
+    "bf16 parameters": {"dtype": torch.bfloat16},
+    "bf16 parameters, bf16 average": {"dtype": torch.bfloat16, "state_format": "bf16", "ns_dtype": "bf16"},
+}
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """One wide matrix, one fused of three, one stack, one with fewer rows than ranks, and a bias."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 300, dtype=dtype)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=dtype)
+        self.stack = nn.Parameter(torch.randn(4, WIDTH, 16, dtype=dtype) / 8)
+        self.flat = nn.Linear(WIDTH, 2, bias=False, dtype=dtype)
+        self.some = nn.Parameter(torch.randn(8, WIDTH, dtype=dtype) / 8)
+        self.leaves_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        experts = torch.einsum("bi,eij->bej", x, self.stack).relu().flatten(1)[:, :WIDTH]
+        x = x if self.leaves_out else x + torch.nn.functional.linear(x, self.some).sum(-1, keepdim=True)
+        return x + q * k.sigmoid() + v + self.up(x)[:, :WIDTH].relu() + experts + self.flat(x).sum(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(dtype) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+SPLIT = {"*.qkv.weight": 3, "*.stack": 4}
+
+
+def optimizers(model: nn.Module, **settings: Any) -> tuple[zk.Muon, zk.AdamW]:
+    of_muon = {name: settings.pop(name) for name in ("state_format", "ns_dtype") if name in settings}
+    matrices, rest = zk.muon_groups(model, split=SPLIT)
+    return zk.Muon(matrices, lr=0.02, **of_muon, **settings), zk.AdamW(rest, lr=1e-2, **settings)
+
+
+def train(world: World, model: nn.Module, opts: Any, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    """Steps of two passes each, of which rank 0 leaves one parameter out; the second step is skipped."""
+    for block in model.blocks:
+        block.leaves_out = world.rank == 0
+    for step in steps:
+        for part in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + world.rank)
+            x = torch.randn(4, 8, generator=generator).to(dtype)
+            with zk.no_sync(model) if part == 0 else contextlib.nullcontext():  # else stages add up in other orders
+                loss = model(x).float().square().mean()
+                (loss * (float("inf") if step == 1 else 1.0)).backward()
+        zk.clip_grad_norm_(model, 1e9)  # whose last bit depends on where matrices are cut; this clips nothing
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    for opt in opts:
+        opt.flush()
+
+
+def trained(
+    world: World, stage: int, tier: str, schedule: Any, dtype: torch.dtype = torch.float32, **formats: Any
+) -> dict[str, torch.Tensor]:
+    model = built(lambda: Model(dtype))
+    whole = zk.muon_groups(model, split=SPLIT)[0] if stage in (1, 2) else None
+    world.shard(model, stage=stage, whole=whole)
+    opts = optimizers(model, tier=tier, schedule=schedule, **formats)
+    train(world, model, opts, range(4), dtype)
+    return full(model)
+
+
+def same_as_all(world: World, tier: str, schedule: str, kept: str) -> None:
+    when = zk.Delayed(after=1) if schedule == "delayed" else schedule
+    mine = trained(world, 3, tier, when, **FORMATS[kept])
+    # stage 0 divides by the number of ranks before it rounds to bf16, the others after
+    other = 0 if world.size != 3 or "dtype" not in FORMATS[kept] else 2
+    theirs = trained(world, other, tier, when, **FORMATS[kept])
+    assert all(value.isfinite().all() for value in mine.values())
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@everywhere(2, 3, 4, kept=FORMATS)
+def test_ranks_that_have_parts_of_matrices_have_the_bits_of_ranks_that_have_all(world: World, kept: str) -> None:
+    same_as_all(world, "device", "sync", kept)
+
+
+@everywhere(2, tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"], kept=["fp32", "int8"])
+def test_every_tier_and_schedule_has_these_bits(world: World, tier: str, schedule: str, kept: str) -> None:
+    same_as_all(world, tier, schedule, kept)
+
+
+@everywhere(2)
+def test_a_rank_that_lacks_a_gradient_is_refused_on_all_ranks(world: World) -> None:
+    """Of those that zk.shard has reduced one is dropped by hand, on one rank: the others would wait for its part."""
+    model = world.shard(built(Model), stage=3)
+    opt = optimizers(model)[0]
+    model(torch.ones(2, 8)).square().mean().backward()
+    before = full(model)
+    kept = model.blocks[0].flat.weight.grad
+    if world.rank == 1:
+        model.blocks[0].flat.weight.grad = None
+    says(refusal(opt.step, StateError), ["parameters with a gradient", "all but blocks.0.flat.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in full(model).items())
+    model.blocks[0].flat.weight.grad = kept
+    opt.step()
+
+
+@everywhere(2, schedule=["sync", "overlap", "delayed"])
+def test_two_of_them_over_one_model_take_turns(world: World, schedule: str) -> None:
+    when = zk.Delayed(after=1) if schedule == "delayed" else schedule
+    results = []
+    for stage in (3, 0):
+        model = world.shard(built(Model), stage=stage)
+        wide = [block.up.weight for block in model.blocks]
+        others = [one for block in model.blocks for one in (block.qkv.weight, block.flat.weight)]
+        opts: list[Any] = [zk.Muon(some, lr=0.02, schedule=when) for some in (wide, others)]
+        known = {id(param) for param in (*wide, *others)}
+        opts.append(zk.AdamW([param for param in model.parameters() if id(param) not in known], schedule=when))
+        train(world, model, opts, range(1))
+        table = opts[0].holdings.bound.binding.compute.table
+        if world.rank == 0:  # where the second one would be first
+            table.run = partial(late, table.run)
+        train(world, model, opts, range(1, 4))
+        results.append(full(model))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def late(run: Any, *arguments: Any) -> None:
+    time.sleep(0.2)
+    run(*arguments)
+
+
+@everywhere(2, schedule=["sync", "overlap"])
+def test_a_rank_that_fails_ends_the_step_on_all(world: World, schedule: str) -> None:
+    model = world.shard(built(Model), stage=3)
+    opt = optimizers(model, schedule=schedule)[0]
+    train(world, model, [opt], range(1))
+    with contextlib.ExitStack() as stack:
+        if world.rank == 1:
+            table = opt.holdings.bound.binding.compute.table
+            stack.enter_context(mock.patch.object(table, "_orthogonalize", side_effect=RuntimeError("no such matrix")))
+        model(torch.ones(2, 8)).square().mean().backward()
+
+        def step() -> None:
+            opt.step()
+            opt.flush()
+
+        says(refusal(step, (RuntimeError, zk.CommError)), ["no such matrix"])
+    says(refusal(opt.step, (StateError, zk.CommError)), ["load a checkpoint"])
+
+
+@everywhere(2)
+def test_ranks_with_other_settings_are_told_so(world: World) -> None:
+    model = world.shard(built(Model), stage=3)
+    opt = zk.Muon([block.qkv.weight for block in model.blocks], ns_coefficients=(3.0, -4.0, 1.0 + world.rank))
+    model(torch.ones(2, 8)).square().mean().backward()
+    says(refusal(opt.step, StateError), ["ns_coefficients", "not so on others"])
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512 * (1 + number), bias=False) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)[:, :512]
+        return x
+
+
+@ranked
+def exchanged(world: World, ns_dtype: str) -> tuple[int, int, int]:
+    """Bytes that this rank sends in a step of Muon beyond those of SGD, what its group counts, and all elements."""
+    sent = []
+    for make in (zk.SGD, partial(zk.Muon, ns_dtype=ns_dtype, ns_steps=1)):
+        model = world.shard(built(Wide), stage=3)
+        opt = make(model.parameters(), lr=0.01)
+        for _ in range(2):
+            group = shard_of(model.blocks[0].weight).gradients.group
+            before, counted = written(), group.traffic.total("other")
+            model(torch.ones(2, 512)).square().mean().backward()
+            step_and_zero(opt)
+        sent.append((written() - before, group.traffic.total("other") - counted))
+    return sent[1][0] - sent[0][0], sent[1][1] - sent[0][1], sum(param.numel() for param in built(Wide).parameters())
+
+
+def test_two_bytes_per_element_are_sent_each_way() -> None:
+    for ns_dtype, each in (("bf16", 2), ("fp32", 4)):
+        found = on_ranks(2, exchanged, ns_dtype)
+        measured, counted, numel = sum(one[0] for one in found), sum(one[1] for one in found), found[0][2]
+        assert counted <= 2 * each * numel / 2, "of each matrix half is on its owner already"
+        assert abs(measured / counted - 1) < 0.01
+        assert counted > 0.9 * each * numel
+
+
+@ranked
+def resumed(world: World, folder: str, number: int, stage: int) -> dict[str, torch.Tensor]:
+    """Trains a step from what was saved before, on the same data on all ranks, and saves again."""
+    model = built(Model)
+    whole = zk.muon_groups(model, split=SPLIT)[0] if stage in (1, 2) else None
+    world.shard(model, stage=stage, whole=whole)
+    muon, rest = optimizers(model)
+    if number:
+        zk.load(f"{folder}/{number - 1}", model, [muon, rest])
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+    step_and_zero(muon, rest)
+    zk.save(f"{folder}/{number}", model, [muon, rest])
+    return full(model)
+
+
+def test_state_goes_from_any_stage_and_number_of_ranks_to_stage_3_and_back(tmp_path: Path) -> None:
+    straight, moved = str(tmp_path / "straight"), str(tmp_path / "moved")
+    legs = [(1, 0), (2, 3), (4, 3), (2, 1), (4, 3), (1, 3)]
+    for number, (size, stage) in enumerate(legs):
+        found = on_ranks(size, resumed, moved, number, stage)[0]
+    for number in range(len(legs)):
+        wanted = resumed(World(0, 1), straight, number, 0)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+@ranked
+def really(world: World) -> None:
+    for schedule, kept in (("sync", "fp32"), ("overlap", "int8"), ("delayed", "fp32")):
+        same_as_all(world, "cpu", schedule, kept)
+
+
+def test_real_ranks_have_these_bits_too() -> None:
+    on_ranks(2, really)
+
+
+@ranked
+def replicated(world: World) -> None:
+    for schedule in ("overlap", "delayed"):
+        same_as_all(world, "device", schedule, "fp32")
+
+
+def test_each_replica_brings_its_matrices_together() -> None:
+    on_hybrid_threads(2, 2, replicated)
+
+
+@everywhere(2, 3, schedule=["sync", "overlap", "delayed"])
+def test_parameters_that_rest_on_a_disk_have_these_bits_too(world: World, schedule: str) -> None:
+    when = zk.Delayed(after=1) if schedule == "delayed" else schedule
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for tier in (zk.Nvme(folder), "device"):
+            model = world.shard(built(Model), stage=3, tier=tier)
+            train(world, model, optimizers(model, schedule=when), range(4))
+            results.append(full(model))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@everywhere(2, 3, ns_dtype=["fp32", "bf16"])
+def test_squares_are_summed_in_chunks_of_the_whole_matrix(world: World, ns_dtype: str) -> None:
+    """Of matrices with several chunks of 65,536 elements, and cuts within them."""
+    results = []
+    for stage in (3, 0):
+        model = world.shard(built(Wide), stage=stage)
+        opt = zk.Muon(model.parameters(), lr=0.02, ns_dtype=ns_dtype, ns_steps=1)
+        cuts = [shard_of(block.weight).piece.numel() % 65536 for block in model.blocks]
+        assert stage == 0 or world.size == 2 or any(cuts)
+        model(torch.randn(2, 512, generator=torch.Generator().manual_seed(world.rank))).square().mean().backward()
+        step_and_zero(opt)
+        results.append(full(model))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())

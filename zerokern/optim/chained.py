@@ -1,0 +1,284 @@
+"""Several optimizers of one model behind the face of one, for what takes a single object."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.clip import clip_grad_norm_
+from zerokern.zero.kinds import is_divided
+from zerokern.zero.shard import shard_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ChainedOptimizer", "unchained"]
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, for trainers and schedulers that take a single object: `zk.Muon` beside `zk.AdamW`.
+
+    `param_groups` are those of all of them, the very same dicts, so that a scheduler changes the rates of all. A step
+    is carried out by all or by none: one norm decides, and one factor clips. Under `zk.shard`, and of DTensors,
+    gradients are measured for that also without `max_grad_norm`. `zk.save` and `zk.load` see the optimizers, so that
+    checkpoints of a chain and of a list of the same optimizers are the same.
+
+    optimizers: zerokern's own, of different parameters, each without `max_grad_norm`.
+    max_grad_norm: gradients are scaled by `zk.clip_grad_norm_` so that the norm of all of them together is at most
+        this; None leaves them alone, and math.inf measures the norm.
+
+    An error in one of the optimizers leaves those before it in the chain a step ahead: load a checkpoint.
+
+    >>> import torch, zerokern as zk
+    >>> weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    >>> opt = ChainedOptimizer([zk.Muon([weight], lr=0.1), zk.SGD([bias], lr=0.5)], max_grad_norm=1.0)
+    >>> scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    >>> weight.grad, bias.grad = torch.zeros(2, 2), torch.tensor([3.0, 4.0])
+    >>> opt.step(); scheduler.step()
+    >>> opt.grad_norm, bias.data, [group["lr"] for group in opt.param_groups]
+    (5.0, tensor([0.7000, 0.6000]), [0.05, 0.25])
+    """
+
+    _zk_shards = True  # steps parameters that zk.shard divides
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizers: Iterable[FusedOptimizer], max_grad_norm: float | None = None) -> None:
+        self.chained_optimizers = tuple(optimizers)
+        for place, opt in enumerate(self.chained_optimizers):
+            if not isinstance(opt, FusedOptimizer):
+                raise TypeError(got(f"optimizers[{place}]", type(opt).__name__, "an optimizer of zerokern"))
+            if opt.max_grad_norm is not None:
+                do = "max_grad_norm= of the chain is the norm of all gradients"
+                raise ValueError(got(f"max_grad_norm of optimizers[{place}]", opt.max_grad_norm, "None in a chain", do))
+        if not self.chained_optimizers:
+            raise ValueError(got("optimizers", (), "one optimizer or more"))
+        counts = Counter(id(param) for group in self.param_groups for param in group["params"])
+        if max(counts.values()) > 1:
+            raise ValueError(got("optimizers", "a parameter in two of them", "optimizers of different parameters"))
+        groups = {id(opt.holdings.group): opt.holdings.group for opt in self.chained_optimizers}
+        if len(groups) > 1:
+            raise ValueError(got("group", "different ones in a chain", "the same group= in all its optimizers"))
+        self._group = next(iter(groups.values()))
+        self._grad_norm: Tensor | None = None
+        self.max_grad_norm = max_grad_norm
+        super().__init__(self.param_groups, {})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, in their order."""
+        return [group for opt in self.chained_optimizers for group in opt.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._refuse_assigned("param_groups", groups)
+
+    @property  # type: ignore[override]
+    def state(self) -> ChainedState:
+        """The state of all optimizers, by parameter."""
+        return ChainedState(self.chained_optimizers)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._refuse_assigned("state", state)
+
+    def _refuse_assigned(self, name: str, value: Any) -> None:
+        if len(value):  # torch's constructor assigns empty ones
+            raise AttributeError(f"{name} of a ChainedOptimizer is that of its chained_optimizers; assign it there")
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """As that of one optimizer, for the norm of all gradients together."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not float(value) > 0.0:
+            raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
+        self._max_grad_norm = None if value is None else float(value)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step, before clipping; None if nothing has asked for it."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing."""
+        return max(opt.skipped_steps for opt in self.chained_optimizers)
+
+    def __repr__(self) -> str:
+        said = [f"{type(self).__name__} (max_grad_norm={self.max_grad_norm}", *map(repr, self.chained_optimizers)]
+        return "\n".join(said).replace("\n", "\n    ") + "\n)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.chained_optimizers, self.max_grad_norm)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: which of the optimizers a new group belongs to is said by adding it there."""
+        if all(param_group is not group for group in self.param_groups):  # else it is torch's constructor that calls
+            do = "opt.chained_optimizers[0].add_param_group(group) says which rule it is for"
+            raise ValueError(got("param_group", "a new group for a chain", "one for one of its optimizers", do))
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        for opt in self.chained_optimizers:
+            opt.zero_grad(set_to_none)
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of each optimizer, of all or of none; returns what `closure` returns."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._grad_norm = None
+        if self.max_grad_norm is not None or self._group is not None or any(map(_is_of_ranks, params)):
+            scale = 1.0 if grad_scale is None else float(grad_scale)
+            limit = math.inf if self.max_grad_norm is None else self.max_grad_norm * scale
+            norm = clip_grad_norm_(params, limit, group=self._group)
+            broken = torch.isfinite(norm).logical_not().to(torch.float32)
+            if found_inf is None and grad_scale is None:
+                grad_scale = 1.0  # with None gradients would count as rewritten by GradScaler.unscale_
+            found_inf = broken if found_inf is None else torch.as_tensor(found_inf).to(norm.device) + broken
+            self._grad_norm = norm / scale
+        for opt in self.chained_optimizers:
+            _step_scaled(opt, found_inf, grad_scale)
+        return loss
+
+    def flush(self) -> None:
+        """`flush()` of each optimizer."""
+        for opt in self.chained_optimizers:
+            opt.flush()
+
+    def refresh_masters(self) -> None:
+        """`refresh_masters()` of each optimizer."""
+        for opt in self.chained_optimizers:
+            opt.refresh_masters()
+
+    def close(self) -> None:
+        """`close()` of each optimizer."""
+        for opt in self.chained_optimizers:
+            opt.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for opt in self.chained_optimizers:
+            opt.__exit__(*raised)
+
+    def statistics(self) -> dict[str, float]:
+        """`statistics()` of each optimizer, added up; steps, those skipped and the norm are of the chain."""
+        found: Counter[str] = Counter()
+        for opt in self.chained_optimizers:
+            found.update(opt.statistics())
+        told: dict[str, float] = {name: value for name, value in found.items() if name != "grad_norm"}
+        told |= {"steps": told["steps"] // len(self.chained_optimizers), "skipped_steps": self.skipped_steps}
+        norm = self.grad_norm
+        return told if norm is None else {**told, "grad_norm": norm}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of all groups: parameters are counted through the chain."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state: dict[Any, Any] = {}
+        groups: list[dict[str, Any]] = []
+        begin = 0
+        for opt in self.chained_optimizers:
+            own = opt.state_dict()
+            state |= {key + begin if isinstance(key, int) else key: entry for key, entry in own["state"].items()}
+            groups += [{**group, "params": [key + begin for key in group["params"]]} for group in own["param_groups"]]
+            begin += sum(len(group["params"]) for group in own["param_groups"])
+        made = {"state": state, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            made = post_hook(self, made) or made
+        return made
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; each optimizer takes its groups, and refuses what is not of its rule and formats."""
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state_dict has {len(groups)} param_groups, the chain has {len(self.param_groups)}; allowed: one "
+                "of a chain with the same optimizers"
+            )
+        ends = accumulate((len(opt.param_groups) for opt in self.chained_optimizers), initial=0)
+        for opt, (begin, end) in zip(self.chained_optimizers, pairwise(ends), strict=True):
+            own = [dict(group) for group in groups[begin:end]]
+            keys = {key for group in own for key in group["params"]}
+            state = {key: entry for key, entry in state_dict["state"].items() if key in keys}
+            opt.load_state_dict({"state": state, "param_groups": own})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+class ChainedState(MutableMapping[Any, Any]):
+    """What the optimizers of a chain have as `state`, by parameter: a view."""
+
+    def __init__(self, optimizers: Sequence[FusedOptimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, param: Any) -> Any:
+        for opt in self._optimizers:
+            if any(param is one for group in opt.param_groups for one in group["params"]):
+                return opt.state
+        for opt in self._optimizers:  # pieces of zk.shard that stand for parameters
+            if param in opt.state:
+                return opt.state
+        raise KeyError(param)
+
+    def __getitem__(self, param: Any) -> Any:
+        return self._of(param)[param]
+
+    def __setitem__(self, param: Any, entry: Any) -> None:
+        self._of(param)[param] = entry
+
+    def __delitem__(self, param: Any) -> None:
+        del self._of(param)[param]
+
+    def __iter__(self) -> Iterator[Any]:
+        for opt in self._optimizers:
+            yield from list(opt.state)
+
+    def __len__(self) -> int:
+        return sum(len(opt.state) for opt in self._optimizers)
+
+
+def unchained(opts: Any) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of a chain, of a sequence of optimizers and chains, or the one that it is.
+
+    >>> import zerokern as zk
+    >>> one, other = (zk.SGD([torch.nn.Parameter(torch.ones(1))]) for _ in range(2))
+    >>> unchained([ChainedOptimizer([one]), other]) == [one, other], unchained(None)
+    (True, [])
+    """
+    while isinstance(getattr(opts, "optimizer", None), torch.optim.Optimizer):  # what a framework has wrapped
+        opts = opts.optimizer
+    if isinstance(opts, ChainedOptimizer):
+        return list(opts.chained_optimizers)
+    if isinstance(opts, Sequence):
+        return [one for opt in opts for one in unchained(opt)]
+    return [] if opts is None else [opts]
+
+
+def _is_of_ranks(param: Tensor) -> bool:
+    return shard_of(param) is not None or is_divided(param)
+
+
+def _step_scaled(opt: FusedOptimizer, found_inf: Any, grad_scale: Any) -> None:
+    """A step of one optimizer, told as GradScaler tells it."""
+    opt.found_inf, opt.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
+    try:
+        opt.step()
+    finally:
+        del opt.found_inf, opt.grad_scale  # type: ignore[attr-defined]

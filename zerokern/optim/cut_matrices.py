@@ -1,0 +1,160 @@
+"""Matrices of which ranks have parts (stage 3): each comes together on one rank, which orthogonalizes it.
+
+It goes round by round, with a matrix for each rank. A rank moves the averages of its own parts, and sends what results
+to the matrices' owners, in `ns_dtype`; they send back the orthogonal factors, which each applies to its own parts. An
+owner sums squares again over all it has received: in chunks of the whole matrix, so that it has the bits of a rank that
+never cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.comm import Group, during
+from zerokern.zero.partition import shards_parameters, work_of
+from zerokern.zero.shard import Shard
+
+__all__ = ["CutMatrix", "Round", "exchange_groups", "parts_of_matrices", "rounds_of"]
+
+
+class CutMatrix(NamedTuple):
+    """A matrix that is cut, and what this rank has of it: `numel` elements, at `start` of what it has of the parameter.
+
+    `ends`: of each rank of the group, where its part of the matrix ends; the next one's begins there.
+    """
+
+    start: int
+    numel: int
+    height: int
+    width: int
+    name: str
+    ends: tuple[int, ...]
+    group: Group
+
+    @property
+    def record(self) -> None:
+        """The record that holds its state: none, for records would cut it otherwise."""
+
+    def span(self, rank: int) -> slice:
+        """Returns which elements of the matrix a rank has."""
+        return slice(self.ends[rank - 1] if rank else 0, self.ends[rank])
+
+
+def group_of(shard: Shard) -> Group | None:
+    """Returns the ranks that have parts of a parameter and bring its matrices together; None: nobody does."""
+    bucket = shard.gradients
+    if bucket is None or not shards_parameters(shard.sharding.stage) or bucket.group.size == 1:
+        return None
+    found: Group = bucket.group
+    return found
+
+
+def exchange_groups(shards: Sequence[Shard]) -> list[Group]:
+    """Returns the groups of ranks that bring matrices of these parameters together."""
+    groups = [group for shard in shards if (group := group_of(shard)) is not None]
+    return list({id(group): group for group in groups}.values())
+
+
+def parts_of_matrices(shard: Shard, matrices: Sequence[Any]) -> list[CutMatrix]:
+    """Returns what this rank has of each of a parameter's matrices, whether it has any of it or not."""
+    group, bucket = group_of(shard), shard.gradients
+    assert group is not None
+    offset, each = bucket.entries[shard.place].place.offset, bucket.bucket.shard_numel
+    found = []
+    for number, one in enumerate(matrices):
+        ends = tuple(min(max((rank + 1) * each - offset - one.start, 0), one.numel) for rank in range(group.size))
+        begin = ends[group.rank - 1] if group.rank else 0
+        numel = ends[group.rank] - begin
+        start = one.start + begin - shard.start if numel else 0
+        name = shard.name if len(matrices) == 1 else f"{shard.name}[{number}]"
+        found.append(CutMatrix(start, numel, one.height, one.width, name, ends, group))
+    return found
+
+
+class Round(NamedTuple):
+    """Matrices that are orthogonalized beside each other: the first belongs to rank 0, the next to rank 1, and so on.
+
+    `rows`: of a table, one for each.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    rows: Sequence[int]
+    parts: Sequence[CutMatrix]
+
+    @property
+    def own(self) -> CutMatrix | None:
+        """The matrix that this rank orthogonalizes."""
+        rank = self.group.rank
+        return self.parts[rank] if rank < len(self.parts) else None
+
+    @property
+    def numel(self) -> int:
+        """The elements in memory here: of this rank's matrix, and of its parts of the others."""
+        others = sum(part.numel for rank, part in enumerate(self.parts) if rank != self.group.rank)
+        return others + (0 if self.own is None else self.own.height * self.own.width)
+
+    def divide(self, memory: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Returns in this memory the matrix of this rank, 1-D, and its parts of all matrices of the round.
+
+        Its part of its own matrix lies in its place there.
+        """
+        own, found = self.own, []
+        at = 0 if own is None else own.height * own.width
+        matrix = memory[:at]
+        for rank, part in enumerate(self.parts):
+            if rank == self.group.rank:
+                found.append(matrix[part.span(rank)])
+            else:
+                found.append(memory[at : at + part.numel])
+                at += part.numel
+        return matrix, found
+
+    def gather(self, matrix: Tensor, parts: Sequence[Tensor]) -> None:
+        """Brings each matrix together on its owner. On a device the current stream waits."""
+        of_others, of_own = self._by_rank(matrix, parts)
+        self._move(of_own, of_others, "directions")
+
+    def scatter(self, matrix: Tensor, parts: Sequence[Tensor]) -> None:
+        """Divides each matrix between all ranks again."""
+        of_others, of_own = self._by_rank(matrix, parts)
+        self._move(of_others, of_own, "orthogonal factors")
+
+    def _by_rank(self, matrix: Tensor, parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns by rank what this one has of that rank's matrix, and that rank's part of this one's matrix."""
+        size, nothing, own = self.group.size, matrix[:0], self.own
+        mine = [nothing] * size if own is None else [matrix[own.span(rank)] for rank in range(size)]
+        return [*parts, *[nothing] * (size - len(parts))], mine
+
+    def _move(self, receives: list[Tensor], sends: list[Tensor], what: str) -> None:
+        names = ", ".join(part.name for part in self.parts)
+        with during("opt.step", of=f"{what} of {names}"):
+            self.group.all_to_all(receives, sends).wait()
+
+
+def rounds_of(rows: Sequence[tuple[int, CutMatrix, torch.dtype]]) -> list[Round]:
+    """Divides rows into rounds, the same on all ranks.
+
+    Those with most work come first, as many at a time as there are ranks. So ranks wait for each other, over all
+    rounds, for no longer than the first one takes.
+
+    >>> import torch
+    >>> group = Group(0, 2, torch.device("cpu"), "two")
+    >>> parts = [CutMatrix(0, 8, height, 4, "", (8, 4 * height), group) for height in (4, 8, 8)]
+    >>> [one.rows for one in rounds_of([(row, part, torch.float32) for row, part in enumerate(parts)])]
+    [[1, 2], [0]]
+    """
+    kinds: dict[tuple[int, torch.dtype], list[tuple[int, CutMatrix]]] = {}
+    for row, part, dtype in rows:
+        kinds.setdefault((id(part.group), dtype), []).append((row, part))
+    found = []
+    for (_, dtype), mine in kinds.items():
+        group = mine[0][1].group
+        mine.sort(key=lambda pair: -work_of((pair[1].height, pair[1].width)))
+        for some in (mine[at : at + group.size] for at in range(0, len(mine), group.size)):
+            found.append(Round(group, dtype, [row for row, _ in some], [part for _, part in some]))
+    return found

@@ -1,0 +1,113 @@
+"""What Muon costs beside the bytes of its state: its iteration's flops by rank, its memory, and what is sent for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zerokern.zero.partition import Bucket, Member, work_of
+
+__all__ = ["Iteration", "MatrixShape", "most_loaded", "workspace_nbytes"]
+
+_SUMMED_IN = 8  # bytes of a float64 sum of squares
+
+
+class MatrixShape(NamedTuple):
+    """The matrices, `split` of them, that one parameter consists of; each is orthogonalized by itself.
+
+    >>> MatrixShape(2, 4, 3).numel, MatrixShape(2, 4, 3).work == 3 * MatrixShape(4, 2).work
+    (24, True)
+    """
+
+    rows: int
+    columns: int
+    split: int = 1
+
+    @classmethod
+    def of(cls, shape: Sequence[int], split: int = 1) -> MatrixShape:
+        """Returns those of a parameter of this shape that consists of so many along its first dimension.
+
+        >>> MatrixShape.of((12, 4), 3), MatrixShape.of((8, 6, 4), 8)
+        (MatrixShape(rows=4, columns=4, split=3), MatrixShape(rows=6, columns=4, split=8))
+        """
+        *_, rows, columns = shape
+        return cls(rows * (shape[0] if len(shape) == 3 else 1) // split, columns, split)
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns * self.split
+
+    @property
+    def work(self) -> int:
+        """As the partition counts it."""
+        return max(1, work_of((self.rows * self.split, self.columns), self.split))
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Muon's part of a plan at one stage: which parameters are whole matrices, and what their update costs.
+
+    `numel` of `matrices` parameters, with `rest` others for AdamW. `flops`: of all matrices once; `rank_flops`: of the
+    rank that has most of them to do in a step. `imbalance`: by what part of the average that is more; 0 where all
+    compute all (stage 0). `padding`: elements that are sent because matrices are not cut (stages 1 and 2). `workspace`:
+    bytes beside the state while matrices are orthogonalized, one at a time. `exchanged`: bytes that all ranks together
+    send each other in a step because they have parts of matrices (stage 3).
+
+    >>> import zerokern as zk
+    >>> muon = zk.plan("llama-3-8b", optimizer="muon", world=8).muon
+    >>> muon.matrices, muon.rest, f"{muon.rank_flops / muon.flops:.4f}", muon.padding, muon.imbalance
+    (224, 67, '0.1250', 0, 0.0)
+    """
+
+    dtype: str
+    matrices: int
+    numel: int
+    rest: int
+    rest_numel: int
+    flops: int
+    rank_flops: int
+    imbalance: float
+    padding: int
+    workspace: int
+    exchanged: int = 0
+
+
+def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int) -> tuple[int, int]:
+    """Returns the rank that has most elements of matrices that are not cut, and the work of the rank that has most.
+
+    >>> from zerokern.zero.partition import partition
+    >>> some = [Member(256, "float32", work=1), Member(512, "float32", work=2)]
+    >>> most_loaded(some, partition(some, world=2), 2)
+    (0, 2)
+    """
+    numels, works = [0] * world, [0] * world
+    for bucket in buckets:
+        for place in bucket.places:
+            if members[place.param].work and bucket.trainable:
+                rank = place.offset // bucket.shard_numel
+                numels[rank] += place.numel
+                works[rank] += members[place.param].work
+    return numels.index(max(numels)), max(works)
+
+
+def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = False) -> int:
+    """Returns the bytes of one matrix that is orthogonalized, the largest: itself, its sums of squares, and what the
+    iteration needs beside. `cut`: ranks have parts of matrices, so that beside its own lie a rank's parts of others,
+    together about one more.
+
+    >>> workspace_nbytes([MatrixShape(10, 4)], "float32") == 4 * (40 + 72) + 8
+    True
+    """
+    if not shapes:
+        return 0
+    import torch
+
+    from zerokern.kernels.orthogonal import workspace_numel
+    from zerokern.kernels.reference import SUMSQ_CHUNK
+
+    itemsize = getattr(torch, dtype).itemsize
+    sizes = {(one.rows, one.columns) for one in shapes}
+    room = max(workspace_numel(torch.empty(size, device="meta")) for size in sizes)
+    largest = max(rows * columns for rows, columns in sizes)
+    return (largest * (2 if cut else 1) + room) * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)
