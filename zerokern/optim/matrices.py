@@ -14,7 +14,7 @@ from torch import Tensor
 from zerokern.core.errors import CommError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.kernels.cpu import sumsq_chunks
-from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonalize_
+from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
@@ -339,7 +339,7 @@ class MatrixTable:
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         how = self._iterations[row]
-        orthogonalize_(matrix, sums, coefficients=how["coefficients"], steps=how["steps"], eps=how["eps"])
+        iterate_(matrix, sums, how["coefficients"], how["steps"], how["eps"])
 
     def _arrange(self, row: int) -> tuple[Tensor, Tensor]:
         """Points the tables of a row at what it is about; returns the matrix between them, and its sums of squares."""
