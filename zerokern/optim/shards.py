@@ -96,6 +96,7 @@ class Shards:
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
+        self._memories = {id(one.gradients.memory) for one in self.shards if one.gradients is not None}
         self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
@@ -463,7 +464,14 @@ class Shards:
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
-                sharding.publish()
+                sharding.publish() if sharding.publisher is None else sharding.publish(self.gathers)
+
+    def gathers(self, memory: Any) -> bool:
+        """Whether ranks have parts of an update of this bucket: others are of optimizers that gather them themselves.
+
+        The same on all ranks, whatever has a gradient.
+        """
+        return id(memory) in self._memories
 
 
 def _refuse_int8(shards: Iterable[Shard]) -> None:

@@ -185,7 +185,7 @@ class Update:
         if program.has("Store", "state"):
             yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, taken):
-            if sharding.publisher.gathers(memory):
+            if sharding.publisher.gathers(memory) and shards.gathers(memory):
                 yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
 
     def _actions_of(
@@ -236,7 +236,7 @@ class Update:
             if beside:
                 others["streamed_nbytes"] = _streamed_nbytes(part, survey.row_of, binding)
             spans.append(_span_of(part, survey.row_of, binding, fetched=part.name in tickets, **others))
-        spans = _with_others(spans, buckets_of(shards, taken))
+        spans = _with_others(spans, buckets_of(shards, taken), shards)
         if self.parts[0].name == ALL:
             lane = "cpu" if survey.device is None else "device"
             return resident(spans, lane, **binding.on_disk(0), on_disk=streams)
@@ -319,14 +319,15 @@ def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any
             yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
 
 
-def _with_others(spans: Sequence[Span], buckets: Iterable[tuple[Any, Any, str]]) -> list[Span]:
+def _with_others(spans: Sequence[Span], buckets: Iterable[tuple[Any, Any, str]], shards: Shards) -> list[Span]:
     """Orders spans as the models' buckets are; adds a span for each bucket that is gathered and not updated."""
     by_name = {span.name: span for span in spans}
     found = []
     for sharding, memory, name in buckets:
         span = by_name.pop(name, None)
         again = shards_parameters(sharding.stage)
-        if span is None and (sharding.publisher.gathers(memory) or (again and not memory.group.alone)):
+        gathered = sharding.publisher.gathers(memory) and shards.gathers(memory)
+        if span is None and (gathered or (again and not memory.group.alone)):
             span = Span(name, 0, unit=memory.bucket.unit if again else None, **_gathered(sharding, memory))
         found += [] if span is None else [span]
     return [*by_name.values(), *found]

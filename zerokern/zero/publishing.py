@@ -142,10 +142,10 @@ class Publisher:
             updated = map(operator.ne, known, self._announced)
             torch.autograd.graph.increment_version(list(compress(self._read, updated)))
 
-    def gather_all(self) -> None:
-        """Gather all buckets, where ranks updated a part each, and wait for them."""
+    def gather_all(self, updated: Callable[[BucketMemory], bool] | None = None) -> None:
+        """Gather all buckets, or those that were `updated`, where ranks updated a part each, and wait for them."""
         handles = []
-        for memory in filter(self.gathers, self._memories):
+        for memory in filter(updated, filter(self.gathers, self._memories)):
             handle, recorder = self.launch_gather(memory), memory.recorder
             size = memory.group.size
             handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))

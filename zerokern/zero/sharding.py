@@ -299,10 +299,13 @@ class Sharding:
         if self.in_pass():
             self.reduction.joins_backward()
 
-    def publish(self) -> None:
-        """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
+    def publish(self, updated: Callable[[BucketMemory], bool] | None = None) -> None:
+        """Let all ranks see what an optimizer has written into the pieces. Every rank calls it.
+
+        `updated`: in which buckets, where it is not all.
+        """
         self.begin_publishing()
-        self.publisher.gather_all()
+        self.publisher.gather_all(updated)
 
     def begin_publishing(self) -> None:
         """Publishes without the gathers, which the caller makes in the order of the buckets."""
