@@ -100,7 +100,7 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     """
     shape, split = tuple(shape), check_split(split)
     if placed:
-        do = "a DTensor's matrix is divided between ranks; zk.AdamW steps it, or zk.shard(model) instead of fully_shard"
+        do = "Tensor parallelism and fully_shard divide matrices; zk.AdamW steps parts, zk.shard(whole=) makes none"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
     if len(shape) == 3:
         if split == (height := max(1, shape[0])):
