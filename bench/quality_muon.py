@@ -213,8 +213,9 @@ def report(record: Record) -> None:
     found = summarize(record.rows)
     print(f"\nlearning rates, tuned on another seed: {found['lr']}")
     for one in found["seeds"]:
-        said = "not within AdamW's" if one["share"] is None else f"{one['share']:.0%} of AdamW's"
-        print(f"seed {one['seed']}: held out {one['adamw']:.4f} with AdamW, {one['muon']:.4f} with Muon; tokens {said}")
+        said = f"not within {max(PARTS):.0%}" if one["share"] is None else f"{one['share']:.0%}"
+        print(f"seed {one['seed']}: held out {one['adamw']:.4f} with AdamW; {one['muon']:.4f} with Muon after", end=" ")
+        print(f"{max(PARTS):.0%} of the tokens, of which it needs {said} for AdamW's loss")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
