@@ -79,11 +79,11 @@ struct Accumulate {
                     store_as<T>(dst, i + j, sum, streamed);
                     store_as<T>(copy, j, sum, false);
                 }
-                lanes.add(copy, PART);
+                lanes.template add<true>(copy, PART);
             }
             const int64_t whole = (stop - i) / Lanes::LANES * Lanes::LANES;
             run(dst, sources, n, i, stop, add_to, scale, false);
-            lanes.add(at<char>(dst, i * TO_BYTES), whole);
+            lanes.template add<true>(at<char>(dst, i * TO_BYTES), whole);
             *sums = lanes.total(at<char>(dst, (i + whole) * TO_BYTES), stop - i - whole);
             i = stop;
         }

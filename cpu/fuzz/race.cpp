@@ -54,6 +54,39 @@ struct Step {
     }
 };
 
+// Muon's pass, whose sums of squares are added up by whichever thread takes a chunk.
+struct Direction {
+    std::vector<float> grad, exp_avg, out;
+    std::vector<double> sums;
+
+    explicit Direction(const std::vector<float> &gradient)
+        : grad(gradient), exp_avg(gradient), out(NUMEL), sums(NUMEL / ZK_SUMSQ_CHUNK + 1) {}
+
+    int run() {
+        zk_group group{};
+        group.algorithm = ZK_MUON;
+        group.grad = group.state = group.out = ZK_F32;
+        group.master = ZK_MASTER_NONE;
+        group.param = ZK_BF16;
+        group.flags = ZK_NESTEROV;
+        group.momentum = 0.9;
+        group.step = 1;
+        zk_segment segment{};
+        segment.grad = grad.data();
+        segment.exp_avg = exp_avg.data();
+        segment.exp_avg_sq = sums.data();
+        segment.out = out.data();
+        segment.numel = NUMEL;
+        const float scale = -0.5f;
+        int64_t bad = 0;
+        return zk_update(&segment, 1, &group, 1, &scale, &bad);
+    }
+
+    bool operator==(const Direction &other) const {
+        return exp_avg == other.exp_avg && out == other.out && sums == other.sums;
+    }
+};
+
 double sum_of(const std::vector<float> &values) {
     const void *source = values.data();
     const int64_t numel = static_cast<int64_t>(values.size());
@@ -63,11 +96,15 @@ double sum_of(const std::vector<float> &values) {
     return sum;
 }
 
-void call(uint64_t rounds, uint64_t seed, const Step &expected, double expected_sum, std::atomic<uint64_t> &done) {
+void call(uint64_t rounds, uint64_t seed, const Step &expected, const Direction &expected_direction,
+          double expected_sum, std::atomic<uint64_t> &done) {
     for (uint64_t i = 0; i < rounds; ++i) {
         Step step(seed);
         if (step.run() != ZK_OK || !(step == expected))
             fuzz::fail("zk_update", i, "another result than a single thread's", 0);
+        Direction direction(step.grad);
+        if (direction.run() != ZK_OK || !(direction == expected_direction))
+            fuzz::fail("zk_update of Muon", i, "another result than a single thread's", 0);
         if (sum_of(step.grad) != expected_sum) fuzz::fail("zk_sumsq", i, "another result than a single thread's", 0);
         std::vector<float> copy(NUMEL);
         const void *source = step.grad.data();
@@ -90,11 +127,14 @@ int main(int argc, char **argv) {
     zk_threads_set(1);
     Step expected(seed);
     expected.run();
+    Direction expected_direction(expected.grad);
+    expected_direction.run();
     const double expected_sum = sum_of(expected.grad);
 
     std::atomic<uint64_t> done{0}, changes{0};
     std::vector<std::thread> threads;
-    for (int i = 0; i < CALLERS; ++i) threads.emplace_back([&] { call(rounds, seed, expected, expected_sum, done); });
+    for (int i = 0; i < CALLERS; ++i)
+        threads.emplace_back([&] { call(rounds, seed, expected, expected_direction, expected_sum, done); });
     std::thread meddler([&] {
         const std::vector<const char *> sets = fuzz::usable_sets();
         fuzz::Random random(seed);
@@ -112,6 +152,6 @@ int main(int argc, char **argv) {
     for (std::thread &thread : threads) thread.join();
     meddler.join();
     std::printf("pool           %9llu calls from %d threads, %llu changes of threads and instruction set meanwhile\n",
-                static_cast<unsigned long long>(3 * done), CALLERS, static_cast<unsigned long long>(changes));
+                static_cast<unsigned long long>(4 * done), CALLERS, static_cast<unsigned long long>(changes));
     return 0;
 }

@@ -1,77 +1,21 @@
-// Muon's element-wise half: the average moves, the direction is written for the iteration that follows, and its squares
-// are added up on the way. No parameter is touched.
-//   m' = m + (1 - momentum) (g - m)      u = nesterov ? g + momentum (m' - g) : m'
-// Both are torch.lerp's: one fused multiply-add from the nearer end. u is of m' before it is rounded to a lossy state.
+// Muon's element-wise half over spans, in every format and on every set: muon/rule.inl.h says what is computed.
 #pragma once
 
-#include "accumulate/accumulate.inl.h"
+#include "muon/rule.inl.h"
+#if defined(ZK_LIFT)
+#include "muon/fused.inl.h"
+#endif
 
 namespace zk {
 namespace ZK_NS {
 namespace {
 
-struct MuonRule {
-    F scale, weight, rest;  // of the average, and of the direction, each from its nearer end
-    bool from_grad, nesterov, near_grad, lifts;
-
-    explicit MuonRule(const Scalars &k)
-        : scale(set1(k.scale)),
-          weight(set1(k.w1 < 0.5f ? k.w1 : -k.momentum)),
-          rest(set1(k.momentum < 0.5f ? k.momentum : -(1.0f - k.momentum))),
-          from_grad(k.w1 >= 0.5f),
-          nesterov(k.nesterov),
-          near_grad(k.momentum < 0.5f),
-          lifts(!from_grad && !near_grad) {}
-
-    // g is scaled; m becomes m'.
-    ZK_INLINE void usual(const F (&g)[Q], F (&m)[Q], F (&u)[Q]) const {
-        F gap[Q];
-        for (int j = 0; j < Q; ++j) gap[j] = sub(g[j], m[j]);
-        if (from_grad) {
-            for (int j = 0; j < Q; ++j) m[j] = g[j];
-        }
-        for (int j = 0; j < Q; ++j) m[j] = fma(weight, gap[j], m[j]);
-        for (int j = 0; j < Q; ++j) u[j] = m[j];
-        if (!nesterov) return;
-        for (int j = 0; j < Q; ++j) gap[j] = sub(m[j], g[j]);
-        if (near_grad) {
-            for (int j = 0; j < Q; ++j) u[j] = g[j];
-        }
-        for (int j = 0; j < Q; ++j) u[j] = fma(rest, gap[j], u[j]);
-    }
-
-#if defined(ZK_LIFT)
-    // x - weight x in whole units, of fewer than 2^23: where it is rounded, the last bit is one unit.
-    ZK_INLINE static F decayed(F minus_weight, F units) {
-        const F magnitude = abs(units), lifted = add(magnitude, set1(0x1p23f));
-        return with_sign_of(sub(fma(minus_weight, magnitude, lifted), set1(0x1p23f)), units);
-    }
-    ZK_INLINE void decay(F &m_units, F &u_units) const {
-        m_units = decayed(sub(set1(0.0f), weight), m_units);
-        u_units = nesterov ? decayed(rest, m_units) : m_units;
-    }
-    // Denormal lanes whose gradient is 0 go by units, and 0 stands for them among the others.
-    ZK_INLINE void lifted(const F (&g)[Q], F (&m)[Q], F (&u)[Q]) const {
-        M low[Q];
-        F units[Q], direction[Q];
-        for (int j = 0; j < Q; ++j) {
-            low[j] = both(is_denormal(m[j]), equal(g[j], set1(0.0f)));
-            units[j] = choose(low[j], units_of(m[j]), set1(0.0f));
-            m[j] = choose(low[j], set1(0.0f), m[j]);
-            decay(units[j], direction[j]);
-        }
-        usual(g, m, u);
-        for (int j = 0; j < Q; ++j) {
-            m[j] = choose(low[j], denormal_of(units[j]), m[j]);
-            u[j] = choose(low[j], denormal_of(direction[j]), u[j]);
-        }
-    }
-#endif
-};
-
 template <int S, int O>
 struct Muon {
     using Lanes = SquareLanes<O>;
+#if defined(ZK_LIFT)
+    using Squares = FusedSquares<O>;
+#endif
     static constexpr bool CODED = S == ZK_INT8;
     static constexpr int STATE_BYTES = S == ZK_F32 ? 4 : S == ZK_BF16 ? 2 : 1, OUT_BYTES = O == ZK_F32 ? 4 : 2;
     static constexpr int64_t PART = 1024 / OUT_BYTES;  // elements whose squares are added at a time, of whole tiles
@@ -147,24 +91,35 @@ struct Muon {
         for (int j = 0; j < Q; ++j) m[j] = mul(m[j], scale);
     }
 
-    ZK_INLINE static void update_block(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t base,
-                                       char *copy, Coded &to) {
+    // `put(i, u)` writes directions. False where they have been written, to `copy` too if they are streamed.
+    template <class Put>
+    ZK_INLINE static bool update_block(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t base,
+                                       [[maybe_unused]] char *copy, Coded &to, const Put &put_direction) {
         const float before = s.exp_avg_scale[base / ZK_BLOCK];
         to.in_units = false;
 #if defined(ZK_LIFT)
-        if (__builtin_expect(bits_of(before) - 1 < bits_of(0x1p-110f), 0) && rule.lifts)
-            return small_block(s, k, rule, base, before, copy, to);
+        if (__builtin_expect(bits_of(before) - 1 < bits_of(0x1p-110f), 0) && rule.lifts) {
+            small_block(s, k, rule, base, before, copy, to);
+            return false;
+        }
 #endif
         F most = set1(0.0f);
-        for (int v = 0; v < VECTORS; v += Q, copy += STEP * OUT_BYTES) {
+        for (int v = 0; v < VECTORS; v += Q) {
             F g[Q], m[Q], u[Q];
             load_coded(s, k, rule, base + v * W, set1(before), g, m);
             rule.usual(g, m, u);
-            store_direction<true>(s, k, base + v * W, copy, u);
+            put_direction(base + v * W, u);
             for (int j = 0; j < Q; ++j) to.averages[v + j] = m[j];
             for (int j = 0; j < Q; ++j) most = max_bits(most, abs(m[j]));
         }
         to.scale = reduce_max(most);
+        return true;
+    }
+    ZK_INLINE static void update_block(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t base,
+                                       char *copy, Coded &to) {
+        update_block(s, k, rule, base, copy, to, [&](int64_t i, const F(&u)[Q]) {
+            store_direction<true>(s, k, i, copy + (i - base) * OUT_BYTES, u);
+        });
     }
 
 #if defined(ZK_LIFT)
@@ -177,48 +132,119 @@ struct Muon {
         store_step<true>(s, k, i, copy, m, u);
     }
 
-    // All streams are of words: even and odd elements are a shift and a mask away from being fp32, without permutes.
-    static constexpr bool ALTERNATES = S == ZK_BF16 && O == ZK_BF16;
-    ZK_INLINE static void widen_alternate(const uint16_t *p, F (&x)[Q]) {
-        for (int j = 0; j < Q; j += 2) {
-            const I pair = load_512(p + j * W);
-            x[j] = floats(_mm512_slli_epi32(pair, 16));
-            x[j + 1] = floats(_mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+    // Of 64 elements that are usual; `copy` has room for their direction. Where they are not, another function does it
+    // all from memory: averages or directions that are denormal or 0, and NaNs.
+    template <int G>
+    ZK_INLINE static void fused_step(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t i, char *copy,
+                                     const Fixed &f, Squares &squares) {
+        constexpr Order ORDER = S == ZK_BF16 && O == ZK_BF16 && G == ZK_BF16 ? Order::alternate : Order::natural;
+        F g[Q], m[Q], u[Q];
+        load_pairs<ORDER, G>(f, s.grad, i, g);
+        load_pairs<ORDER, S>(f, s.exp_avg, i, m);
+        for (int j = 0; j < Q; ++j) g[j] = mul(g[j], rule.scale);
+        bool usual = !rule.lifts || all_normal<S>(f, at<char>(s.exp_avg, i * STATE_BYTES), m);
+        rule.usual(g, m, u);
+        if constexpr (O == ZK_F32) usual &= !any_nan(u);  // where m' is one, u is
+        I average[Q];
+        rounded<S>(f, m, average);
+        if constexpr (O == ZK_BF16) {
+            I direction[Q];
+            rounded<O>(f, u, direction);
+            const I first = upper_words_of<ORDER>(f, direction[0], direction[1]),
+                    second = upper_words_of<ORDER>(f, direction[2], direction[3]);
+            if (__builtin_expect(!(usual && all_usual_words(f, first, second)), 0))
+                return rare(s, k, rule, i, copy, squares);
+            store_words(s, k, f, i, first, second, squares);
+        } else {
+            if (__builtin_expect(!usual, 0)) return rare(s, k, rule, i, copy, squares);
+            store_values(s, k, i, u, squares);
+        }
+        if constexpr (S == ZK_BF16) {
+            store_512(at<uint16_t>(s.exp_avg, i), upper_words_of<ORDER>(f, average[0], average[1]));
+            store_512(at<uint16_t>(s.exp_avg, i + 2 * W), upper_words_of<ORDER>(f, average[2], average[3]));
+        } else {
+            for (int j = 0; j < Q; ++j) store_512(at<float>(s.exp_avg, i + j * W), average[j]);
         }
     }
-    // To nearest even, no NaNs.
-    ZK_INLINE static I nudged(F x) {
-        const I bits = ints(x);
-        return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)),
-                                _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1)));
+    ZK_INLINE static void rare(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t i, char *copy,
+                               Squares &squares) {
+        rare_step(s, k, rule, i, copy);
+        add_written(s, k, i, copy, squares);
     }
-    ZK_INLINE static I joined_words(F even, F odd) {
-        return _mm512_mask_mov_epi16(_mm512_srli_epi32(nudged(even), 16), 0xAAAAAAAAu, nudged(odd));
+    // Squares of 64 directions that have been written, whatever they are.
+    ZK_INLINE static void add_written(const zk_segment &s, const Scalars &k, int64_t i, const char *copy,
+                                      Squares &squares) {
+        __m512d sums[8];
+        for (int c = 0; c < 8; ++c) sums[c] = squares.sums[c];  // or they would be in memory all the time
+        Squares::add_any(k.stream_out ? copy : at<char>(s.out, i * OUT_BYTES), sums);
+        for (int c = 0; c < 8; ++c) squares.sums[c] = sums[c];
     }
-    ZK_INLINE static void alternate_tile(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t base,
-                                         char *copy) {
-        for (int64_t i = base; i < base + TILE; i += STEP, copy += STEP * OUT_BYTES) {
-            F g[Q], m[Q], u[Q];
-            widen_alternate(at<uint16_t>(s.grad, i), g);
-            widen_alternate(at<uint16_t>(s.exp_avg, i), m);
-            for (int j = 0; j < Q; ++j) g[j] = mul(g[j], rule.scale);
-            const bool below = any_below_normal_magnitude(m) && rule.lifts;
-            rule.usual(g, m, u);
-            if (__builtin_expect(below || any_nan(u), 0)) {
-                rare_step(s, k, rule, i, copy);
-                continue;
+    ZK_INLINE static void store_words(const zk_segment &s, const Scalars &k, const Fixed &f, int64_t i, I first,
+                                      I second, Squares &squares) {
+        stream_or_store(at<uint16_t>(s.out, i), first, k.stream_out);
+        stream_or_store(at<uint16_t>(s.out, i + 2 * W), second, k.stream_out);
+        squares.add(f, first, 0);
+        squares.add(f, second, 1);
+    }
+    ZK_INLINE static void store_values(const zk_segment &s, const Scalars &k, int64_t i, const F (&u)[Q],
+                                       Squares &squares) {
+        for (int j = 0; j < Q; ++j) stream_or_store(at<float>(s.out, i + j * W), ints(u[j]), k.stream_out);
+        squares.add(u);
+    }
+    ZK_INLINE static void fused_direction(const zk_segment &s, const Scalars &k, const Fixed &f, int64_t i, char *copy,
+                                          const F (&u)[Q], Squares &squares) {
+        if constexpr (O == ZK_BF16) {
+            I words[Q];
+            rounded<O>(f, u, words);
+            const I first = upper_words_of<Order::natural>(f, words[0], words[1]),
+                    second = upper_words_of<Order::natural>(f, words[2], words[3]);
+            if (__builtin_expect(all_usual_words(f, first, second), 1))
+                return store_words(s, k, f, i, first, second, squares);
+        } else {
+            if (__builtin_expect(!any_nan(u), 1)) return store_values(s, k, i, u, squares);
+        }
+        store_direction<true>(s, k, i, copy, u);
+        add_written(s, k, i, copy, squares);
+    }
+
+    template <int G>
+    static __attribute__((noinline)) int64_t fused_tiles(const zk_segment &s, const Scalars &k, const MuonRule &rule,
+                                                         int64_t begin, int64_t end, Lanes &lanes) {
+        alignas(64) char copy[TILE * 4];
+        const Fixed f;
+        Squares squares = {};
+        int64_t i = begin;
+        if constexpr (CODED) {  // a block's codes are written while the next one is computed
+            Coded coded[2];
+            bool odd = false;
+            for (; i + TILE <= end; i += TILE, odd = !odd) {
+                for (int64_t j = 0; j < TILE; j += STEP) prefetch_step<G>(s, i + j);
+                const bool usual = update_block(s, k, rule, i, copy, coded[odd], [&](int64_t at, const F(&u)[Q]) {
+                    fused_direction(s, k, f, at, copy, u, squares);
+                });
+                if (__builtin_expect(!usual, 0)) {
+                    for (int64_t j = 0; j < TILE; j += STEP) add_written(s, k, i + j, copy + j * OUT_BYTES, squares);
+                }
+                if (i > begin) encode_block(s, i - TILE, coded[!odd]);
             }
-            for (int j = 0; j < Q; j += 2) {
-                const I direction = joined_words(u[j], u[j + 1]);
-                store_512(at<uint16_t>(s.exp_avg, i + j * W), joined_words(m[j], m[j + 1]));
-                if (k.stream_out) {
-                    store_512(copy + j * W * OUT_BYTES, direction);
-                    _mm512_stream_si512(reinterpret_cast<I *>(at<uint16_t>(s.out, i + j * W)), direction);
-                } else {
-                    store_512(at<uint16_t>(s.out, i + j * W), direction);
+            if (i > begin) encode_block(s, i - TILE, coded[!odd]);
+        } else {
+            for (; i + TILE <= end; i += TILE) {
+                for (int64_t j = 0; j < TILE; j += STEP) {
+                    prefetch_step<G>(s, i + j);
+                    fused_step<G>(s, k, rule, i + j, copy, f, squares);
                 }
             }
         }
+        const Squares all = squares;  // or they would be in memory all the time
+        all.give(lanes);
+        return i;
+    }
+    template <int G>
+    ZK_INLINE static void prefetch_step(const zk_segment &s, int64_t i) {
+        constexpr int64_t GRAD_BYTES = G == ZK_F32 ? 4 : 2;
+        prefetch_twice(at<char>(s.grad, i * GRAD_BYTES), STEP * GRAD_BYTES);
+        prefetch_twice(at<char>(s.exp_avg, i * STATE_BYTES), STEP * STATE_BYTES);
     }
 
     static bool is_idle(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t base) {
@@ -275,6 +301,10 @@ struct Muon {
     // Whole tiles, and the sums of their squares. A block's codes are written while the next one is computed.
     static int64_t whole_tiles(const zk_segment &s, const Scalars &k, const MuonRule &rule, int64_t begin, int64_t end,
                                Lanes &lanes) {
+#if defined(ZK_LIFT)
+        if (k.grad == ZK_BF16) return fused_tiles<ZK_BF16>(s, k, rule, begin, end, lanes);
+        if (k.grad == ZK_F32) return fused_tiles<ZK_F32>(s, k, rule, begin, end, lanes);
+#endif
         alignas(64) char copy[PART * OUT_BYTES];
         int64_t i = begin;
         if constexpr (CODED) {
@@ -287,7 +317,7 @@ struct Muon {
                     update_block(s, k, rule, i, copy + (i - part) * OUT_BYTES, coded[odd]);
                     if (i > begin) encode_block(s, i - TILE, coded[!odd]);
                 }
-                lanes.add(k.stream_out ? copy : at<char>(s.out, part * OUT_BYTES), i - part);
+                lanes.template add<true>(k.stream_out ? copy : at<char>(s.out, part * OUT_BYTES), i - part);
             }
             if (i > begin) encode_block(s, i - TILE, coded[!odd]);
         } else {
@@ -295,15 +325,9 @@ struct Muon {
                 const int64_t part = i;
                 for (; i + TILE <= end && i < part + PART; i += TILE) {
                     prefetch_tile(s, k, i);
-#if defined(ZK_LIFT)
-                    if (ALTERNATES && k.grad == ZK_BF16) {
-                        alternate_tile(s, k, rule, i, copy + (i - part) * OUT_BYTES);
-                        continue;
-                    }
-#endif
                     plain_tile(s, k, rule, i, copy + (i - part) * OUT_BYTES);
                 }
-                lanes.add(k.stream_out ? copy : at<char>(s.out, part * OUT_BYTES), i - part);
+                lanes.template add<true>(k.stream_out ? copy : at<char>(s.out, part * OUT_BYTES), i - part);
             }
         }
         return i;
@@ -351,7 +375,7 @@ struct Muon {
         std::memcpy(at<char>(s.exp_avg, base * STATE_BYTES), average, static_cast<size_t>(n * STATE_BYTES));
         std::memcpy(at<char>(s.out, base * OUT_BYTES), out, static_cast<size_t>(n * OUT_BYTES));
         const int64_t whole = n / Lanes::LANES * Lanes::LANES;
-        lanes.add(out, whole);
+        lanes.template add<true>(out, whole);
         *sum = lanes.total(out + whole * OUT_BYTES, n - whole);
     }
 };

@@ -33,11 +33,13 @@ struct SquareLanes {
             for (int j = 0; j < Q; ++j) sums[c + j] = add_square(sums[c + j], widen(x[j]));
         }
     }
-    // A multiple of LANES elements. The sums are in registers meanwhile, and in memory else.
+    // A multiple of LANES elements, from memory, or as they have just been written. The sums are in registers
+    // meanwhile, and in memory else.
+    template <bool IN_CACHE = false>
     ZK_INLINE void add(const void *p, int64_t numel) {
         SquareLanes local = *this;
         for (int64_t i = 0; i < numel; i += LANES) {
-            prefetch_span(p, i * WIDTH, LANES * WIDTH, AHEAD_BYTES);
+            if constexpr (!IN_CACHE) prefetch_span(p, i * WIDTH, LANES * WIDTH, AHEAD_BYTES);
             local.add_step(at<char>(p, i * WIDTH));
         }
         *this = local;

@@ -132,7 +132,7 @@ inline void store_f16(uint16_t *p, const F (&x)[Q]) { store_256(p, half_words(x)
 inline void stream_f16(uint16_t *p, const F (&x)[Q]) { _mm256_stream_si256(reinterpret_cast<I *>(p), half_words(x)); }
 inline void stream(float *p, F x) { _mm256_stream_ps(p, x); }
 inline void stream_fence() { _mm_sfence(); }
-inline void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+inline void prefetch(const void *p) { asm volatile("prefetcht0 %a0" : : "p"(p)); }  // see vec/avx512.h
 
 inline F join(I hi, I lo) { return floats(_mm256_add_epi32(_mm256_slli_epi32(hi, 16), lo)); }
 inline void load_split16(const uint16_t *hi, const int16_t *lo, F (&x)[Q]) {

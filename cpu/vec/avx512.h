@@ -136,6 +136,10 @@ inline I canonical_bits_of(F x) {
 inline I load_512(const void *p) { return _mm512_loadu_si512(p); }
 inline void store_512(void *p, I x) { _mm512_storeu_si512(p, x); }
 
+// How 32 elements lie in two vectors. In natural order they are the first and the second 16. Where no stream of the
+// step is wider than 16 bits, the even and the odd ones need no permutes: a shift and a mask take words apart.
+enum class Order { natural, alternate };
+
 // Word indices that interleave (low halves from the first operand, upper halves from the second) or take apart.
 struct Words {
     alignas(64) uint16_t join_low[32], join_high[32], even[32], odd[32], widen_low[32], widen_high[32];
@@ -156,11 +160,36 @@ constexpr Words make_words() {
 constexpr Words WORDS = make_words();
 inline I words(const uint16_t (&index)[32]) { return _mm512_load_si512(index); }
 
-// 32 words to the upper halves of two vectors.
+// 32 words to the upper halves of two vectors, and the even words followed by the odd ones. A permute of bytes takes
+// one slot of Intel's cores where one of words takes two.
+#if defined(ZK_VBMI)
+struct WordBytes {
+    alignas(64) uint8_t widen[2][64], apart[64];
+};
+constexpr WordBytes make_word_bytes() {
+    WordBytes t{};
+    for (int i = 0; i < 64; ++i) {
+        for (int half = 0; half < 2; ++half) t.widen[half][i] = static_cast<uint8_t>(32 * half + i / 4 * 2 + i % 2);
+        const int word = i / 2;
+        t.apart[i] = static_cast<uint8_t>(2 * (word < 16 ? 2 * word : 2 * (word - 16) + 1) + i % 2);
+    }
+    return t;
+}
+constexpr WordBytes WORD_BYTES = make_word_bytes();
+inline void widen_words(I x, F &a, F &b) {
+    a = floats(_mm512_maskz_permutexvar_epi8(0xCCCCCCCCCCCCCCCCull, _mm512_load_si512(WORD_BYTES.widen[0]), x));
+    b = floats(_mm512_maskz_permutexvar_epi8(0xCCCCCCCCCCCCCCCCull, _mm512_load_si512(WORD_BYTES.widen[1]), x));
+}
+inline I apart_words(I x) { return _mm512_permutexvar_epi8(_mm512_load_si512(WORD_BYTES.apart), x); }
+#else
+inline I apart_words(I x) {
+    return _mm512_permutexvar_epi16(_mm512_mask_blend_epi32(0xFF00, words(WORDS.even), words(WORDS.odd)), x);
+}
 inline void widen_words(I x, F &a, F &b) {
     a = floats(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, words(WORDS.widen_low), x));
     b = floats(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, words(WORDS.widen_high), x));
 }
+#endif
 inline I low_words(I a, I b) { return _mm512_permutex2var_epi16(a, words(WORDS.even), b); }
 inline I high_words(I a, I b) { return _mm512_permutex2var_epi16(a, words(WORDS.odd), b); }
 
@@ -207,7 +236,10 @@ inline void stream_f16(uint16_t *p, const F (&x)[Q]) {
 }
 inline void stream(float *p, F x) { _mm512_stream_ps(p, x); }
 inline void stream_fence() { _mm_sfence(); }
-inline void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+// Into the first cache, and into the second one. In assembly, as on all sets: GCC takes a function that does nothing
+// but prefetch for one without effects, and deletes the calls.
+inline void prefetch(const void *p) { asm volatile("prefetcht0 %a0" : : "p"(p)); }
+inline void prefetch_far(const void *p) { asm volatile("prefetcht1 %a0" : : "p"(p)); }
 
 // hi << 16 plus the signed low half: the sign of lo borrows from hi in the word domain, 32 elements an instruction.
 inline void join_words(I hi, I lo, F &a, F &b) {
@@ -275,6 +307,13 @@ inline void add_bf16_squares(const uint16_t *p, D (&sums)[4]) {
 inline void dstore(double *p, D x) {
     _mm512_storeu_pd(p, x.low);
     _mm512_storeu_pd(p + 8, x.high);
+}
+inline void load_bf16_lanes(const double *lanes, D (&sums)[4]) {
+    const I even = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14), odd = _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15);
+    for (int c = 0; c < 4; ++c) {
+        const __m512d first = _mm512_loadu_pd(lanes + 16 * c), second = _mm512_loadu_pd(lanes + 16 * c + 8);
+        sums[c] = {_mm512_permutex2var_pd(first, even, second), _mm512_permutex2var_pd(first, odd, second)};
+    }
 }
 inline void store_bf16_lanes(double *lanes, const D (&sums)[4]) {
     for (int c = 0; c < 4; ++c) {

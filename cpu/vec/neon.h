@@ -113,7 +113,7 @@ inline void stream_bf16(uint16_t *p, const F (&x)[Q]) {
 inline void stream_f16(uint16_t *p, const F (&x)[Q]) { store_f16(p, x); }
 inline void stream(float *p, F x) { store(p, x); }
 inline void stream_fence() {}
-inline void prefetch(const void *p) { __builtin_prefetch(p); }
+inline void prefetch(const void *p) { asm volatile("prfm pldl1keep, %a0" : : "p"(p)); }  // see vec/avx512.h
 
 // hi << 16 plus the signed low half.
 inline void join_words(uint16x8_t hi, int16x8_t lo, F &a, F &b) {

@@ -6,9 +6,6 @@ namespace zk {
 namespace ZK_NS {
 namespace {
 
-// How 32 elements lie in two vectors. In natural order they are the first and the second 16. Where no stream of the
-// step is wider than 16 bits, the even and the odd ones need no permutes: a shift and a mask take words apart.
-enum class Order { natural, alternate };
 struct Two {
     F a, b;
 };

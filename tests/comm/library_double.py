@@ -72,8 +72,9 @@ class LibraryDouble:
     def module(self) -> SimpleNamespace:
         """What `torch.distributed` is to the code under test."""
         there: dict[str, Any] = {
-            name: getattr(self, name) for name in ("all_reduce", "broadcast", "new_group", "get_rank", "get_world_size")
+            name: getattr(self, name) for name in ("all_reduce", "all_to_all", "broadcast", "new_group")
         }
+        there |= {"get_rank": self.get_rank, "get_world_size": self.get_world_size}
         there |= {"ReduceOp": dist.ReduceOp, "HashStore": lambda: self.store, "distributed_c10d": dist.distributed_c10d}
         there["PrefixStore"] = dist.PrefixStore
         if self.options is not None:
@@ -135,6 +136,18 @@ class LibraryDouble:
             output.copy_(total([part[span] for part in parts], op))
 
         return self._launch(group, "mean" if op == dist.ReduceOp.AVG else "scatter", input, output, finish)
+
+    def all_to_all(self, outputs: Any, inputs: Any, group: DoubleGroup, async_op: bool) -> DoubleWork:
+        assert async_op and len(outputs) == len(inputs) == self.size
+        given = torch.zeros(self.size, max(one.numel() for one in inputs), dtype=inputs[0].dtype)
+        for row, one in zip(given, inputs, strict=True):
+            row[: one.numel()] = one
+
+        def finish(parts: list[torch.Tensor]) -> None:
+            for out, part in zip(outputs, parts, strict=True):
+                out.copy_(part[group.rank, : out.numel()])
+
+        return self._launch(group, "all_to_all", given, outputs[0], finish)
 
     def all_reduce(self, tensor: Any, op: Any, group: DoubleGroup, async_op: bool) -> DoubleWork:
         assert async_op

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from comm_cases import REDUCTIONS, gather, refused, values
 from fake_world import FakeWorld
 from library_double import LibraryDouble
+from ranks import run_ranks
 from tables import each
 
 from zerokern.comm import Group, collectives, common, device, group_on, joining
@@ -91,6 +92,20 @@ def test_sums_differ_from_the_slow_twins_by_the_librarys_rounding(run, case) -> 
         assert ((ours.double() - twin.double()).abs() <= bound + 4 * torch.finfo(torch.float16).smallest_normal).all()
 
 
+def exchanged(group: Group) -> tuple[list[list[float]], int]:
+    """What each rank has received, where rank r sends `r * s` elements to rank s, and what it has sent to others."""
+    sends = [torch.arange(group.rank * rank, dtype=torch.bfloat16) + group.rank for rank in range(group.size)]
+    receives = [torch.empty(rank * group.rank, dtype=torch.bfloat16) for rank in range(group.size)]
+    before = group.traffic.total("other")
+    group.all_to_all(receives, sends).wait()
+    group.all_to_all(sends, [one + 1 for one in receives]).wait()
+    return [one.tolist() for one in (*receives, *sends)], group.traffic.total("other") - before
+
+
+def on_group(rank: int) -> tuple[list[list[float]], int]:
+    return exchanged(group_on())
+
+
 def straight(group: Group) -> tuple[int, int]:
     bucket = torch.ones(group.size * 8)
     mine = bucket[group.rank * 8 : (group.rank + 1) * 8]
@@ -122,6 +137,12 @@ def test_reductions_have_a_communicator_of_their_own(run) -> None:
     double = LibraryDouble(2, "new")
     assert run(double, act) == [[2, 2, 0, 1]] * 2
     assert double.lanes_made == 2, "one for each rank"
+
+
+def test_tensors_of_any_size_go_from_each_to_each(run) -> None:
+    double = LibraryDouble(3, "new")
+    assert run(double, exchanged) == run_ranks(3, on_group) == FakeWorld(3).run(exchanged)
+    assert {(name, lane) for name, lane, _ in double.calls} == {("all_to_all", 1)}, "not where gathers are"
 
 
 @each("size, dtype, calls", [(2, "bfloat16", 1), (3, "bfloat16", 0), (3, "float32", 1)])
@@ -280,7 +301,7 @@ def test_each_waiter_is_gated_and_the_sum_is_taken_once(run, monkeypatch: pytest
     assert sorted(marks) == ["followed"] * 2 + ["made"] * 2
 
 
-@each("name", ["scatter", "gather", "all_reduce", "broadcast"])
+@each("name", ["scatter", "gather", "all_reduce", "all_to_all", "broadcast"])
 def test_a_launch_that_fails_is_a_comm_error(run, name: str) -> None:
     double = LibraryDouble(2, "new")
     double.fails = name
@@ -291,6 +312,7 @@ def test_a_launch_that_fails_is_a_comm_error(run, name: str) -> None:
             "scatter": lambda g: g.reduce_scatter(x, torch.empty(2)),
             "gather": lambda g: g.all_gather(x),
             "all_reduce": lambda g: g.all_reduce(x),
+            "all_to_all": lambda g: g.all_to_all([x, x.clone()], [x, x]),
             "broadcast": lambda g: g.broadcast(x),
         }
         return refused(group, acts[name])[0], refused(group, lambda g: g.all_reduce(x))[0]

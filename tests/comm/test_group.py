@@ -172,6 +172,9 @@ def test_a_value_that_json_cannot_carry_is_refused() -> None:
         ("g.all_reduce(z(4, dtype=torch.int32))", "tensor has dtype torch.int32"),
         ("g.broadcast(x, src=2)", "src=2: must be a rank of this group: 0 to 1"),
         ("g.broadcast(x, src=True)", "src=True: must be"),
+        ("g.all_to_all([x, x], [x])", "sends has 1 tensors; allowed: 2, one for each rank"),
+        ("g.all_to_all([x, z(3)], [x, x])", "receives[1] has 3 elements; allowed: 8, what this rank sends itself"),
+        ("g.all_to_all([x, z(8, dtype=torch.bfloat16)], [x, x])", "receives has dtype torch.bfloat16"),
     ],
 )
 def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> None:

@@ -97,6 +97,10 @@ def chained(model: nn.Module, **settings: Any) -> zk.ChainedOptimizer:
     return zk.ChainedOptimizer([muon, zk.AdamW(rest, **SETTINGS, **settings)])
 
 
+def optimizer_of(model: nn.Module, muon: bool = False, **settings: Any) -> Any:
+    return chained(model, **settings) if muon else zk.AdamW(decayed(model), **SETTINGS, **settings)
+
+
 @dataclass
 class Run:
     """What was seen of a run: by step the loss, the norm before clipping and the rate; the parameters at the end."""
@@ -228,7 +232,7 @@ def expected(
     **settings: Any,
 ) -> Run:
     """The loop by hand: of one process or DDP (None), of FSDP2, or of a stage of zk.shard."""
-    model, muon = language_model(dtype=dtype), settings.pop("muon", False)
+    model, muon = language_model(dtype=dtype), settings.get("muon", False)
     wrapped, clip, waits = model, torchs_clip(model), contextlib.nullcontext
     if isinstance(kind, int):
         sharded(model, kind, muon)
@@ -247,7 +251,7 @@ def expected(
     elif dist.is_initialized():
         wrapped = DistributedDataParallel(model)
         waits = wrapped.no_sync
-    optimizer = chained(model, **settings) if muon else zk.AdamW(decayed(model), **SETTINGS, **settings)
+    optimizer = optimizer_of(model, **settings)
     scaler = scaler_of(amp, scale)
     return by_hand(wrapped, optimizer, clip=clip, waits=waits, autocast=amp, scaler=scaler, means=means)
 

@@ -31,8 +31,10 @@ from hf_cases import (
     language_model,
     number_of,
     on_ranks,
+    optimizer_of,
     rows,
     scheduled,
+    sharded,
     torchs_clip,
     total,
     values,
@@ -104,9 +106,8 @@ def session_of(
 ) -> Session:
     """Of one process or DDP (None), of FSDP2, or of a stage of zk.shard."""
     accelerator, model = accelerator_for(amp, plain), language_model(dropout, dtype)
-    if isinstance(kind, int):
-        zk.shard(model, stage=kind)
-    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+    sharded(model, kind, settings.get("muon", False))
+    optimizer = optimizer_of(model, **settings)
     if kind == "fsdp2":
         fsdp2_on_a_cpu()
     session = Session(accelerator, model, optimizer)
@@ -137,6 +138,11 @@ def test_the_losses_of_the_loop_by_hand(amp: Any, dtype: torch.dtype, settings: 
     as_by_hand(None, amp, dtype, plain=True, **settings)
 
 
+@pytest.mark.parametrize("kind, amp, settings", [(None, BF16, HOST), (2, FP16, OVERLAP)])
+def test_muon_beside_adamw(kind: Any, amp: Any, settings: dict) -> None:
+    as_by_hand(kind, amp, FP32, plain=kind is None, muon=True, **settings)
+
+
 def test_the_rate_stays_where_a_step_was_skipped() -> None:
     found = as_by_hand(None, FP16, FP32, 2.0**19)
     assert found.skipped in range(1, STEPS), found.norms
@@ -147,7 +153,7 @@ def moved_state(settings: dict[str, Any], dtype: torch.dtype = FP32) -> None:
     runs = []
     for prepared in (False, True):
         model = language_model(dtype=dtype)
-        optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+        optimizer = optimizer_of(model, **settings)
         with fresh():
             accelerator = accelerator_for(plain=True)
             wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
@@ -158,7 +164,9 @@ def moved_state(settings: dict[str, Any], dtype: torch.dtype = FP32) -> None:
     runs[1].same(runs[0])
 
 
-@pytest.mark.parametrize("settings, dtype", [(HOST, FP32), (SMALL, BF16), ({"schedule": zk.Delayed(after=2)}, BF16)])
+@pytest.mark.parametrize(
+    "settings, dtype", [(HOST, FP32), ({"muon": True}, FP32), (SMALL, BF16), ({"schedule": zk.Delayed(after=2)}, BF16)]
+)
 def test_state_that_was_moved_behind_its_back(settings: dict, dtype: torch.dtype, monkeypatch: Any) -> None:
     """On a CPU nothing moves: here a copy is what comes back, as it would from a device."""
     import accelerate.optimizer
@@ -239,7 +247,13 @@ def saved_and_resumed(folder: str, kinds: tuple[Any, Any], dtype: torch.dtype = 
 
 
 @pytest.mark.parametrize(
-    "kind, dtype, settings", [(None, FP32, HOST), (None, BF16, {"schedule": zk.Delayed(after=1)}), (3, BF16, HOST)]
+    "kind, dtype, settings",
+    [
+        (None, FP32, HOST),
+        (None, BF16, {"schedule": zk.Delayed(after=1)}),
+        (3, BF16, HOST),
+        (2, BF16, {"muon": True, **HOST}),
+    ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: Any, dtype: torch.dtype, settings: dict) -> None:
     saved_and_resumed(str(tmp_path), (kind, kind), dtype, **settings)
@@ -257,6 +271,7 @@ def two_at_length(rank: int, folder: str) -> dict[str, Tensor]:
             accelerator.prepare(alone)
     moved_state(SMALL, BF16)
     as_by_hand(3, None, BF16, **OVERLAP)
+    as_by_hand(2, FP16, muon=True, **OVERLAP)
     assert as_by_hand(3, FP16, scale=2.0**19).skipped > 0
     saved_and_resumed(f"{folder}/ddp", (None, None), BF16, schedule=zk.Delayed(after=1))
     saved_and_resumed(f"{folder}/2-3", (2, 3))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_cases import (
@@ -19,6 +23,7 @@ from kernel_cases import (
 )
 from tables import each
 
+import zerokern as zk
 from zerokern.core import native
 from zerokern.core.errors import BackendError
 from zerokern.kernels import dispatch, ops
@@ -46,6 +51,15 @@ def test_an_op_forces_a_set_for_its_own_call_only(native_impl: str, monkeypatch:
     ops.split(torch.ones(3), "split16", impl=native_impl)
     assert seen == [native_impl.removeprefix("cpu.")]
     assert native.isa_active() == before
+
+
+def test_kernels_ask_for_memory_ahead() -> None:
+    """GCC deleted all calls of functions that only prefetched; no result shows that."""
+    intel = rb"\x0f\x18[\x08-\x0f\x48-\x4f\x88-\x8f]"  # prefetcht0
+    arm = rb"[\x00\x20\x40\x60\x80\xa0\xc0\xe0].[\x80-\xbf]\xf9"  # prfm pldl1keep
+    code = Path(zk.get_library()).read_bytes()
+    found = re.findall(arm if platform.machine() in ("aarch64", "arm64") else intel, code, re.DOTALL)
+    assert len(found) > 100  # 14 where all but the roof's were gone
 
 
 @each("name", ["mmx", "AVX2", "", "cpu.avx2"])

@@ -47,6 +47,15 @@ def adam_int8() -> tuple[Any, tuple, dict]:
     )
 
 
+def muon_int8() -> tuple[Any, tuple, dict]:
+    codes, scales = coded()
+    return library.muon_, (pair(BF16), codes, pair(BF16), sums_of_squares(), scales), {"scale": 0.5, "maximize": True}
+
+
+def sums_of_squares() -> list[torch.Tensor]:
+    return [torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+
+
 CASES = {
     "adam": lambda: (library.adam_, (pair(), pair(), pair(), squares()), {"lr": 0.1, "step": 3}),
     "adam split16": lambda: (
@@ -69,6 +78,8 @@ CASES = {
     "adagrad": lambda: (library.adagrad_, (pair(), pair(), squares()), {"lr": 0.1, "step": 2}),
     "sgd": lambda: (library.sgd_, (pair(), pair()), {"lr": 0.1}),
     "sgd momentum": lambda: (library.sgd_, (pair(), pair(), pair()), {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "muon": lambda: (library.muon_, (pair(BF16), pair(), pair(), sums_of_squares()), {"momentum": 0.9}),
+    "muon int8": muon_int8,
     "accumulate": lambda: (library.accumulate_, (floats(), [floats(BF16), floats(BF16)]), {"scale": 0.5}),
     "sumsq": lambda: (library.sumsq, (pair(BF16),), {}),
     "cast": lambda: (library.cast, (floats(), BF16), {"scale": 0.5}),

@@ -112,6 +112,8 @@ def device() -> Iterator[HostComputes]:
 @each("update, schedule, words", [
     ("host", "sync", ["update='host'", "'device'", "never orthogonalized on the host"]),
     ("device", "delayed", ["'sync' or 'overlap' with update='device'"]),
+    ("auto", "delayed", ["'sync' or 'overlap' with update='device'"]),  # no parameter ever changed, and nobody was told
+    ("auto", "delayed after 2", ["'sync' or 'overlap' with update='device'"]),
 ])  # fmt: skip
 def test_an_update_on_the_host_is_refused(update: str, schedule: str, words: list[str], device: HostComputes) -> None:
     model = Matrices()

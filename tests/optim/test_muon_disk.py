@@ -475,4 +475,4 @@ def test_matrices_that_stage_3_cuts_are_refused_on_all_ranks(tier: Tier) -> None
         return refusal(lambda: Muon(model.parameters(), tier=["cpu:1MiB", where]), ValueError)
 
     for said in on_threads(3, work):
-        says(said, ["tier=", "'device' or 'cpu'", "which stage 3 cuts", "whole="])
+        says(said, ["tier=", "'device' or 'cpu'", "stage 3 cuts", "whole="])

@@ -19,7 +19,7 @@ from torch.library import CustomOpDef
 
 from zerokern.kernels import ops
 
-__all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "sgd_", "sumsq"]
+__all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "muon_", "sgd_", "sumsq"]
 
 Tensors = Sequence[Tensor]
 _DEVICES = ("cpu", "cuda")
@@ -82,6 +82,34 @@ sgd_ = _over_lists(
     "float lr, float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
     "bool first_step=False, int step=1",
 )
+
+
+@torch.library.custom_op(
+    "zerokern::muon_",
+    mutates_args=("exp_avgs", "outs", "sums", "exp_avg_scales"),
+    device_types=_DEVICES,
+    schema="(Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] outs, Tensor(c!)[] sums, "
+    "Tensor(d!)[]? exp_avg_scales=None, *, float momentum=0.95, bool nesterov=True, bool maximize=False, "
+    "float scale=1.0) -> ()",
+)
+def muon_(
+    grads: Tensors,
+    exp_avgs: Tensors,
+    outs: Tensors,
+    sums: Tensors,
+    exp_avg_scales: Tensors | None = None,
+    **given: Any,
+) -> None:
+    """`kernels.ops.muon`: no parameter is written, but the matrices that are to be orthogonalized, and their squares.
+
+    >>> g, m, out, sums = torch.ones(4), torch.zeros(4), torch.empty(4), torch.empty(1, dtype=torch.float64)
+    >>> torch.ops.zerokern.muon_([g], [m], [out], [sums], momentum=0.5); out, sums
+    (tensor([0.7500, 0.7500, 0.7500, 0.7500]), tensor([2.2500], dtype=torch.float64))
+    """
+    ops.muon(grads, exp_avgs, outs, sums, exp_avg_scale=exp_avg_scales, **given)
+
+
+muon_.register_fake(_nothing)
 
 
 @torch.library.custom_op(

@@ -23,7 +23,7 @@ from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
-from zerokern.optim.matrices import MatrixTable, row_of
+from zerokern.optim.matrices import MatrixTable, part_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.parts import Portion
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
@@ -73,8 +73,8 @@ def table_of(
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
         group_of.append(number)
     if survey.matrices:
-        shapes = [row_of(survey.matrices[i], place) for i, place in members]
-        table: Any = MatrixTable(open_table, shapes, len(made))
+        parts = [part_of(survey.matrices[i], place) for i, place in members]
+        table: Any = MatrixTable(open_table, parts, len(made))
     else:
         table = open_table(len(rows), len(made))
     table.columns["group"][:] = group_of

@@ -100,17 +100,6 @@ def ns_steps(name: str, value: Any) -> int:
     return value
 
 
-def split(name: str, value: Any) -> int:
-    """Returns a number of matrices that a parameter is made of.
-
-    >>> split("split", 3)
-    3
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(got(name, value, "a whole number of 1 or more"))
-    return value
-
-
 def one_of(allowed: Sequence[Any], name: str, value: Any) -> Any:
     """Returns `value` if it is one of those that are allowed."""
     if value not in allowed:

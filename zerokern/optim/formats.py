@@ -21,6 +21,7 @@ from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
 from zerokern.memory import Wanted
 from zerokern.optim import checks
 from zerokern.zero.kinds import here_of, is_divided, take
+from zerokern.zero.units import check_split
 
 # bytes per bf16 parameter: values, split8, int8 moments, gradient, scales
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
@@ -70,8 +71,9 @@ class Slot:
 
 
 def formats_of(group: Group) -> dict[str, Any]:
-    """Returns the formats of a group by name."""
-    return {name: group[name] for name in ("state_format", "master_format", "stochastic_seed")}
+    """Returns the formats of a group by name, and of how many matrices its parameters consist, if it says so."""
+    names = ("state_format", "master_format", "stochastic_seed", "split")
+    return {name: group[name] for name in names if name != "split" or name in group}
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,10 @@ class Algorithm:
         return checks.number(self.begins_by, group[self.begins_by]) if self.begins_by else 0.0
 
     def key(self, group: Group) -> FormatKey:
-        """Returns the settings of a group that decide the layouts of its parameters."""
+        """Returns the settings of a group that decide the layouts of its parameters, and what their matrices are."""
         has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
-        state_format, master_format, seed = formats_of(group).values()
-        matrices = checks.split("split", group["split"]) if self.whole else 0
+        state_format, master_format, seed, *split = formats_of(group).values()
+        matrices = check_split(split[0]) if self.whole else 0
         return has_moments, state_format, master_format, seed, matrices
 
     def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:

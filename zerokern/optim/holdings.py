@@ -253,7 +253,8 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        if there and self.delays and self.update == "device":
+        on_device = self.update == "device" or (self.algorithm.whole and self.update == "auto")  # which it chooses
+        if there and self.delays and on_device:
             do = "An update on the device has nothing to hide behind"
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
         return self.delays or (there and not self.rests_on_device)

@@ -18,12 +18,13 @@ from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonali
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.cut_matrices import MatrixPart, Round, group_of, rounds_of
+from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
+from zerokern.zero.units import check_split
 
 __all__ = [
-    "Matrix", "MatrixSpan", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of", "row_of",
+    "Matrix", "MatrixPart", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of", "part_of",
 ]  # fmt: skip
 
 _HOST = torch.device("cpu")
@@ -52,56 +53,40 @@ class Matrix(NamedTuple):
 
     @property
     def record(self) -> None:
-        """The record that holds its state: none, it is in memory."""
+        """The record that holds its state: none, for records would cut it."""
 
 
-class MatrixSpan(NamedTuple):
-    """What a record on a disk holds of a matrix: `numel` elements, from `start` of the matrix on.
+class MatrixPart(NamedTuple):
+    """What one row updates of a matrix: all of it, or what one record on a disk holds of its state.
 
-    Rows that `averages` move the average; with the last of them the matrix is orthogonalized; rows that `applies` apply
-    the result. `Matrix` is a row that does both, of all of it.
+    Rows that `averages` move the average of `numel` elements from `start` of the matrix on; with the last of them the
+    matrix is orthogonalized; rows that `applies` apply the result to these elements.
     """
 
     matrix: Matrix
     start: int
     numel: int
-    averages: bool
-    applies: bool
-
-    @property
-    def height(self) -> int:
-        return self.matrix.height
-
-    @property
-    def width(self) -> int:
-        return self.matrix.width
-
-    @property
-    def begins(self) -> bool:
-        """Whether it is the first row of its matrix."""
-        return self.averages and self.start == 0
+    averages: bool = True
+    applies: bool = True
 
     @property
     def ends(self) -> bool:
-        """Whether it is the last one that averages, or the last one that applies."""
+        """Whether it is the last one of its pass over the matrix."""
         return self.start + self.numel == self.matrix.numel
 
 
-RowShape = Matrix | MatrixPart | MatrixSpan
-"""What a row of a table updates: a matrix, this rank's part of one, or what a record holds of one."""
+def part_of(matrices: Sequence[Any], place: Any) -> MatrixPart | CutMatrix:
+    """Returns what a row updates of a parameter's matrices: `place` is one of them, or a `RecordSpan`.
 
-
-def row_of(matrices: Sequence[Matrix | MatrixPart], place: Any) -> RowShape:
-    """Returns what a row updates: `place`, if it is one of a parameter's matrices, or what that `RecordSpan` holds.
-
-    >>> row_of([], Matrix(64, 4, 8))
-    Matrix(start=64, height=4, width=8)
+    >>> part_of([], Matrix(64, 4, 8))
+    MatrixPart(matrix=Matrix(start=64, height=4, width=8), start=0, numel=32, averages=True, applies=True)
     """
-    if isinstance(place, Matrix | MatrixPart):
+    if isinstance(place, CutMatrix):
         return place
+    if isinstance(place, Matrix):
+        return MatrixPart(place, 0, place.numel)
     matrix = matrices[place.start // matrices[0].numel]
-    assert isinstance(matrix, Matrix)
-    return MatrixSpan(matrix, place.start - matrix.start, place.numel, place.averages, place.applies)
+    return MatrixPart(matrix, place.start - matrix.start, place.numel, place.averages, place.applies)
 
 
 def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = False) -> None:
@@ -113,15 +98,15 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     ...
     ValueError: bias.shape=(4,): must be two dimensions: Muon updates whole matrices. ...
     """
-    shape = tuple(shape)
+    shape, split = tuple(shape), check_split(split)
     if placed:
         do = "a DTensor's matrix is divided between ranks; zk.AdamW steps it, or zk.shard(model) instead of fully_shard"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
-    if len(shape) == 3 and split == shape[0] > 1:
-        return
     if len(shape) == 3:
-        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {shape[0]}}}'
-        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={shape[0]}", do))
+        if split == (height := max(1, shape[0])):
+            return
+        do = f'A stack is updated matrix by matrix where its group says so: {{"params": ..., "split": {height}}}'
+        raise ValueError(got(f"{name}.shape", shape, f"two dimensions, or three with split={height}", do))
     if len(shape) != 2:
         raise ValueError(got(f"{name}.shape", shape, "two dimensions: Muon updates whole matrices", _NO_MATRIX))
     if shape[0] % split:
@@ -170,18 +155,20 @@ def matrices_of(name: str, shape: Sequence[int], numel: int, split: int, *, in_b
 
 
 class MatrixTable:
-    """Rows of an update that are whole matrices, with the face of the tables that it is made of.
+    """Rows of an update that are matrices, or parts of them, with the face of the tables that it is made of.
 
     Of one row after the other it moves the average and writes the matrix that is to be orthogonalized, orthogonalizes
-    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Of matrices that are
-    cut (`cut_matrices`) a round is updated together. Rows of a matrix that lies in several records follow each other.
-    `shapes`: of all rows.
+    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Rows of its parts
+    follow each other: first those that move averages, then those that apply the result. Of matrices that ranks have cut
+    (`cut_matrices`) a round is updated together.
     """
 
-    def __init__(self, open_table: Callable[[int, int], Any], shapes: Sequence[RowShape], ngroups: int) -> None:
-        self._shapes, self.nseg, self.ngroups = shapes, len(shapes), ngroups
+    def __init__(
+        self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart | CutMatrix], ngroups: int
+    ) -> None:
+        self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
         # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
-        self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in shapes]
+        self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in parts]
         self._arranged: list[Any] = [None] * self.nseg
         self._iterations: list[dict[str, Any]] = [{}] * self.nseg
         names = ("group", "numel", "grad", *_OF_PARAMETERS, "exp_avg", "exp_avg_scale", *_UNUSED)
@@ -229,10 +216,10 @@ class MatrixTable:
         formats = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
         iteration = {"dtype": dtype, "coefficients": ns_coefficients, "steps": ns_steps, "eps": eps}
         for row, group in enumerate(self.columns["group"]):
-            if group == index and self._shapes[row].height * self._shapes[row].width:
+            if group == index and (matrix := _matrix_of(self._parts[row])).numel:
                 averages, parameters = self._tables[row]
                 averages.set_group(0, **of_averages)
-                parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, self._shapes[row]))
+                parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, matrix))
                 self._iterations[row] = iteration
         self._decided_as = of_averages
 
@@ -249,9 +236,8 @@ class MatrixTable:
     def _prepared(self, rows: range) -> Iterator[list[int]]:
         """Around a run: those of the rows that have elements. A Ctrl-C waits until it is over."""
         self.begun = self.carried_out = False
-        there = [row for row in rows if self._shapes[row].numel and not isinstance(self._shapes[row], MatrixPart)]
-        sizes = [self._shapes[row].height * self._shapes[row].width for row in there]
-        wanted = [(size, self._iterations[row]["dtype"]) for size, row in zip(sizes, there, strict=True)]
+        there = [row for row in rows if isinstance(part := self._parts[row], MatrixPart) and part.numel]
+        wanted = [(_matrix_of(self._parts[row]).numel, self._iterations[row]["dtype"]) for row in there]
         wanted += [(one.numel, one.dtype) for one in self._rounds_of(rows)]
         with whole("the step"), self.spare.lent(wanted):
             yield there
@@ -266,8 +252,8 @@ class MatrixTable:
 
     def _rounds_of(self, rows: range) -> list[Round]:
         """Returns the rounds of those of the rows whose matrices are cut, the same on all ranks."""
-        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], MatrixPart)]
-        return rounds_of([(row, one, self._iterations[row]["dtype"]) for row, one in parts if one.height * one.width])
+        parts = [(row, part) for row in rows if isinstance(part := self._parts[row], CutMatrix)]
+        return rounds_of([(row, part, self._iterations[row]["dtype"]) for row, part in parts if _matrix_of(part).numel])
 
     def launch(self, scale: float, control: Any) -> None:
         """Launches the update of all rows. The device decides on each, and counts the step when all have been made."""
@@ -310,28 +296,18 @@ class MatrixTable:
         self._decided.run(scale, type(control)(**{**vars(control), "witnesses": control.witnesses[:1]}))
 
     def _update(self, row: int, scale: float) -> None:
-        shape = self._shapes[row]
-        if isinstance(shape, MatrixSpan):
-            self._update_span(row, shape, scale)
-            return
-        matrix, sums = self._arrange(row)
-        self._average(scale, row)
-        self._orthogonalize(row, matrix, sums)
-        self._apply(row)
-
-    def _update_span(self, row: int, span: MatrixSpan, scale: float) -> None:
-        if self._next != row and not span.begins:
+        part = self._parts[row]
+        assert isinstance(part, MatrixPart)
+        if self._next != row and not (part.averages and part.start == 0):
             raise StateError(f"row {row} of the update goes on with a matrix that is not in memory")
-        flat = self.spare.memory(span.matrix.numel, self._iterations[row]["dtype"])
-        sums = self.spare.sums(span.matrix.numel)
-        self._arrange_memory(row, flat[span.start :], sums[span.start // SUMSQ_CHUNK :])
-        if span.averages:
+        matrix, sums = self._arrange(row)
+        if part.averages:
             self._average(scale, row)
-            if span.ends:
-                self._orthogonalize(row, flat.view(span.height, span.width), sums)
-        if span.applies:
+            if part.ends:
+                self._orthogonalize(row, matrix, sums)
+        if part.applies:
             self._apply(row)
-        self._next = -1 if span.applies and span.ends else row + 1
+        self._next = -1 if part.applies and part.ends else row + 1
 
     def _average(self, scale: float, row: int) -> None:
         self._tables[row][0].run(scale)
@@ -367,24 +343,29 @@ class MatrixTable:
 
     def _arrange(self, row: int) -> tuple[Tensor, Tensor]:
         """Points the tables of a row at what it is about; returns the matrix between them, and its sums of squares."""
-        shape = self._shapes[row]
-        matrix = self.spare.memory(shape.numel, self._iterations[row]["dtype"]).view(shape.height, shape.width)
-        sums = self.spare.sums(shape.numel)
-        self._arrange_memory(row, matrix, sums)
-        return matrix, sums
+        part = self._parts[row]
+        assert isinstance(part, MatrixPart)
+        whole_one = part.matrix
+        matrix = self.spare.memory(whole_one.numel, self._iterations[row]["dtype"])
+        sums = self.spare.sums(whole_one.numel)
+        own = matrix[part.start : part.start + part.numel]
+        self._arrange_memory(row, own, sums[part.start // SUMSQ_CHUNK :])
+        return matrix.view(whole_one.height, whole_one.width), sums
 
-    def _arrange_memory(self, row: int, matrix: Tensor, sums: Tensor) -> None:
-        shape, columns = self._shapes[row], self.columns
+    def _arrange_memory(self, row: int, memory: Tensor, sums: Tensor) -> None:
+        part, columns = self._parts[row], self.columns
         mine = {name: columns[name][row] for name in ("exp_avg", "exp_avg_scale")}
-        mine |= {"out": matrix.data_ptr(), "exp_avg_sq": sums.data_ptr()}
+        mine |= {"out": memory.data_ptr(), "exp_avg_sq": sums.data_ptr()}
         others = {name: columns[name][row] for name in _OF_PARAMETERS}
         averages, parameters = self._tables[row]
         if self._arranged[row] != (mine, others):
-            averages.set_row(0, group=0, numel=shape.numel, **mine)
-            parameters.set_row(0, group=0, numel=shape.numel, **others)
+            if isinstance(part, CutMatrix) or part.averages:
+                averages.set_row(0, group=0, numel=part.numel, **mine)
+            if isinstance(part, CutMatrix) or part.applies:
+                parameters.set_row(0, group=0, numel=part.numel, **others)
             self._arranged[row] = (mine, others)
         averages.columns["grad"][0] = columns["grad"][row]
-        parameters.columns["grad"][0] = matrix.data_ptr()
+        parameters.columns["grad"][0] = memory.data_ptr()
 
 
 class SpareMatrix:
@@ -403,16 +384,22 @@ class SpareMatrix:
         """Has room for as many elements, of each of these in turn, within the block."""
         numel = max((numel for numel, _ in wanted), default=0)
         nbytes = max((numel * dtype.itemsize for numel, dtype in wanted), default=0)
-        if self._memory.nbytes < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.place)
-        if self._sums.numel() < -(-numel // SUMSQ_CHUNK):
-            self._sums = torch.empty(-(-numel // SUMSQ_CHUNK), dtype=torch.float64, device=self.place)
+        self._memory = self._grown(self._memory, nbytes, torch.uint8)
+        self._sums = self._grown(self._sums, -(-numel // SUMSQ_CHUNK), torch.float64)
         self._stays = False
         try:
             yield
         finally:
             if not self._stays:
                 self.free()
+
+    def _grown(self, memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if memory.numel() >= numel:
+            return memory
+        more = torch.empty(numel, dtype=dtype, device=self.place)
+        if self._stays:
+            more[: memory.numel()] = memory
+        return more
 
     @property
     def nbytes(self) -> int:
@@ -437,6 +424,11 @@ class SpareMatrix:
         return self._sums[: -(-numel // SUMSQ_CHUNK)]
 
 
+def _matrix_of(part: MatrixPart | CutMatrix) -> Matrix:
+    """Returns the matrix that a row updates a part of."""
+    return part.matrix if isinstance(part, MatrixPart) else Matrix(0, part.height, part.width)
+
+
 def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
     """Writes sums of squares of the matrix whose sum is that of all; on a CPU those of its chunks."""
     pointers = array("Q", [matrix.data_ptr()])
@@ -459,7 +451,7 @@ def _cpu_multiplies_bf16() -> bool:
     return ask is not None and bool(ask())
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: RowShape) -> dict[str, Any]:
+def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
     size = shape.height, shape.width
     if isinstance(lr, Tensor):

@@ -11,9 +11,9 @@ from torch.optim.optimizer import ParamsT
 from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
-from zerokern.optim import checks
+from zerokern.memory.order import TierOrder
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.cut_matrices import MatrixPart, group_of, parts_of_matrices
+from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
@@ -21,6 +21,7 @@ from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.shard import Shard, shard_of
+from zerokern.zero.units import check_split
 
 __all__ = ["Muon"]
 
@@ -104,7 +105,7 @@ class Muon(FusedOptimizer):
             if not isinstance(listed, (Tensor, set)):
                 listed = param_group["params"] = list(listed)
             given = [listed] if isinstance(listed, Tensor) else list(listed)
-            split = checks.split("split", {**self.defaults, **param_group}["split"])
+            split = check_split({**self.defaults, **param_group}["split"])
             for place, one in enumerate(given):
                 name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
                 shard = shard_of(param) if isinstance(param, Tensor) else None
@@ -116,18 +117,21 @@ class Muon(FusedOptimizer):
 
     def _check_shard(self, shard: Shard, split: int) -> None:
         check_shard(shard, split)
-        if self.holdings.disk is not None and group_of(shard) is not None:
-            do = "Records would cut matrices once more; stages 1 and 2 with whole= leave them whole"
-            raise ValueError(got("tier", self.tier, f"'device' or 'cpu' for {shard.name}, which stage 3 cuts", do))
-        if self.tier != "device" and group_of(shard) is not None and is_apart(shard.piece):
-            do = "Matrices that stage 3 cuts do not stream to a GPU yet; stages 1 and 2 with whole= leave them whole"
+        if group_of(shard) is None:
+            return
+        do = "stages 1 and 2 with whole= leave matrices whole"
+        if self.tier != "device" and is_apart(shard.piece):
+            do = f"Matrices that stage 3 cuts do not stream to a GPU yet; {do}"
             raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
+        if TierOrder.of("tier", self.tier, auto=True).config is not None:
+            do = f"Records on a disk hold whole matrices, and stage 3 cuts them; {do}"
+            raise ValueError(got("tier", self.tier, f"'device' or 'cpu' for {shard.name}", do))
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
-        found: list[Sequence[Matrix | MatrixPart]] = []
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
+        found: list[Sequence[Matrix | CutMatrix]] = []
         names = names_of(groups)
         for group in groups:
-            split, in_blocks = checks.split("split", group["split"]), group["state_format"] == "int8"
+            split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"
             for param in group["params"]:
                 number = len(found)
                 name, shape = names[number], param.shape

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.optim.matrices import check_matrix
-from zerokern.zero.units import owners_of, units_of
+from zerokern.zero.units import check_split, owners_of, units_of
 
 __all__ = ["MuonGroups", "muon_groups"]
 
@@ -86,7 +86,8 @@ def muon_groups(
     >>> matrices, rest = groups
     >>> opts = zk.Muon(matrices, lr=0.02), zk.AdamW(rest, lr=3e-4)
     """
-    split = dict(split or {})
+    split = {pattern: check_split(number) for pattern, number in (split or {}).items()}
+    matrices, rest = ([one] if isinstance(one, str) else one for one in (matrices, rest))
     owners = owners_of(model)
     inner = {id(param) for unit in units_of(model)[1:] for _, param in unit.params}
     proposals = []
@@ -94,8 +95,10 @@ def muon_groups(
     for name, param in model.named_parameters():
         hits = {pattern for pattern in unused if fnmatchcase(name, pattern)}
         unused.update(dict.fromkeys(hits, 1))
-        into = [one for one in split if one in hits]
-        number = split[into[0]] if into else 1
+        into = {one: split[one] for one in split if one in hits}
+        number = next(iter(into.values()), 1)
+        if len(set(into.values())) > 1:
+            raise ValueError(got("split", into, f"one number for {name}"))
         if hits.intersection(matrices) and hits.intersection(rest):
             raise ValueError(got("matrices", name, "a name that rest= has not too"))
         why = _no_matrix(param, owners[id(param)], id(param) in inner, bool(into))

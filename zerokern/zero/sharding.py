@@ -99,7 +99,8 @@ class Sharding:
         self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
             checks.refuse_max_norm(module, group.everyone)
-        uncut = {} if self.replicated else whole_of(whole, found)
+        uncut = whole_of(whole, found)
+        uncut = {} if self.replicated else uncut
         if uncut and shards_parameters(stage):
             do = "a unit's few matrices would fill its shards unevenly, and gathers would move the padding, too"
             allowed = "None at stage 3, where zk.Muon takes cut ones; stages 1 and 2 keep them whole"

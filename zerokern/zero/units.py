@@ -31,13 +31,13 @@ __all__ = [
     "UnitWrapper",
     "Units",
     "Whole",
+    "check_split",
     "members",
     "one_group",
     "owners_of",
     "uncut_of",
     "units_of",
     "whole_of",
-    "work_of",
 ]
 
 
@@ -170,6 +170,17 @@ def members(
     ]
 
 
+def check_split(split: object) -> int:
+    """Raises unless a parameter may consist of so many matrices.
+
+    >>> check_split(3)
+    3
+    """
+    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+        raise ValueError(got("split", split, "a whole number of 1 or more"))
+    return split
+
+
 def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:
     """Returns the work of the matrices that are named here, by their ids.
 
@@ -208,15 +219,18 @@ def uncut_of(whole: Whole, units: Sequence[UnitSpec]) -> list[tuple[nn.Parameter
 def _each_of(whole: Whole) -> Iterator[tuple[Any, int]]:
     """Yields parameters, and patterns of names, with the number of matrices that they consist of."""
     listed: Any = [whole] if isinstance(whole, str | Tensor | Mapping) else whole or ()
+    allowed = "parameters of the model, patterns of their names, or param_groups"
+    if not isinstance(listed, Iterable):
+        raise TypeError(got("whole", whole, allowed))
     for one in listed:
-        if isinstance(one, Mapping):
-            for item in one["params"]:
-                yield item[1] if isinstance(item, tuple) else item, one.get("split", 1)
+        if isinstance(one, Mapping) and "params" in one:
+            params = one["params"]
+            for item in [params] if isinstance(params, str | Tensor) else params:
+                yield item[1] if isinstance(item, tuple) else item, check_split(one.get("split", 1))
         elif isinstance(one, str | Tensor):
             yield one, 1
         else:
-            do = "parameters of the model, patterns of their names, or param_groups"
-            raise TypeError(got("whole", type(one).__name__, do))
+            raise TypeError(got("whole", type(one).__name__, allowed))
 
 
 def dtype_name(param: Tensor, param_dtype: torch.dtype | None = None) -> str:
