@@ -54,6 +54,7 @@ RESUMED = {
     "3 delayed": Case(stage=3, schedule=zk.Delayed(after=1)),
     "muon": Case(muon=True, precision="bf16-mixed", clip=None),
     "2 muon": Case(stage=2, muon=True, dropout=0.2, shuffle=True),
+    "3 muon": Case(stage=3, muon=True, inside="self"),
 }
 STAGE_3 = Case(stage=3)
 

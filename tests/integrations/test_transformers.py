@@ -204,7 +204,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype, s
     saved_and_resumed(str(tmp_path), settings, dtype, (None, None))
 
 
-@pytest.mark.parametrize("stages", [(None, None), (2, 2), (1, 2)])
+@pytest.mark.parametrize("stages", [(None, None), (2, 2), (1, 3)])
 def test_a_resumed_run_of_muon_beside_adamw(tmp_path: Path, stages: tuple[Any, Any]) -> None:
     saved_and_resumed(str(tmp_path), {"muon": True, **HOST, "schedule": "overlap"}, BF16, stages)
 

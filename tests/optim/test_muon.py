@@ -30,7 +30,7 @@ from zero_cases import IN, OUT
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.kernels import reference
-from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonalize_
+from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_, orthogonalize_
 from zerokern.optim import Muon, matrices
 
 SHAPES = ((16, 16), (40, 24), (24, 130), (300, 260))
@@ -345,14 +345,14 @@ def test_a_failure_between_two_matrices_tears_the_optimizer(monkeypatch: pytest.
     saved = copy.deepcopy(optimizer.state_dict())
     calls = []
 
-    def fails(*given: Any, **named: Any) -> Tensor:
+    def fails(*given: Any) -> None:
         calls.append(given)
         if len(calls) == 2:
             raise RuntimeError("out of memory, say")
-        return orthogonalize_(*given, **named)
+        iterate_(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(matrices, "orthogonalize_", fails)
+        patch.setattr(matrices, "iterate_", fails)
         with pytest.raises(RuntimeError, match="out of memory, say"):
             step_once(optimizer)
     with pytest.raises(StateError, match="load a checkpoint"):
@@ -469,7 +469,10 @@ def test_two_optimizers_on_one_model_are_clipped_by_one_factor() -> None:
     (lambda: Muon([nn.Parameter(torch.ones(4, 2, 2))], split=2), ["three with split=4"]),
     (lambda: Muon([nn.Parameter(torch.ones(4, 2))], split=3), ["split=3", "divides 4"]),
     (lambda: Muon([nn.Parameter(torch.ones(4, 2))], split=True), ["split=True", "1 or more"]),
-    (lambda: Muon([nn.Parameter(torch.ones(2, 2))], tier=zk.Nvme("unused")), ["tier=", "'device' or 'cpu'", "cut"]),
+    (
+        lambda: Muon([nn.Parameter(torch.ones(2, 2))], tier=zk.Nvme("unused", ring_nbytes="1M")),
+        ["ring_nbytes=1048576", "2097152", "Muon"],
+    ),
     (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_dtype="fp16"), ["ns_dtype='fp16'", "'bf16' | 'fp32'"]),
     (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=100), ["ns_steps=100", "0 to 99"]),
     (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_coefficients=(1.0, 2.0)), ["ns_coefficients", "three"]),

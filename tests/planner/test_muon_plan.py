@@ -22,7 +22,7 @@ import zerokern as zk
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 FORMATS: tuple[dict[str, Any], ...] = (
     {},
     {"state_format": "int8", "master_format": "split8"},
@@ -73,9 +73,9 @@ def trained(stage: int, policy: MixedPrecisionPolicy | None, formats: dict[str, 
     torch.manual_seed(0)
     model = Uneven()
     groups = zk.muon_groups(model, split={"blocks.0.0.weight": 3})
-    shard: dict[str, Any] = {"stage": stage, "mp_policy": policy, "bucket_bytes": 1 << 18, "whole": groups[0]}
-    plan = zk.plan(model, world=dist.get_world_size(), optimizer="muon", **shard, **formats)
-    zk.shard(model, **shard)
+    shard: dict[str, Any] = {"stage": stage, "mp_policy": policy, "bucket_bytes": 1 << 18}
+    plan = zk.plan(model, world=dist.get_world_size(), optimizer="muon", whole=groups[0], **shard, **formats)
+    zk.shard(model, whole=groups[0] if stage < 3 else None, **shard)
     opts = optimizers(groups, **formats)
     for _ in range(2):
         step(model, opts)
@@ -125,12 +125,13 @@ def test_one_process_without_sharding() -> None:
 def sent(rank: int, mesh_sizes: dict[str, int]) -> dict[tuple[int, str], tuple[dict, dict, float]]:
     """By stage: what a step sends along each dimension, as planned and as sent, and the padding of whole matrices."""
     mesh, found = mesh_of(mesh_sizes), {}
-    for stage, schedule in ((1, "sync"), (2, "overlap"), (2, "sync")):
+    for stage, schedule in ((1, "sync"), (2, "overlap"), (3, "sync")):
         torch.manual_seed(0)
         model = Uneven(256, 5, 1)
         groups = zk.muon_groups(model)
-        shard: dict[str, Any] = {"stage": stage, "bucket_bytes": 1 << 18, "whole": groups[0]}
-        plan = zk.plan(model, mesh=mesh, optimizer="muon", **shard)
+        shard: dict[str, Any] = {"stage": stage, "bucket_bytes": 1 << 18}
+        plan = zk.plan(model, mesh=mesh, optimizer="muon", whole=groups[0], **shard)
+        shard["whole"] = groups[0] if stage < 3 else None
         zk.shard(model, mesh=mesh if len(mesh_sizes) > 1 else mesh["dp"], **shard)
         opts = optimizers(groups, schedule=schedule)
         for _ in range(2):
@@ -157,12 +158,14 @@ def test_bytes_sent_are_planned(mesh: dict[str, int]) -> None:
     size = 1
     for ranks in mesh.values():
         size *= ranks
-    for found in run_ranks(size, sent, mesh, timeout=240.0):
-        for where, (planned, seen, padding) in found.items():
-            assert padding > 0.05, "matrices that ranks cannot share evenly"
-            for name, nbytes in planned.items():
-                said = f"{where}, along {name}: {seen[name]:,} of {nbytes:,}"
-                assert abs(seen[name] - nbytes) <= TOLERANCE * nbytes, said
+    ranks = run_ranks(size, sent, mesh, timeout=240.0)
+    for where, (planned, _, padding) in ranks[0].items():
+        assert padding > 0.05 or where[0] == 3, "matrices that ranks cannot share evenly"
+        for name, nbytes in planned.items():
+            each = [found[where][1][name] for found in ranks]
+            said = f"{where}, along {name}: {each} of {nbytes:,}"
+            assert abs(max(each) - nbytes) <= TOLERANCE * nbytes, said
+            assert where[0] == 3 or abs(min(each) - nbytes) <= TOLERANCE * nbytes, said
 
 
 def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
@@ -236,14 +239,12 @@ class TestPlanned:
         more = plan.traffic.numel - plain.numel
         assert more == pytest.approx(2 * muon.padding, abs=1e-3 * plan.numel), "in a reduction and a gather"
         assert (at_0.rank_flops, at_0.padding) == (at_0.flops, 0)
-        assert at_3.padding == 0 and at_3.exchanged == 2 * 2 * at_3.numel * (world - 1) // world
+        most = 2 * 2 * at_3.numel  # bytes in bf16, each way
+        assert at_3.padding == 0 and 0.8 * (world - 1) / world * most <= at_3.exchanged <= most
         assert at_3.flops / world <= at_3.rank_flops <= at_3.flops / world * 2.2
-        share = plan.at(3).sent["dp"]
-        assert (
-            share
-            == plan.at(3).traffic.sent_nbytes
-            == zk.plan("llama-3-8b", world=world, stage=3).sent["dp"] + (at_3.exchanged // world)
-        )
+        share, plain_share = plan.at(3).sent["dp"], zk.plan("llama-3-8b", world=world, stage=3).sent["dp"]
+        assert share == plan.at(3).traffic.sent_nbytes == plain_share + at_3.rank_exchanged
+        assert at_3.exchanged / world <= at_3.rank_exchanged <= 2.5 * at_3.exchanged / world
 
     def test_the_rank_with_most_is_planned(self) -> None:
         with torch.device("meta"):
@@ -289,6 +290,7 @@ class TestPlanned:
             ("gpt2", {"stage": 3, "param_tier": "cpu", "tier": "cpu"}, "param_tier='cpu': must be 'device'"),
             ("gpt2", {"mesh": {"dp": 2, "tp": 2}}, "zk.Muon refuses DTensors"),
             ("gpt2", {"tier": "cpu", "schedule": zk.Delayed()}, "'sync' or 'overlap'"),
+            ("gpt2", {"tier": "cpu", "stage": 3, "world": 2}, "tier='cpu': must be 'device' at stage 3"),
             ("gpt2", {"whole": ["*"]}, "unless a module is planned"),
             ("gpt2", {"ns_dtype": "fp16"}, "None | 'bf16' | 'fp32'"),
             ("gpt2", {"ns_steps": 100}, "from 0 to 99"),

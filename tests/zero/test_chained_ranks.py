@@ -39,10 +39,14 @@ def loss_of(model: nn.Module, world: World, step: int) -> torch.Tensor:
 
 def sharded(world: World, stage: int) -> nn.Module:
     model = built(Blocks)
-    return world.shard(model, stage=stage, whole=zk.muon_groups(model)[0] if stage else [], bucket_bytes=1 << 14)
+    return world.shard(
+        model, stage=stage, whole=zk.muon_groups(model)[0] if stage in (1, 2) else [], bucket_bytes=1 << 14
+    )
 
 
-@everywhere(2, stage=[0, 1, 2], tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"], scaled=[False, True])
+@everywhere(
+    2, stage=[0, 1, 2, 3], tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"], scaled=[False, True]
+)
 def test_by_hand_and_in_a_chain(world: World, stage: int, tier: str, schedule: Any, scaled: bool) -> None:
     """Accumulated twice at stage 1; with GradScaler a scale that is a power of two."""
     where = {"tier": tier, "schedule": zk.Delayed(after=1) if schedule == "delayed" else schedule}
@@ -73,7 +77,9 @@ def test_by_hand_and_in_a_chain(world: World, stage: int, tier: str, schedule: A
             assert torch.equal(value, theirs[name]), name
 
 
-@everywhere(2, stage=[0, 1, 2], tier=["device", "cpu"], where=["enter.bias", "blocks.3.weight"], how=["loss", "scaler"])
+@everywhere(
+    2, stage=[0, 1, 2, 3], tier=["device", "cpu"], where=["enter.bias", "blocks.3.weight"], how=["loss", "scaler"]
+)
 def test_one_rank_breaks_one_rule_and_nothing_changes_anywhere(
     world: World, stage: int, tier: str, where: str, how: str
 ) -> None:
@@ -84,7 +90,7 @@ def test_one_rank_breaks_one_rule_and_nothing_changes_anywhere(
         before = full(model)
         broken = step == 1 and world.rank == 1
         loss = loss_of(model, world, step)
-        scaler.scale(loss + (model.get_parameter(where).sum() * math.inf if broken else 0.0)).backward()
+        scaler.scale(loss + model.get_parameter(where).sum() * (math.inf if broken else 0.0)).backward()
         scaler.step(chain)
         scaler.update()
         chain.zero_grad()

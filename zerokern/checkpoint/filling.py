@@ -33,7 +33,6 @@ from zerokern.checkpoint.training_state import (
     finish_updates,
     refuse_meta,
 )
-from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory import DeviceTier, Wanted
@@ -384,9 +383,11 @@ def _convert_state(
         if key not in values and key in plan.saved:
             values[key] = batch.buffer(f"{plan.prefix}{key}", here, begin, numel, plan.saved[key][0], key)
 
+    moments = [key for key in plan.moments if key in cells]  # a record may hold one of them
+    masters = plan.masters and not cells.keys().isdisjoint(MASTERS)
     around = None if _in_blocks(here) else SurroundingBlocks(here, begin, numel)
     coded: dict[str, list[Tensor]] = {}
-    for key in plan.moments:
+    for key in moments:
         if around is not None and is_coded(key, plan.saved[key][0]):
             place = around.whole, around.begin, around.end - around.begin
             some = (key, f"{key}_scale")
@@ -394,7 +395,7 @@ def _convert_state(
             continue
         read(key)
         read(f"{key}_scale")
-    if plan.masters:
+    if masters:
         values["param"] = batch.buffer(plan.value[0], here, begin, numel, plan.value[1])
         for key in MASTERS:
             read(key)
@@ -403,12 +404,12 @@ def _convert_state(
         for key, (codes, scale) in coded.items():
             assert around is not None
             values[key] = around.cut(decode_int8(codes, scale, key))
-        for key in plan.moments:
+        for key in moments:
             for name, made in convert_moment(key, values, plan.wanted[key][0]).items():
                 if name == key:
                     refuse_infinite(f"{plan.prefix}{key}", values[key], made)
                 cells[name].copy_(made)
-        if plan.masters:
+        if masters:
             kind = master_kind(plan.param.dtype, {key: dtype for key, (dtype, _) in plan.wanted.items()})
             converted = convert_exact(exact_values(values), plan.param.dtype, kind, values["param"])
             for key in MASTERS:
@@ -420,18 +421,8 @@ def _convert_state(
 
 def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
     """Reserves space on disk for the state that an optimizer will keep there, before anything is replaced."""
-    disk = optimizer.disk
-    if disk is None:
-        return
-    known, spans = optimizer.room_on_disk(), {}
-    for number, plan in plans.items():
-        columns = [(key, dtype.itemsize) for key, (dtype, _) in plan.wanted.items() if key != "step"]
-        widths = tuple(Width(nbytes, BLOCK if key.endswith("_scale") else 1) for key, nbytes in columns)
-        if columns and number not in known:
-            spans[number] = here_of_state(plan.param).numel, widths
-    sizes = {n: sum(-(-numel // one.per) * one.nbytes for one in widths) for n, (numel, widths) in spans.items()}
-    if there := optimizer.to_disk(sizes):
-        disk.hold([spans[number] for number in there])
+    known = () if optimizer.disk is None else optimizer.room_on_disk()
+    optimizer.hold({number: list(plan.wanted) for number, plan in plans.items() if number not in known})
 
 
 def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:

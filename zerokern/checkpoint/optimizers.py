@@ -148,9 +148,8 @@ class AnyOptimizer:
     def check_room(self) -> None:
         """Raises where the state cannot be placed yet."""
 
-    def to_disk(self, nbytes: Mapping[int, int]) -> list[int]:
-        """Returns the parameters, of these with so many bytes of state to be loaded, whose state goes to the disk."""
-        return []
+    def hold(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        """Reserves room on disk for what goes there of the state under these keys, by the parameter's number."""
 
     def room_on_disk(self) -> dict[int, OnDisk]:
         """Returns the space on disk that `lay_out` has allocated, by parameter."""
@@ -221,6 +220,16 @@ class OurOptimizer(Exchange, AnyOptimizer):
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
         self.take_room(groups, self._placeholders(entries))
+
+    def hold(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        if self.disk is None:
+            return
+        owners = [group for group in self._merged for _ in group["params"]]
+        layouts = {n: self.layout(owners[n], self.params[n], keys)[0] for n, keys in wanted.items()}
+        spans = {n: (here_of_state(self.params[n]).numel, one) for n, one in layouts.items() if one.columns}
+        sizes = {n: sum(-(-numel // one.per) * one.nbytes for one in of.widths) for n, (numel, of) in spans.items()}
+        if there := self.to_disk(sizes):
+            self.disk.hold([spans[number] for number in there])
 
     def _placeholders(self, entries: Sequence[Wanted | None]) -> list[dict[str, Any] | None]:
         return [

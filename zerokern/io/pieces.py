@@ -55,10 +55,13 @@ def columns(widths: tuple[Width, ...], numel: int) -> tuple[tuple[int, ...], int
     return tuple(offsets), end
 
 
-def plan(numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes: int) -> list[Piece]:
+def plan(
+    numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes: int, *, cuts: bool = True
+) -> list[Piece]:
     """Plans records of at most `slot_nbytes` that hold the columns of all spans, in order.
 
-    Small spans share a record, large ones are split. Records are whole pages, so that they need no bounce buffer.
+    Small spans share a record, large ones are split; without `cuts` all must be small. Records are whole pages, so that
+    they need no bounce buffer.
 
     >>> plan([100, 1000], [(Width(4, 1),)] * 2, 4096)[0]
     Piece(segments=(Segment(span=0, start=0, numel=100, offset=0), Segment(span=1, start=0, numel=896, offset=448)),\
@@ -71,13 +74,15 @@ def plan(numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes
         start = 0
         while mine and start < numel:
             count = _within(mine, numel - start, slot_nbytes - used)
-            worthwhile = count == numel - start or (count and columns(mine, count)[1] * _LEAST_SHARE >= slot_nbytes)
+            enough = cuts and count and columns(mine, count)[1] * _LEAST_SHARE >= slot_nbytes
+            worthwhile = count == numel - start or enough
             if segments and not worthwhile:
                 pieces.append(_closed(segments, used))
                 segments, used = [], 0
                 continue
-            if not count:
-                raise ValueError(f"a slot of {slot_nbytes} B cannot hold the state of {BLOCK} elements")
+            if not count or not (cuts or worthwhile):
+                what = BLOCK if cuts else numel
+                raise ValueError(f"a slot of {slot_nbytes} B cannot hold the state of {what} elements")
             segments.append(Segment(span, start, count, used))
             used += columns(mine, count)[1]
             start += count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -15,7 +16,16 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels import checks, reference
 
-__all__ = ["COEFFICIENTS", "EPS", "STEPS", "adjusted_lr", "apply_settings", "orthogonalize_", "workspace_numel"]
+__all__ = [
+    "COEFFICIENTS",
+    "EPS",
+    "STEPS",
+    "adjusted_lr",
+    "apply_settings",
+    "iterate_",
+    "orthogonalize_",
+    "workspace_numel",
+]
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
@@ -60,13 +70,33 @@ def orthogonalize_(
     room = _room(x, workspace)
     if not x.numel():
         return x
-    norms = _norms(chunk_sums, least)
     if x.device.type == "cpu":
-        for matrix, norm in zip(matrices, norms.tolist(), strict=True):
-            _iterate(matrix, norm, room, steps, (a, b, c))
+        for matrix, some in zip(matrices, chunk_sums, strict=True):
+            iterate_(matrix, some, (a, b, c), steps, least, room)
     else:
-        _iterate(matrices if x.dim() == 3 else matrices[0], norms.view(-1, 1, 1), room, steps, (a, b, c))
+        _iterate(matrices if x.dim() == 3 else matrices[0], _norms(chunk_sums, least), room, steps, (a, b, c))
     return x
+
+
+def iterate_(
+    x: Tensor,
+    sums: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    least: float,
+    room: Tensor | None = None,
+) -> None:
+    """Does to one matrix what `orthogonalize_` does, and checks nothing: for tables, whose rows have been checked.
+
+    >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    >>> iterate_(x, torch.tensor([25.0], dtype=torch.float64), (1.5, -0.5, 0.0), 20, 1e-7); x
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    if room is None:
+        room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
+    norm = _norm(sums.tolist(), least) if x.device.type == "cpu" else _norms(sums, least)
+    _iterate(x, norm, room, steps, coefficients)
 
 
 def workspace_numel(x: Tensor) -> int:
@@ -152,11 +182,18 @@ def _room(x: Tensor, workspace: Tensor | None) -> Tensor:
     return workspace.detach().view(-1)
 
 
+def _norm(chunk_sums: Sequence[float], least: float) -> float:
+    """max(norm, least) in fp32 on a CPU, chunks added in order: `sumsq`'s sum. A NaN stays."""
+    total = 0.0
+    for some in chunk_sums:
+        total += some
+    norm, bound = c_float(math.sqrt(total)).value, c_float(least).value
+    return bound if norm < bound else norm
+
+
 def _norms(chunk_sums: Tensor, least: float) -> Tensor:
-    """max(norm, least) of each matrix in fp32; a NaN stays. On a CPU chunks are added in order: `sumsq`'s sum."""
-    there = chunk_sums.device.type != "cpu"
-    totals = chunk_sums.sum(-1) if there else chunk_sums.cumsum(-1)[:, -1]
-    return totals.sqrt().float().clamp_(min=least)
+    """The same of each matrix on a GPU, as (k, 1, 1)."""
+    return chunk_sums.sum(-1).sqrt().float().clamp_(min=least).view(-1, 1, 1)
 
 
 def _iterate(x: Tensor, norm: float | Tensor, room: Tensor, steps: int, by: tuple[float, float, float]) -> None:

@@ -22,7 +22,7 @@ from zerokern.memory.interrupts import whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN
-from zerokern.optim.cut_matrices import MatrixPart
+from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
@@ -264,7 +264,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         del held  # until here no other thread could free a gradient under the native calls
         return True
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
         """Returns which matrices each parameter is made of, where the algorithm updates whole ones."""
         return []
 

@@ -23,7 +23,7 @@ from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
-from zerokern.optim.matrices import MatrixTable
+from zerokern.optim.matrices import MatrixTable, part_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.parts import Portion
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
@@ -73,7 +73,8 @@ def table_of(
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
         group_of.append(number)
     if survey.matrices:
-        table: Any = MatrixTable(open_table, [place for _, place in members], len(made))
+        parts = [part_of(survey.matrices[i], place) for i, place in members]
+        table: Any = MatrixTable(open_table, parts, len(made))
     else:
         table = open_table(len(rows), len(made))
     table.columns["group"][:] = group_of
@@ -203,6 +204,11 @@ class HostCompute:
         if isinstance(self.table, MatrixTable):
             return self.table.begun
         return isinstance(error, Exception) and not isinstance(error, KernelError)
+
+    def break_off(self) -> None:
+        """Frees what an update holds that goes no further."""
+        if isinstance(self.table, MatrixTable):
+            self.table.break_off()
 
     def count(self, tier: StateTier) -> None:
         """Counts the update that was prepared."""
@@ -361,9 +367,7 @@ class Binding:
         return sorted(found.values(), key=operator.attrgetter("order"))
 
     def _places_of(self, i: int, portion: Portion | None) -> Sequence[Any]:
-        """Returns what of a parameter are rows of their own."""
-        if self.survey.matrices:
-            return self.survey.matrices[i]
+        """Returns what of a parameter are rows of their own; what updates whole matrices has no portions."""
         return self.tier.places(i) if portion is None else (portion,)
 
     def _in_turns(self) -> list[tuple[int, int, Portion | None]]:
@@ -541,6 +545,7 @@ class Binding:
         if flow is not None and getgeneratorstate(flow) != GEN_RUNNING:  # as it seems to in a forked child
             flow.close()
         self._give_back()
+        self.compute.break_off()
         if self.torn:
             self.survey.cells.bump_versions()
 

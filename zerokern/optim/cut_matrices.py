@@ -18,11 +18,11 @@ from zerokern.comm import Group, during
 from zerokern.zero.partition import shards_parameters, work_of
 from zerokern.zero.shard import Shard
 
-__all__ = ["MatrixPart", "Round", "exchange_groups", "parts_of_matrices", "rounds_of"]
+__all__ = ["CutMatrix", "Round", "exchange_groups", "parts_of_matrices", "rounds_of"]
 
 
-class MatrixPart(NamedTuple):
-    """What this rank has of a matrix that is cut: `numel` elements, at `start` of what it has of the parameter.
+class CutMatrix(NamedTuple):
+    """A matrix that is cut, and what this rank has of it: `numel` elements, at `start` of what it has of the parameter.
 
     `ends`: of each rank of the group, where its part of the matrix ends; the next one's begins there.
     """
@@ -59,7 +59,7 @@ def exchange_groups(shards: Sequence[Shard]) -> list[Group]:
     return list({id(group): group for group in groups}.values())
 
 
-def parts_of_matrices(shard: Shard, matrices: Sequence[Any]) -> list[MatrixPart]:
+def parts_of_matrices(shard: Shard, matrices: Sequence[Any]) -> list[CutMatrix]:
     """Returns what this rank has of each of a parameter's matrices, whether it has any of it or not."""
     group, bucket = group_of(shard), shard.gradients
     assert group is not None
@@ -71,7 +71,7 @@ def parts_of_matrices(shard: Shard, matrices: Sequence[Any]) -> list[MatrixPart]
         numel = ends[group.rank] - begin
         start = one.start + begin - shard.start if numel else 0
         name = shard.name if len(matrices) == 1 else f"{shard.name}[{number}]"
-        found.append(MatrixPart(start, numel, one.height, one.width, name, ends, group))
+        found.append(CutMatrix(start, numel, one.height, one.width, name, ends, group))
     return found
 
 
@@ -84,10 +84,10 @@ class Round(NamedTuple):
     group: Group
     dtype: torch.dtype
     rows: Sequence[int]
-    parts: Sequence[MatrixPart]
+    parts: Sequence[CutMatrix]
 
     @property
-    def own(self) -> MatrixPart | None:
+    def own(self) -> CutMatrix | None:
         """The matrix that this rank orthogonalizes."""
         rank = self.group.rank
         return self.parts[rank] if rank < len(self.parts) else None
@@ -136,7 +136,7 @@ class Round(NamedTuple):
             self.group.all_to_all(receives, sends).wait()
 
 
-def rounds_of(rows: Sequence[tuple[int, MatrixPart, torch.dtype]]) -> list[Round]:
+def rounds_of(rows: Sequence[tuple[int, CutMatrix, torch.dtype]]) -> list[Round]:
     """Divides rows into rounds, the same on all ranks.
 
     Those with most work come first, as many at a time as there are ranks. So ranks wait for each other, over all
@@ -144,11 +144,11 @@ def rounds_of(rows: Sequence[tuple[int, MatrixPart, torch.dtype]]) -> list[Round
 
     >>> import torch
     >>> group = Group(0, 2, torch.device("cpu"), "two")
-    >>> parts = [MatrixPart(0, 8, height, 4, "", (8, 4 * height), group) for height in (4, 8, 8)]
+    >>> parts = [CutMatrix(0, 8, height, 4, "", (8, 4 * height), group) for height in (4, 8, 8)]
     >>> [one.rows for one in rounds_of([(row, part, torch.float32) for row, part in enumerate(parts)])]
     [[1, 2], [0]]
     """
-    kinds: dict[tuple[int, torch.dtype], list[tuple[int, MatrixPart]]] = {}
+    kinds: dict[tuple[int, torch.dtype], list[tuple[int, CutMatrix]]] = {}
     for row, part, dtype in rows:
         kinds.setdefault((id(part.group), dtype), []).append((row, part))
     found = []

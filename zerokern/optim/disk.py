@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError
-from zerokern.io.pieces import Piece, Width, columns, plan
+from zerokern.core.errors import StateError, got
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
-from zerokern.memory.stream import Record, Stream
+from zerokern.memory.stream import SLOTS, Record, Stream
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
+from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, records_of
 from zerokern.optim.state import (
     Checked,
     Entry,
@@ -33,22 +33,11 @@ from zerokern.optim.state import (
 from zerokern.optim.survey import Groups, names_of
 from zerokern.zero.kinds import present
 
-__all__ = ["Disk", "OnDisk", "RecordReader", "RecordSpan", "RecordWriter", "StateOnDisk"]
+__all__ = ["Disk", "OnDisk", "RecordReader", "RecordWriter", "StateOnDisk"]
 
 _PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
 _CHANGED = "the optimizer has stepped, or was loaded, since its state was described for saving; save it again"
-
-
-class RecordSpan:
-    """Says where the state of a span of one parameter lies within a record."""
-
-    __slots__ = ("begun", "numel", "offset", "record", "start")
-
-    def __init__(self, record: Record, start: int, numel: int, offset: int) -> None:
-        self.record, self.start, self.numel, self.offset = record, start, numel, offset
-        self.begun = False
-        record.unsettled.add(self)
 
 
 class OnDisk:
@@ -59,11 +48,11 @@ class OnDisk:
     with, for places yet to begin.
     """
 
-    __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
+    __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots")
 
     def __init__(self, disk: object, param: Tensor, layout: Layout) -> None:
         self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
-        self.slots, self.widths = layout.columns, layout.widths
+        self.slots = layout.columns
         self.initial, self.kept = 0.0, False
         self.first: frozenset[str] = frozenset()
         self.exact: Tensor | None = None
@@ -125,11 +114,13 @@ class OnDisk:
 
     def begin_span(self, place: RecordSpan, cell: Cell) -> None:
         """Writes first values to a place that is in a cell of the ring; or new masters, once it has begun."""
+        if not place.slots:
+            return
         with present(self.param, written=self.exact is not None):
             mine = slice(place.start, place.start + place.numel)
             param = self.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
             kept = None if self.exact is None or place.begun else self.exact.view(-1)[mine]
-            for slot, tensor in zip(self.slots, self.cells(place, cell).values(), strict=True):
+            for slot, tensor in zip(place.slots, self.cells(place, cell).values(), strict=True):
                 if slot.key == "master" and place.begun:
                     torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
                 elif slot.key == "remainder" and kept is not None and kept.dtype is slot.dtype:
@@ -139,21 +130,17 @@ class OnDisk:
                 elif not place.begun:
                     tensor.fill_(self.initial if slot.extent == "param" else 0.0)
 
-    def offsets(self, place: RecordSpan) -> list[int]:
-        """Returns where in its record each tensor's part of a place begins, in bytes."""
-        return [place.offset + offset for offset in columns(self.widths, place.numel)[0]]
-
     def cells(self, place: RecordSpan, cell: Cell) -> dict[str, Tensor]:
         """Returns the tensors of a place by key, 1-D, where they lie in a cell of the ring."""
         found = {}
-        for slot, width, offset in zip(self.slots, self.widths, self.offsets(place), strict=True):
+        for slot, width, offset in zip(place.slots, place.widths, place.offsets, strict=True):
             found[slot.key] = cell.lease.tensor(slot.dtype, (-(-place.numel // width.per),), offset=offset)
         return found
 
     def parts(self, place: RecordSpan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the place's part, 1-D, of those whole tensors that there are."""
         ends, found = place.start + place.numel, {}
-        for slot, (_, per) in zip(self.slots, self.widths, strict=True):
+        for slot, (_, per) in zip(place.slots, place.widths, strict=True):
             if slot.key in tensors:
                 found[slot.key] = tensors[slot.key].view(-1)[place.start // per : -(-ends // per)]
         return found
@@ -179,21 +166,25 @@ class Disk(Stream):
 
     def __init__(self, config: TierConfig, name: str) -> None:
         super().__init__(config.open(name, "optimizer state"), config.ring_nbytes, "optimizer state")
+        self._ring_nbytes = config.ring_nbytes
 
-    def hold(self, spans: Sequence[tuple[int, tuple[Width, ...]]]) -> None:
-        """Reserves room for state that is made next, by elements and columns, so that a full disk shows beforehand."""
-        self.reserve([_wanted(piece) for piece in self._cut(spans)])
+    def check_slots(self, name: str) -> None:
+        """Raises if slots are too small for matrices, whose records end where sums of squares do."""
+        if self.slot_nbytes < LEAST_SLOT:
+            least = SLOTS * LEAST_SLOT
+            raise ValueError(got("ring_nbytes", self._ring_nbytes, f"at least {least} bytes for {name}"))
 
-    def _cut(self, spans: Sequence[tuple[int, tuple[Width, ...]]]) -> list[Piece]:
-        return plan([numel for numel, _ in spans], [widths for _, widths in spans], self.slot_nbytes)
+    def hold(self, spans: Sequence[tuple[int, Layout]]) -> None:
+        """Reserves room for state that is made next, by elements and layouts, so that a full disk shows beforehand."""
+        self.reserve([_wanted(content) for content in records_of(spans, self.slot_nbytes)])
 
     def make(self, wanted: Iterable[tuple[Tensor, Layout]]) -> list[OnDisk]:
         """Takes room on disk for the state of these (parameter, layout), or raises."""
         made = [OnDisk(self, *one) for one in wanted]
-        pieces = self._cut([(one.shape.numel(), one.widths) for one in made])
-        for record, piece in zip(self.lay_out([_wanted(piece) for piece in pieces]), pieces, strict=True):
-            for param, start, numel, offset in piece.segments:
-                made[param].places.append(RecordSpan(record, start, numel, offset))
+        contents = records_of([(one.shape.numel(), one.layout) for one in made], self.slot_nbytes)
+        for record, content in zip(self.lay_out([_wanted(content) for content in contents]), contents, strict=True):
+            for cut in content.cuts:
+                made[cut.span].places.append(RecordSpan(record, cut))
         return made
 
     def sweep(self, owners: Iterable[OnDisk]) -> None:
@@ -219,8 +210,8 @@ class Disk(Stream):
         return made
 
 
-def _wanted(piece: Piece) -> Wanted:
-    return Wanted("state", torch.Size([piece.nbytes]), torch.uint8)
+def _wanted(content: Content) -> Wanted:
+    return Wanted("state", torch.Size([content.nbytes]), torch.uint8)
 
 
 def _spans_by_record(owners: Iterable[OnDisk]) -> dict[Record, list[tuple[OnDisk, RecordSpan]]]:
@@ -403,7 +394,7 @@ def write_entries(disk: Disk, mine: Sequence[Entry], entries: Sequence[Checked])
         for parts in RecordWriter(disk, filter(None, map(on_disk_of, mine))).rounds() if sources else ():
             for owner, place, cells in parts:
                 if owner is not last:  # one parameter at a time: a copy may be needed to have it so in host memory
-                    given = [(key, sources[id(owner)].get(key)) for key in cells]
+                    given = [(slot.key, sources[id(owner)].get(slot.key)) for slot in owner.slots]
                     last, full = owner, {k: v.detach().to("cpu").contiguous() for k, v in given if v is not None}
                 for key, part in owner.parts(place, full).items():
                     cells[key].copy_(part)
@@ -489,7 +480,8 @@ class StateOnDisk(StateTier):
             if not gone:
                 continue
             self.rows.pop(id(survey.params[i]), None)  # it had no state until now
-            if owner is not None and {*layout.columns} <= {*owner.slots}:
+            same = owner is not None and {*layout.columns} <= {*owner.slots}
+            if owner is not None and same and owner.layout.matrices == layout.matrices:
                 owner.param, owner.layout = survey.params[i], layout
             elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
                 moving.append((i, entry))
@@ -536,7 +528,7 @@ class StateOnDisk(StateTier):
 
     def places(self, i: int) -> Sequence[Any]:
         owner = self._owners[i]
-        return (None,) if owner is None else owner.places
+        return super().places(i) if owner is None else owner.places
 
     def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
@@ -546,7 +538,7 @@ class StateOnDisk(StateTier):
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
         if owner is not None and place is not None:
-            for slot, offset in zip(owner.slots, owner.offsets(place), strict=True):
+            for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, cell.lease.ptr + offset)
         return SpanRow(layout, owner is not None and bool(owner.first), pointer_words(pointers))
 

@@ -19,7 +19,6 @@ from zerokern.optim.disk import (
     Disk,
     OnDisk,
     RecordReader,
-    RecordSpan,
     all_on_disk,
     make_room,
     mark_loaded,
@@ -30,6 +29,7 @@ from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import needed_first
+from zerokern.optim.records import RecordSpan
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
 from zerokern.optim.step import StepRunner
@@ -407,7 +407,7 @@ class Column:
     def __init__(self, reader: RecordReader, owner: OnDisk, key: str) -> None:
         self.reader, self._owner, self._key = reader, owner, key
         self._number, slot = next((i, slot) for i, slot in enumerate(owner.slots) if slot.key == key)
-        self.dtype, self.places = slot.dtype, owner.places
+        self.dtype, self.places = slot.dtype, [place for place in owner.places if slot in place.slots]
 
     @property
     def disk(self) -> Disk:

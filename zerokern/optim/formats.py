@@ -5,7 +5,7 @@ Nothing converts state implicitly: `convert_state` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -21,6 +21,7 @@ from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
 from zerokern.memory import Wanted
 from zerokern.optim import checks
 from zerokern.zero.kinds import here_of, is_divided, take
+from zerokern.zero.units import check_split
 
 # bytes per bf16 parameter: values, split8, int8 moments, gradient, scales
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
@@ -47,7 +48,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "ns_dtype": partial(checks.one_of, NS_DTYPES),
 }
 Group = dict[str, Any]
-FormatKey = tuple[Any, ...]
+FormatKey = tuple[bool, str, str | None, int | None, int]
 
 
 @dataclass(frozen=True)
@@ -117,23 +118,28 @@ class Algorithm:
     def key(self, group: Group) -> FormatKey:
         """Returns the settings of a group that decide the layouts of its parameters, and what their matrices are."""
         has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
-        return has_moments, *formats_of(group).values()
+        state_format, master_format, seed, *split = formats_of(group).values()
+        matrices = check_split(split[0]) if self.whole else 0
+        return has_moments, state_format, master_format, seed, matrices
 
     def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:
         """Returns the layout of a parameter of this group."""
-        needs_moments, state_format, master_format, seed, *_ = self.key(group)
-        return layout_of(self, dtype, needs_moments or holds_moments, state_format, master_format, seed is not None)
+        needs_moments, state_format, master_format, seed, matrices = self.key(group)
+        has_moments = needs_moments or holds_moments
+        return layout_of(self, dtype, has_moments, state_format, master_format, seed is not None, matrices)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Lists the tensors of one parameter's state."""
+    """Lists the tensors of one parameter's state. `matrices`: of so many it is made, each of which is updated whole; 0:
+    elements are updated by themselves."""
 
     algorithm: str
     param_dtype: torch.dtype
     state_format: str
     master_format: str  # "own": an fp32 parameter is its own master
     slots: tuple[Slot, ...]
+    matrices: int = 0
 
     def table_formats(self, stochastic_seed: int | None) -> dict[str, Any]:
         """Returns the formats as `UpdateTable.set_group` names them. Only parameters without a master are rounded
@@ -156,7 +162,7 @@ class Layout:
     @cached_property
     def widths(self) -> tuple[Width, ...]:
         """How wide these tensors are, where state is moved in pieces."""
-        return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.columns)
+        return widths_of(self.columns)
 
     @cached_property
     def counter(self) -> tuple[Slot, ...]:
@@ -171,6 +177,11 @@ class Layout:
     def param_column(self) -> str:
         """The column that points at the parameter itself."""
         return {"own": "master", "fp32": "out"}.get(self.master_format, "param")
+
+
+def widths_of(slots: Sequence[Slot]) -> tuple[Width, ...]:
+    """Returns how wide tensors of state are, where they are moved in pieces."""
+    return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in slots)
 
 
 def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
@@ -198,6 +209,7 @@ def layout_of(
     state_format: str,
     master_format: str | None,
     counted: bool,
+    matrices: int = 0,
 ) -> Layout:
     """Returns the layout of a parameter of this dtype. An fp32 parameter is its own master in any `master_format`.
 
@@ -217,7 +229,7 @@ def layout_of(
         slots.append(Slot("master", torch.float32, "param", "master"))
     elif master in ("split16", "split8"):
         slots.append(Slot("remainder", torch.int16 if master == "split16" else torch.int8, "param", "remainder"))
-    return Layout(algorithm.name, dtype, state_format if has_moments else "none", master, tuple(slots))
+    return Layout(algorithm.name, dtype, state_format if has_moments else "none", master, tuple(slots), matrices)
 
 
 def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:

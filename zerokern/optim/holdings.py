@@ -121,16 +121,15 @@ class Holdings:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
-        if algorithm.whole and self.order.config is not None:
-            do = "Records on a disk would cut matrices"
-            raise ValueError(got("tier", tier, f"'device' or 'cpu' for {name}", do))
-        self.update = check_update(update, self.order)
+        self.update = check_update(update, self.order, whole=algorithm.whole)
         self.updated_on = self.update  # "auto", until that has chosen
         self.why = ""  # it has chosen that
         self._pass_began = 0.0  # the last backward pass, while that has not
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
+        if algorithm.whole and self.disk is not None:
+            self.disk.check_slots(name)
         self.placing = Placing(self.order, self.room)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
@@ -249,6 +248,7 @@ class Holdings:
         if self.schedule == "sync" and self.rests_on_device:
             return False
         there = is_apart(first)
+        self._refuse_disk(first)
         if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
@@ -258,6 +258,13 @@ class Holdings:
             do = "An update on the device has nothing to hide behind"
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
         return self.delays or (there and not self.rests_on_device)
+
+    def _refuse_disk(self, trained: Tensor) -> None:
+        """Raises for matrices on a device whose state may be on a disk, from where it would be updated on the host."""
+        if self.algorithm.whole and self.disk is not None and is_apart(trained):
+            allowed = "'device', 'cpu' or both, with budgets, for matrices on a GPU"
+            do = "They are never orthogonalized on the host, and state streams to a GPU from host memory alone"
+            raise ValueError(got("tier", self.tier, allowed, do))
 
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
@@ -284,6 +291,7 @@ class Holdings:
         if self.algorithm.whole and self.update == "host" and is_apart(trained):
             do = "Matrices are never orthogonalized on the host where parameters are on a GPU"
             raise ValueError(got("update", self.update, "'device'", do))
+        self._refuse_disk(trained)
         if self.update == "device" and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
             raise ValueError(got("update", self.update, "'host' or 'auto'", do))

@@ -14,16 +14,18 @@ from torch import Tensor
 from zerokern.core.errors import CommError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.kernels.cpu import sumsq_chunks
-from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonalize_
+from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.cut_matrices import MatrixPart, Round, group_of, rounds_of
+from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
 
-__all__ = ["Matrix", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of"]
+__all__ = [
+    "Matrix", "MatrixPart", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of", "part_of",
+]  # fmt: skip
 
 _HOST = torch.device("cpu")
 _OF_PARAMETERS = ("param", "remainder", "master", "out", "key", "first")
@@ -54,6 +56,39 @@ class Matrix(NamedTuple):
         """The record that holds its state: none, for records would cut it."""
 
 
+class MatrixPart(NamedTuple):
+    """What one row updates of a matrix: all of it, or what one record on a disk holds of its state.
+
+    Rows that `averages` move the average of `numel` elements from `start` of the matrix on; with the last of them the
+    matrix is orthogonalized; rows that `applies` apply the result to these elements.
+    """
+
+    matrix: Matrix
+    start: int
+    numel: int
+    averages: bool = True
+    applies: bool = True
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the last one of its pass over the matrix."""
+        return self.start + self.numel == self.matrix.numel
+
+
+def part_of(matrices: Sequence[Any], place: Any) -> MatrixPart | CutMatrix:
+    """Returns what a row updates of a parameter's matrices: `place` is one of them, or a `RecordSpan`.
+
+    >>> part_of([], Matrix(64, 4, 8))
+    MatrixPart(matrix=Matrix(start=64, height=4, width=8), start=0, numel=32, averages=True, applies=True)
+    """
+    if isinstance(place, CutMatrix):
+        return place
+    if isinstance(place, Matrix):
+        return MatrixPart(place, 0, place.numel)
+    matrix = matrices[place.start // matrices[0].numel]
+    return MatrixPart(matrix, place.start - matrix.start, place.numel, place.averages, place.applies)
+
+
 def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = False) -> None:
     """Raises unless a parameter is a matrix, or so many of them along its first dimension. `placed`: it is a DTensor.
 
@@ -65,7 +100,7 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     """
     shape, split = tuple(shape), check_split(split)
     if placed:
-        do = "a DTensor's matrix is divided between ranks; zk.AdamW steps it, or zk.shard(model) instead of fully_shard"
+        do = "Tensor parallelism and fully_shard divide matrices; zk.AdamW steps parts, zk.shard(whole=) makes none"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
     if len(shape) == 3:
         if split == (height := max(1, shape[0])):
@@ -120,19 +155,20 @@ def matrices_of(name: str, shape: Sequence[int], numel: int, split: int, *, in_b
 
 
 class MatrixTable:
-    """Rows of an update that are whole matrices, with the face of the tables that it is made of.
+    """Rows of an update that are matrices, or parts of them, with the face of the tables that it is made of.
 
     Of one row after the other it moves the average and writes the matrix that is to be orthogonalized, orthogonalizes
-    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Of matrices that are
-    cut (`cut_matrices`) a round is updated together. `shapes`: of all rows.
+    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Rows of its parts
+    follow each other: first those that move averages, then those that apply the result. Of matrices that ranks have cut
+    (`cut_matrices`) a round is updated together.
     """
 
     def __init__(
-        self, open_table: Callable[[int, int], Any], shapes: Sequence[Matrix | MatrixPart], ngroups: int
+        self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart | CutMatrix], ngroups: int
     ) -> None:
-        self._shapes, self.nseg, self.ngroups = shapes, len(shapes), ngroups
+        self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
         # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
-        self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in shapes]
+        self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in parts]
         self._arranged: list[Any] = [None] * self.nseg
         self._iterations: list[dict[str, Any]] = [{}] * self.nseg
         names = ("group", "numel", "grad", *_OF_PARAMETERS, "exp_avg", "exp_avg_scale", *_UNUSED)
@@ -142,6 +178,7 @@ class MatrixTable:
         self._decided: Any = None
         self._nothing: list[Tensor] = []
         self.begun = self.carried_out = False
+        self._next = -1  # the row that goes on with the matrix in memory
 
     def set_group(
         self,
@@ -179,10 +216,10 @@ class MatrixTable:
         formats = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
         iteration = {"dtype": dtype, "coefficients": ns_coefficients, "steps": ns_steps, "eps": eps}
         for row, group in enumerate(self.columns["group"]):
-            if group == index and self._shapes[row].height * self._shapes[row].width:
+            if group == index and (matrix := _matrix_of(self._parts[row])).numel:
                 averages, parameters = self._tables[row]
                 averages.set_group(0, **of_averages)
-                parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, self._shapes[row]))
+                parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, matrix))
                 self._iterations[row] = iteration
         self._decided_as = of_averages
 
@@ -199,17 +236,24 @@ class MatrixTable:
     def _prepared(self, rows: range) -> Iterator[list[int]]:
         """Around a run: those of the rows that have elements. A Ctrl-C waits until it is over."""
         self.begun = self.carried_out = False
-        there = [row for row in rows if self._shapes[row].numel and isinstance(self._shapes[row], Matrix)]
-        wanted = [(self._shapes[row].numel, self._iterations[row]["dtype"]) for row in there]
+        there = [row for row in rows if isinstance(part := self._parts[row], MatrixPart) and part.numel]
+        wanted = [(_matrix_of(self._parts[row]).numel, self._iterations[row]["dtype"]) for row in there]
         wanted += [(one.numel, one.dtype) for one in self._rounds_of(rows)]
         with whole("the step"), self.spare.lent(wanted):
             yield there
             self.carried_out = True
+            if self._next >= 0:
+                self.spare.stay()
+
+    def break_off(self) -> None:
+        """Frees the matrix of which some rows have been updated, and no others will be."""
+        self._next = -1
+        self.spare.free()
 
     def _rounds_of(self, rows: range) -> list[Round]:
         """Returns the rounds of those of the rows whose matrices are cut, the same on all ranks."""
-        parts = [(row, shape) for row in rows if isinstance(shape := self._shapes[row], MatrixPart)]
-        return rounds_of([(row, one, self._iterations[row]["dtype"]) for row, one in parts if one.height * one.width])
+        parts = [(row, part) for row in rows if isinstance(part := self._parts[row], CutMatrix)]
+        return rounds_of([(row, part, self._iterations[row]["dtype"]) for row, part in parts if _matrix_of(part).numel])
 
     def launch(self, scale: float, control: Any) -> None:
         """Launches the update of all rows. The device decides on each, and counts the step when all have been made."""
@@ -252,10 +296,18 @@ class MatrixTable:
         self._decided.run(scale, type(control)(**{**vars(control), "witnesses": control.witnesses[:1]}))
 
     def _update(self, row: int, scale: float) -> None:
+        part = self._parts[row]
+        assert isinstance(part, MatrixPart)
+        if self._next != row and not (part.averages and part.start == 0):
+            raise StateError(f"row {row} of the update goes on with a matrix that is not in memory")
         matrix, sums = self._arrange(row)
-        self._average(scale, row)
-        self._orthogonalize(row, matrix, sums)
-        self._apply(row)
+        if part.averages:
+            self._average(scale, row)
+            if part.ends:
+                self._orthogonalize(row, matrix, sums)
+        if part.applies:
+            self._apply(row)
+        self._next = -1 if part.applies and part.ends else row + 1
 
     def _average(self, scale: float, row: int) -> None:
         self._tables[row][0].run(scale)
@@ -287,28 +339,33 @@ class MatrixTable:
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         how = self._iterations[row]
-        orthogonalize_(matrix, sums, coefficients=how["coefficients"], steps=how["steps"], eps=how["eps"])
+        iterate_(matrix, sums, how["coefficients"], how["steps"], how["eps"])
 
     def _arrange(self, row: int) -> tuple[Tensor, Tensor]:
         """Points the tables of a row at what it is about; returns the matrix between them, and its sums of squares."""
-        shape = self._shapes[row]
-        matrix = self.spare.memory(shape.numel, self._iterations[row]["dtype"]).view(shape.height, shape.width)
-        sums = self.spare.sums(shape.numel)
-        self._arrange_memory(row, matrix, sums)
-        return matrix, sums
+        part = self._parts[row]
+        assert isinstance(part, MatrixPart)
+        whole_one = part.matrix
+        matrix = self.spare.memory(whole_one.numel, self._iterations[row]["dtype"])
+        sums = self.spare.sums(whole_one.numel)
+        own = matrix[part.start : part.start + part.numel]
+        self._arrange_memory(row, own, sums[part.start // SUMSQ_CHUNK :])
+        return matrix.view(whole_one.height, whole_one.width), sums
 
-    def _arrange_memory(self, row: int, matrix: Tensor, sums: Tensor) -> None:
-        shape, columns = self._shapes[row], self.columns
+    def _arrange_memory(self, row: int, memory: Tensor, sums: Tensor) -> None:
+        part, columns = self._parts[row], self.columns
         mine = {name: columns[name][row] for name in ("exp_avg", "exp_avg_scale")}
-        mine |= {"out": matrix.data_ptr(), "exp_avg_sq": sums.data_ptr()}
+        mine |= {"out": memory.data_ptr(), "exp_avg_sq": sums.data_ptr()}
         others = {name: columns[name][row] for name in _OF_PARAMETERS}
         averages, parameters = self._tables[row]
         if self._arranged[row] != (mine, others):
-            averages.set_row(0, group=0, numel=shape.numel, **mine)
-            parameters.set_row(0, group=0, numel=shape.numel, **others)
+            if isinstance(part, CutMatrix) or part.averages:
+                averages.set_row(0, group=0, numel=part.numel, **mine)
+            if isinstance(part, CutMatrix) or part.applies:
+                parameters.set_row(0, group=0, numel=part.numel, **others)
             self._arranged[row] = (mine, others)
         averages.columns["grad"][0] = columns["grad"][row]
-        parameters.columns["grad"][0] = matrix.data_ptr()
+        parameters.columns["grad"][0] = memory.data_ptr()
 
 
 class SpareMatrix:
@@ -320,21 +377,43 @@ class SpareMatrix:
     def __init__(self, place: torch.device) -> None:
         self.place = place
         self._memory = self._sums = torch.empty(0)
+        self._stays = False
 
     @contextmanager
     def lent(self, wanted: Sequence[tuple[int, torch.dtype]]) -> Iterator[None]:
         """Has room for as many elements, of each of these in turn, within the block."""
         numel = max((numel for numel, _ in wanted), default=0)
         nbytes = max((numel * dtype.itemsize for numel, dtype in wanted), default=0)
-        if self._memory.nbytes < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.place)
-        if self._sums.numel() < -(-numel // SUMSQ_CHUNK):
-            self._sums = torch.empty(-(-numel // SUMSQ_CHUNK), dtype=torch.float64, device=self.place)
+        self._memory = self._grown(self._memory, nbytes, torch.uint8)
+        self._sums = self._grown(self._sums, -(-numel // SUMSQ_CHUNK), torch.float64)
+        self._stays = False
         try:
             yield
         finally:
-            if self.place == _HOST:
-                self._memory = self._sums = torch.empty(0)
+            if not self._stays:
+                self.free()
+
+    def _grown(self, memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if memory.numel() >= numel:
+            return memory
+        more = torch.empty(numel, dtype=dtype, device=self.place)
+        if self._stays:
+            more[: memory.numel()] = memory
+        return more
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has now."""
+        return self._memory.nbytes + self._sums.nbytes
+
+    def stay(self) -> None:
+        """Keeps what is in it past the end of the block, for the next one."""
+        self._stays = True
+
+    def free(self) -> None:
+        """Frees host memory."""
+        if self.place == _HOST:
+            self._memory = self._sums = torch.empty(0)
 
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns room for as many elements, whatever it holds."""
@@ -343,6 +422,11 @@ class SpareMatrix:
     def sums(self, numel: int) -> Tensor:
         """Returns room for the sums of squares of as many elements."""
         return self._sums[: -(-numel // SUMSQ_CHUNK)]
+
+
+def _matrix_of(part: MatrixPart | CutMatrix) -> Matrix:
+    """Returns the matrix that a row updates a part of."""
+    return part.matrix if isinstance(part, MatrixPart) else Matrix(0, part.height, part.width)
 
 
 def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
@@ -367,7 +451,7 @@ def _cpu_multiplies_bf16() -> bool:
     return ask is not None and bool(ask())
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | MatrixPart) -> dict[str, Any]:
+def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
     size = shape.height, shape.width
     if isinstance(lr, Tensor):

@@ -11,8 +11,9 @@ from torch.optim.optimizer import ParamsT
 from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
+from zerokern.memory.order import TierOrder
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.cut_matrices import MatrixPart, group_of, parts_of_matrices
+from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
@@ -42,7 +43,9 @@ class Muon(FusedOptimizer):
         orthogonalized by itself: 3 for a fused query, key and value, the number of experts for a stack of them. Also
         per param_group. It changes the update; 1 is torch's.
     maximize: as in torch's other optimizers.
-    tier: "device" or "cpu". A disk is refused: its records would cut matrices.
+    tier: "device", "cpu", `zk.Nvme(path)` for parameters on a CPU, or a list of these. Records on a disk end where
+        matrices do; a matrix whose state is larger than a slot of the ring has several, and still one at a time is
+        gathered in memory.
     update: where the update of state in tier="cpu" runs, for parameters on a GPU. The iteration is never made on the
         host then, so "host" is refused for these.
 
@@ -114,12 +117,18 @@ class Muon(FusedOptimizer):
 
     def _check_shard(self, shard: Shard, split: int) -> None:
         check_shard(shard, split)
-        if self.tier != "device" and group_of(shard) is not None and is_apart(shard.piece):
-            do = "Matrices that stage 3 cuts do not stream to a GPU yet; stages 1 and 2 with whole= leave them whole"
+        if group_of(shard) is None:
+            return
+        do = "stages 1 and 2 with whole= leave matrices whole"
+        if self.tier != "device" and is_apart(shard.piece):
+            do = f"Matrices that stage 3 cuts do not stream to a GPU yet; {do}"
             raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
+        if TierOrder.of("tier", self.tier, auto=True).config is not None:
+            do = f"Records on a disk hold whole matrices, and stage 3 cuts them; {do}"
+            raise ValueError(got("tier", self.tier, f"'device' or 'cpu' for {shard.name}", do))
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | MatrixPart]]:
-        found: list[Sequence[Matrix | MatrixPart]] = []
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
+        found: list[Sequence[Matrix | CutMatrix]] = []
         names = names_of(groups)
         for group in groups:
             split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"

@@ -22,15 +22,17 @@ __all__ = ["UPDATES", "Placing", "check_update"]
 UPDATES = ("host", "device", "auto")
 
 
-def check_update(value: object, order: TierOrder) -> str:
+def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str:
     """Returns where updates of state in host memory run, or raises an error that says what there is.
+
+    `whole`: matrices are updated whole, always where parameters are; state on a disk is for those on a CPU.
 
     >>> check_update("device", TierOrder.of("tier", "cpu"))
     'device'
     """
     if not isinstance(value, str) or value not in UPDATES:
         raise ValueError(got("update", value, "'host', 'device' or 'auto'"))
-    if value == "device" and order.config is not None:
+    if value == "device" and order.config is not None and not whole:
         do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
         raise ValueError(got("update", value, "'host' or 'auto' where tier= has a disk", do))
     return value

@@ -452,8 +452,9 @@ class StateTier:
         """Raises where an update cannot reach the state; from here on the update changes it."""
 
     def places(self, i: int) -> Sequence[Any]:
-        """Returns the places in records that hold a parameter's state, one for each row; None: it is in memory."""
-        return (None,)
+        """Returns what of a parameter are rows of their own: the places in records that hold its state, or, where it is
+        in memory, its matrices; None: all of it."""
+        return self.survey.matrices[i] if self.survey.matrices else (None,)
 
     def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
         """Returns the row of a place, whose record is in this cell of the ring while it is updated."""

@@ -144,12 +144,11 @@ class Footprint(HeldMemory):
         trained = [member for member in subject.members if member.trainable]
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
         most = buckets.most_work if shards_state(self.stage) else work
+        sent = [0]
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
-            most = sum(
-                sorted((one.work // one.split for one in whole for _ in range(one.split)), reverse=True)[::world]
-            )
+            most = sum(sorted((one.each.work for one in whole for _ in range(one.split)), reverse=True)[::world])
+            sent = subject.exchanged(world, self.settings.bucket_bytes)
         dtype = self.recipe.iterates_in(self.settings.device)
-        parts = 2 * itemsize(dtype) * numel * (world - 1) // world  # the direction to its owner, and back what it makes
         return Iteration(
             dtype,
             len(whole),
@@ -161,7 +160,8 @@ class Footprint(HeldMemory):
             imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
             workspace=workspace_nbytes(whole, dtype, cut=shards_parameters(self.stage) and world > 1),
-            exchanged=parts if shards_parameters(self.stage) else 0,
+            exchanged=sum(sent) * itemsize(dtype),
+            rank_exchanged=max(sent) * itemsize(dtype),
         )
 
     @cached_property
@@ -228,7 +228,7 @@ class Footprint(HeldMemory):
     def traffic(self) -> Volume:
         """What one optimizer step moves between the ranks."""
         found = traffic_of(self.program, self.world)
-        return found if self.muon is None else replace(found, exchanged_nbytes=self.muon.exchanged // self.world)
+        return found if self.muon is None else replace(found, exchanged_nbytes=self.muon.rank_exchanged)
 
     @cached_property
     def sent(self) -> dict[str, int | None]:

@@ -496,7 +496,7 @@ class StepShape:
         if muon is not None and part.work:
             step_flops = muon.rank_flops * part.work / self.work
             if shards_parameters(stage):
-                reduced += muon.exchanged / settings.world * part.work / self.work
+                reduced += muon.rank_exchanged * part.work / self.work
         streamed = 0
         if recipe.streams(settings.device):
             streamed, moved, there = round(moved * state), 0, part.own_numel

@@ -39,6 +39,11 @@ class MatrixShape(NamedTuple):
         return self.rows * self.columns * self.split
 
     @property
+    def each(self) -> MatrixShape:
+        """One of them."""
+        return self._replace(split=1)
+
+    @property
     def work(self) -> int:
         """As the partition counts it."""
         return max(1, work_of((self.rows * self.split, self.columns), self.split))
@@ -52,7 +57,7 @@ class Iteration:
     rank that has most of them to do in a step. `imbalance`: by what part of the average that is more; 0 where all
     compute all (stage 0). `padding`: elements that are sent because matrices are not cut (stages 1 and 2). `workspace`:
     bytes beside the state while matrices are orthogonalized, one at a time. `exchanged`: bytes that all ranks together
-    send each other in a step because they have parts of matrices (stage 3).
+    send each other in a step because they have parts of matrices (stage 3); `rank_exchanged`: the rank that sends most.
 
     >>> import zerokern as zk
     >>> muon = zk.plan("llama-3-8b", optimizer="muon", world=8).muon
@@ -71,6 +76,7 @@ class Iteration:
     padding: int
     workspace: int
     exchanged: int = 0
+    rank_exchanged: int = 0
 
 
 def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int) -> tuple[int, int]:

@@ -339,6 +339,32 @@ class ModelSpec:
         order = [at for at in own if at in trained] if needed_first else [at for at in order if at in own]
         return [OwnedPart(own[at], self.members[at].dtype, matrices[at]) for at in order]
 
+    def exchanged(self, world: int, bucket_bytes: int) -> list[int]:
+        """Returns the elements that each rank sends in a step of Muon at stage 3, which cuts matrices: its parts of
+        others' matrices, and the results of its own to the ranks that have parts of them.
+
+        Rank by rank in rounds, those with most work first, as zerokern.optim.cut_matrices gives them out.
+        """
+        trained = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
+        found = [(one, place) for place in trained if (one := self.matrices[place]) is not None]
+        rows = [(one.each, place, nth) for one, place in sorted(found, key=_split_of) for nth in range(one.split)]
+        rows.sort(key=lambda row: -row[0].work)
+        lying = {
+            spot.param: (spot.offset, bucket.shard_numel)
+            for bucket in self._partition(True, False, world, bucket_bytes)
+            for spot in bucket.places
+        }
+        sent = [0] * world
+        for turn, (one, place, nth) in enumerate(rows):
+            offset, each = lying[place]
+            begin, owner = offset + nth * one.numel, turn % world
+            end = begin + one.numel
+            for rank in range(begin // each, (end - 1) // each + 1):
+                part = min(end, (rank + 1) * each) - max(begin, rank * each)
+                sent[rank] += 0 if rank == owner else part  # there, what is to be orthogonalized
+                sent[owner] += 0 if rank == owner else part  # and back
+        return sent
+
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""
         members = self.members
@@ -348,6 +374,10 @@ class ModelSpec:
             )
         most = bucket_bytes // max(itemsize(member.dtype) for member in members)
         return partition(members, world, max(1, most))
+
+
+def _split_of(pair: tuple[MatrixShape, int]) -> int:
+    return pair[0].split
 
 
 def keeps_whole(stage: int) -> bool:

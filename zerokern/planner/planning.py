@@ -268,8 +268,11 @@ def plan(
     made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
-    if recipe.is_muon and made.settings.device != "cpu" and recipe.delays:
-        raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with optimizer='muon' on a GPU"))
+    if recipe.is_muon and made.settings.device != "cpu":
+        if recipe.delays:
+            raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with optimizer='muon' on a GPU"))
+        if recipe.tier != "device" and made.world > 1 and shards_parameters(stage):
+            raise ValueError(got("tier", tier, "'device' at stage 3 on several GPUs with optimizer='muon'"))
     recipe.has_host_copies(made.settings.device)
     return made.spilling()
 
@@ -382,7 +385,7 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
         if param_tier != "device":
             stages = (3,)
         elif tier != "device" and plan.world > 1:
-            stages = (1, 2, 3)
+            stages = (1, 2) if plan.recipe.is_muon else (1, 2, 3)  # where state streams, stage 3 cuts no matrices
         for stage in stages:
             yield filling(with_recipe(plan, here.on(plan.settings.device, stage), stage))
 
