@@ -197,7 +197,7 @@ def _settings(rng: random.Random) -> dict[str, Any]:
 
 def _layout(rng: random.Random, sizes: Sequence[int]) -> Layout:
     size = rng.choice(sizes)
-    stage = rng.choice([0, 1, 1, 2, 2]) if size > 1 else rng.choice([None, 0, 1, 2, 3])
+    stage = rng.choice([0, 1, 2, 3, 3]) if size > 1 else rng.choice([None, 0, 1, 2, 3])
     return Layout(
         size,
         stage,
@@ -219,11 +219,13 @@ class Part(nn.Module):
         for name, param in params.items():
             self.register_parameter(name, param)
 
-    def forward(self, targets: Sequence[tuple[str, Tensor]]) -> Tensor:
-        return sum(((getattr(self, name).float() * target).sum() for name, target in targets), torch.zeros(()))
+    def forward(self, total: Tensor, targets: Sequence[tuple[str, Tensor]]) -> Tensor:
+        return total + sum(((getattr(self, name).float() * target).sum() for name, target in targets), torch.zeros(()))
 
 
 class Model(nn.Module):
+    runs_all = False  # units of which this rank has no gradient too: at stage 3 all ranks run the same ones
+
     def __init__(self, program: Program) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(program.seed)
@@ -241,12 +243,12 @@ class Model(nn.Module):
         self.where = {one.name: blocks.index(one.block) for one in program.params if one.block >= 0}
 
     def forward(self, targets: Sequence[tuple[str, Tensor]]) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), requires_grad=self.runs_all)
         for number, block in enumerate(self.blocks):
             mine = [one for one in targets if self.where.get(one[0]) == number]
-            total = total + block(mine) if mine else total
+            total = block(total, mine) if mine or self.runs_all else total
         mine = [one for one in targets if one[0] not in self.where]
-        return total + self.root(mine) if mine else total
+        return self.root(total, mine) if mine or self.runs_all else total
 
     def param(self, name: str) -> nn.Parameter:
         if name not in self.where:
@@ -279,6 +281,7 @@ class Training:
         self.rank, self.size = (0, 1) if world is None else (world.rank, world.size)
         if world is not None and layout.stage is not None:
             whole = self._whole() if layout.stage in (1, 2) else None
+            self.model.runs_all = layout.stage == 3 and layout.size > 1
             settings = {"bucket_bytes": layout.bucket_bytes, "reduce": layout.reduce}
             world.shard(self.model, stage=layout.stage, whole=whole, **settings)
         self.muons: list[zk.Muon] = []
