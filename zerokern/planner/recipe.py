@@ -164,7 +164,7 @@ class Recipe:
         if not self.can_rest_in(self.param_tier, self.tier):
             name, tier = ("param_tier", self.param_tier) if self.rests else ("tier", self.tier)
             allowed = "'device'" if self.rests else "'device' or 'cpu'"
-            raise ValueError(got(name, tier, f"{allowed} with optimizer='muon'"))
+            raise ValueError(got(name, tier, f"{allowed} with optimizer='muon'", "A plan of Muon knows no others yet"))
         if has_budgets:
             do = "zk.Muon and zk.AdamW each have budgets of their own"
             raise ValueError(got("tier", "several tiers", "'device' or 'cpu' with optimizer='muon'", do))
