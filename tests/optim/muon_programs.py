@@ -113,6 +113,12 @@ def drawn(seed: int, *, sizes: Sequence[int] = (1, 2, 3, 4)) -> Program:
         params.append(Spec("head", (rng.choice([3, 16]), 12), low, False, block=-1))
     present = sorted({(one.owner, one.group) for one in params if one.whole and not one.tied})
     params = [_renumbered(one, present) for one in params]
+    for owner in {one.owner for one in params if one.whole}:
+        mine = [number for number, one in enumerate(params) if one.whole and not one.tied and one.owner == owner]
+        if all(
+            params[number].frozen for number in mine
+        ):  # saved then with zk.Delayed, what was written is not followed
+            params[mine[0]] = replace(params[mine[0]], frozen=frozenset())
     int8 = rng.random() < 0.25
     formats = []
     for owner in range(1 + max(one.owner for one in params if one.whole)):
