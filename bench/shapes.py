@@ -36,16 +36,27 @@ class Shape:
         return self.offsets[-1] + -(-self.numels[-1] // ALIGN_NUMEL) * ALIGN_NUMEL
 
 
+def llama_matrices(scale: float) -> tuple[tuple[int, int], ...]:
+    """The matrices of one layer of Llama-8B with every width multiplied by `scale`."""
+    hidden, inner, kv = _width(HIDDEN, scale), _width(FEED_FORWARD, scale), _width(KEY_VALUE, scale)
+    attention = (hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)
+    return *attention, (inner, hidden), (inner, hidden), (hidden, inner)
+
+
 def llama_numels(scale: float) -> tuple[int, ...]:
     """Llama-8B with every width multiplied by `scale`."""
-
-    def width(full: int) -> int:
-        return max(1, round(full * scale))
-
-    hidden, inner, kv, vocabulary = width(HIDDEN), width(FEED_FORWARD), width(KEY_VALUE), width(VOCABULARY)
-    attention = (hidden * hidden, kv * hidden, kv * hidden, hidden * hidden)
-    layer = (*attention, inner * hidden, inner * hidden, hidden * inner, hidden, hidden)
+    hidden, vocabulary = _width(HIDDEN, scale), _width(VOCABULARY, scale)
+    layer = (*(rows * columns for rows, columns in llama_matrices(scale)), hidden, hidden)
     return (vocabulary * hidden, *(layer * LAYERS), hidden, vocabulary * hidden)
+
+
+def llama_scale(numel: int) -> float:
+    """By what widths are multiplied for a Llama-8B of so many elements."""
+    return math.sqrt(numel / sum(llama_numels(1.0)))
+
+
+def _width(full: int, scale: float) -> int:
+    return max(1, round(full * scale))
 
 
 def shape(name: str, numel: int) -> Shape:
@@ -53,7 +64,7 @@ def shape(name: str, numel: int) -> Shape:
     if name == "flat":
         return Shape(name, (numel,))
     if name == "llama":
-        return Shape(name, llama_numels(math.sqrt(numel / sum(llama_numels(1.0)))))
+        return Shape(name, llama_numels(llama_scale(numel)))
     if name == "small":
         return Shape(name, (SMALL_NUMEL,) * max(1, min(SMALL_TENSORS, numel // SMALL_NUMEL)))
     raise ValueError(f"shape={name!r}; allowed: flat, llama, small")

@@ -1,14 +1,18 @@
-"""Muon's element-wise pass: momentum, Nesterov, and the norm of the matrix that the iteration takes."""
+"""Muon's element-wise pass: momentum, Nesterov and norm; with `--shape llama` the whole step of its matrices."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+import zerokern as zk
 from zerokern.core import native
 from zerokern.kernels import formats, ops
 
 from ..buffers import Buffers
 from ..contest import Contest, Provider, Request
+from ..matrix_steps import SETTINGS, MatrixSteps
 from ..peers import candidates
 from ..simple import SHORT, Directions
 
@@ -18,7 +22,29 @@ STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def contests(request: Request) -> list[Contest]:
+    if request.shape.name == "llama":
+        return [_whole_step(request)]
     return [_contest(request, *case) for case in CASES]
+
+
+def _whole_step(request: Request) -> Contest:
+    problem = MatrixSteps(request.shape.numel)
+    ours = [_stepping(problem, dtype) for dtype in ("fp32", "bf16")]
+    # the statements of `torch` are no whole step
+    peers = {one: candidates("torch-optim" if one == "torch" else one, problem.op, problem) for one in request.peers}
+    name = f"Muon's whole step, {problem.numel:,} elements in {len(problem.shapes)} of these tensors"
+    return Contest(name, problem.numel, ours, peers)
+
+
+def _stepping(problem: MatrixSteps, dtype: str) -> Provider:
+    make = partial(zk.Muon, ns_dtype=dtype, **SETTINGS)
+    products = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    return problem.provider(f"products in {dtype}", "optimizer.step()", make, _threads, products)
+
+
+def _threads(count: int) -> None:
+    native.set_threads(count)
+    torch.set_num_threads(count)
 
 
 def _contest(request: Request, grad: torch.dtype, states: tuple[str, ...]) -> Contest:

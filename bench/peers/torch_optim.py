@@ -5,10 +5,12 @@ Beside it stands `torch`, the same kernels without the Python around them; this 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 
 from ..contest import Provider
+from ..matrix_steps import SETTINGS, MatrixSteps
 from ..step import PEER_NORM_ERROR, Output, PeerStep, StepProblem, reader
 from .torch_fused import provider
 
@@ -44,4 +46,10 @@ def full_step(problem: StepProblem) -> list[Provider]:
     return [dataclasses.replace(exact, check=check)]
 
 
-CANDIDATES = {"adam": full_step, "adagrad": full_step, "sgd": full_step}
+def matrix_step(problem: MatrixSteps) -> list[Provider]:
+    make = partial(torch.optim.Muon, **SETTINGS)
+    lossy = "products in bf16"
+    return [problem.provider("torch-optim", "optimizer.step()", make, torch.set_num_threads, torch.bfloat16, lossy)]
+
+
+CANDIDATES = {"adam": full_step, "adagrad": full_step, "sgd": full_step, "muon step": matrix_step}

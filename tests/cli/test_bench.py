@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from tables import each
 
+import zerokern as zk
 from zerokern.cli.main import main
 from zerokern.core import native
 
@@ -201,6 +204,22 @@ class TestCommand:
         assert chart.read_bytes().startswith(b"\x89PNG")
         shown = capsys.readouterr().out
         assert all(row["name"] in shown for row in content["rows"])
+
+    def test_the_whole_step_of_muon(self, tmp_path: Path) -> None:
+        file = tmp_path / "result.json"
+        assert main(["bench", "muon", "--shape", "llama", "--smoke", "--numel", "50K", "--json", str(file)]) == 0
+        rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+        assert {"products in fp32", "products in bf16", "torch"} <= rows.keys()
+
+    def test_a_whole_step_of_muon_that_is_wrong_gets_no_time(self) -> None:
+        steps = import_module("zerokern.bench.matrix_steps")
+        problem = steps.MatrixSteps(50_000)
+        for dtype in (torch.float32, torch.bfloat16):
+            for rate, right in ((1.0, True), (1.5, False)):
+                make = partial(zk.Muon, **{**steps.SETTINGS, "lr": rate * steps.SETTINGS["lr"]}, ns_dtype=None)
+                provider = problem.provider("ours", "step()", make, int, dtype)
+                with nullcontext() if right else pytest.raises(contest.WrongResult, match="of the last matrix"):
+                    provider.check()
 
     def test_a_wrong_kernel_gets_no_time(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
