@@ -21,6 +21,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import AddressRecord, TensorBodies
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
+from zerokern.optim.cut_matrices import group_of
 from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
@@ -263,9 +264,12 @@ class Shards:
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     def with_gradients(self, groups: Groups) -> list[str]:
-        """Says of each group which of its parameters have gradients in this step."""
+        """Says of each group which of the parameters whose matrices ranks bring together have gradients in this step.
+
+        Others may have some on one rank and none on another.
+        """
         pairs = zip(self.shards, self.grads, strict=True)
-        lacks = iter([shard.name if grad is None else None for shard, grad in pairs])
+        lacks = iter([shard.name if grad is None and group_of(shard) is not None else None for shard, grad in pairs])
         said = [[name for name in islice(lacks, len(group["params"])) if name is not None] for group in groups]
         return ["all" + (" but " + ", ".join(names) if names else "") for names in said]
 
