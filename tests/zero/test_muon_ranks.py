@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from worlds import World, built, everywhere, full, refusal, says
+from worlds import World, built, everywhere, full, refusal, says, step_and_zero
 
 import zerokern as zk
 from zerokern.zero.shard import shard_of
@@ -89,3 +89,17 @@ def test_three_ranks_of_which_some_have_more_matrices(world: World, stage: int, 
 def test_matrices_that_are_cut_are_refused_on_all_ranks(world: World) -> None:
     model = world.shard(built(Model), stage=1, bucket_bytes=1)
     says(refusal(lambda: zk.Muon([block[0].weight for block in model.blocks]), ValueError), ["whole="])
+
+
+@everywhere(2, stage=[2, 3])
+def test_a_matrix_of_one_rank_may_lack_a_gradient_there_beside_those_that_ranks_share(world: World, stage: int) -> None:
+    model = built(lambda: nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)))
+    world.shard(model, stage=stage, whole=list(model.parameters()) if stage == 2 else None)
+    own = nn.Parameter(torch.ones(8, 8))
+    opt = zk.Muon([*model.parameters(), own], lr=0.1)
+    for step in range(4):
+        model(torch.ones(2, 16)).square().mean().backward()
+        own.grad = torch.eye(8) if step % 2 == world.rank else None
+        before = own.detach().clone()
+        step_and_zero(opt)
+        assert torch.equal(before, own.detach()) == (step % 2 != world.rank)

@@ -319,3 +319,24 @@ def test_state_on_a_disk_is_refused_for_matrices_that_are_cut(world: World) -> N
     with tempfile.TemporaryDirectory() as folder:
         made = lambda: optimizers(model, tier=["cpu:1MiB", zk.Nvme(folder, ring_nbytes="4M")])  # noqa: E731
         says(refusal(made, ValueError), ["tier=", "stage 3 cuts them", "stages 1 and 2 with whole="])
+
+
+@everywhere(2, where=["memory", "prepare"], schedule=["sync", "overlap", "delayed"])
+def test_a_rank_that_fails_before_it_has_met_others_ends_the_step_on_all(
+    world: World, where: str, schedule: str
+) -> None:
+    model = world.shard(built(Model), stage=3)
+    opt = optimizers(model, schedule=zk.Delayed(after=1) if schedule == "delayed" else schedule)[0]
+    train(world, model, [opt], range(1))
+    with contextlib.ExitStack() as stack:
+        if world.rank == 1:
+            binding = opt.holdings.bound.binding
+            place = (binding.compute.table.spare, "_grown") if where == "memory" else (binding, "prepare")
+            stack.enter_context(mock.patch.object(*place, side_effect=MemoryError("no room")))
+        model(torch.ones(2, 8)).square().mean().backward()
+
+        def step() -> None:
+            opt.step()
+            opt.flush()
+
+        says(refusal(step, (MemoryError, zk.CommError)), ["no room"])  # else others wait until their time is over

@@ -211,3 +211,26 @@ def test_gradients_of_spans_are_clipped(world: World, stage: int) -> None:
     before = piece.detach().clone()
     torch.optim.SGD([piece], lr=1.0).step()
     torch.testing.assert_close((before - piece.detach()).norm(), torch.tensor(0.5))
+
+
+@everywhere(2, stage=[1, 2], left_out=["pieces without elements", "all but two"])
+def test_what_is_written_into_pieces_is_published_by_an_optimizer_over_others(
+    world: World, stage: int, left_out: str
+) -> None:
+    """Each rank leaves out of its optimizer what has no elements here, or writes pieces by hand."""
+    model = world.shard(built(Net), stage=stage, bucket_bytes=256)
+    pieces = zk.shards(model)
+    some = pieces[:2] if left_out == "all but two" else [piece for piece in pieces if piece.numel()]
+    opt = zk.SGD(some, lr=0.1)
+    for step in range(2):
+        mse(model, step, world).backward()
+        with torch.no_grad():
+            for piece in pieces:
+                piece.mul_(0.5)
+                piece.sub_(1.0)
+        opt.step()
+        for piece in pieces:
+            piece.grad = None
+    for name, param in model.named_parameters():
+        same = world.total(param.detach().clone())
+        assert torch.equal(same, param.detach() * world.size), name

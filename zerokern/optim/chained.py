@@ -203,7 +203,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; each optimizer takes its groups, and refuses what is not of its rule and formats."""
+        """As torch's; each optimizer takes its groups, and refuses what is not of its rule and formats.
+
+        One that refuses leaves those before it in the chain loaded.
+        """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]

@@ -8,17 +8,19 @@ never cut it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerokern.comm import Group, during
+from zerokern.core.errors import CommError
 from zerokern.zero.partition import shards_parameters, work_of
 from zerokern.zero.shard import Shard
 
-__all__ = ["CutMatrix", "Round", "exchange_groups", "parts_of_matrices", "rounds_of"]
+__all__ = ["CutMatrix", "Round", "exchange_groups", "parts_of_matrices", "rounds_of", "together"]
 
 
 class CutMatrix(NamedTuple):
@@ -57,6 +59,17 @@ def exchange_groups(shards: Sequence[Shard]) -> list[Group]:
     """Returns the groups of ranks that bring matrices of these parameters together."""
     groups = [group for shard in shards if (group := group_of(shard)) is not None]
     return list({id(group): group for group in groups}.values())
+
+
+@contextmanager
+def together(groups: Sequence[Group]) -> Iterator[None]:
+    """Around what these ranks make of an update together: where it fails on one, it ends on all. They wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        for group in groups if not isinstance(error, CommError) else ():
+            group.fail(f"opt.step failed here: {error}")
+        raise
 
 
 def parts_of_matrices(shard: Shard, matrices: Sequence[Any]) -> list[CutMatrix]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import CommError, StateError, got
+from zerokern.core.errors import StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.kernels.cpu import sumsq_chunks
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
@@ -318,24 +318,19 @@ class MatrixTable:
 
     def _update_together(self, one: Round, average: Callable[[int], None], apply: Callable[[int], None]) -> None:
         """Updates this rank's parts of the matrices of a round; one of them it orthogonalizes for all ranks."""
-        try:
-            matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype))
-            there = [(row, part) for row, part in zip(one.rows, parts, strict=True) if part.numel()]
-            for row, part in there:
-                self._arrange_memory(row, part, self.spare.sums(part.numel()))
-                average(row)
-            one.gather(matrix, parts)
-            if (own := one.own) is not None:
-                sums = self.spare.sums(matrix.numel())
-                _sum_squares(matrix, sums)
-                self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
-            one.scatter(matrix, parts)
-            for row, _ in there:
-                apply(row)
-        except BaseException as error:
-            if not isinstance(error, CommError):  # the other ranks wait for this one
-                one.group.fail(f"opt.step failed here: {error}")
-            raise
+        matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype))
+        there = [(row, part) for row, part in zip(one.rows, parts, strict=True) if part.numel()]
+        for row, part in there:
+            self._arrange_memory(row, part, self.spare.sums(part.numel()))
+            average(row)
+        one.gather(matrix, parts)
+        if (own := one.own) is not None:
+            sums = self.spare.sums(matrix.numel())
+            _sum_squares(matrix, sums)
+            self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
+        one.scatter(matrix, parts)
+        for row, _ in there:
+            apply(row)
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         how = self._iterations[row]

@@ -21,6 +21,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import AddressRecord, TensorBodies
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
+from zerokern.optim.cut_matrices import group_of
 from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
@@ -96,13 +97,17 @@ class Shards:
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
-        self._reached = {id(one.gradients.memory) for one in self.shards if one.gradients is not None}
         self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
         self._trained = [one.requires_grad for one in self.local]
         self._copies = [shard.copies for shard in self.shards]
         pairs = list(zip(self.params, self.shards, strict=True))
+        by_hand = [shard.sharding for param, shard in pairs if param is shard.piece and shard.sharding is not None]
+        reached = [shard.gradients.memory for shard in self.shards if shard.gradients is not None]
+        # beside optimizers over pieces programs write pieces themselves, and leave those out that have no elements here
+        reached += [memory for one in by_hand for memory in getattr(one, "memories", ())]
+        self._reached = set(map(id, reached))
         self.in_place = not self.is_hosted and all(param is shard.piece for param, shard in pairs)
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
@@ -259,9 +264,12 @@ class Shards:
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     def with_gradients(self, groups: Groups) -> list[str]:
-        """Says of each group which of its parameters have gradients in this step."""
+        """Says of each group which of the parameters whose matrices ranks bring together have gradients in this step.
+
+        Others may have some on one rank and none on another.
+        """
         pairs = zip(self.shards, self.grads, strict=True)
-        lacks = iter([shard.name if grad is None else None for shard, grad in pairs])
+        lacks = iter([shard.name if grad is None and group_of(shard) is not None else None for shard, grad in pairs])
         said = [[name for name in islice(lacks, len(group["params"])) if name is not None] for group in groups]
         return ["all" + (" but " + ", ".join(names) if names else "") for names in said]
 
@@ -474,7 +482,10 @@ class Shards:
                 sharding.publish() if sharding.publisher is None else sharding.publish(self.reaches)
 
     def reaches(self, memory: Any) -> bool:
-        """Whether any of these parameters is in a bucket; others are published by the optimizer that has them."""
+        """Whether any of these parameters is in a bucket; others are published by the optimizer that has them.
+
+        Of a model whose pieces these are, all buckets.
+        """
         return id(memory) in self._reached
 
 

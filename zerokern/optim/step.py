@@ -22,7 +22,7 @@ from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.cut_matrices import exchange_groups
+from zerokern.optim.cut_matrices import together
 from zerokern.optim.early import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
@@ -251,8 +251,9 @@ class StepRunner:
         else:
             parts = [Part(ALL, survey.numbers)]
         update = Update(binding, self._decision, shards, parts)
-        for group in exchange_groups(shards.shards) if here.algorithm.whole else ():
+        for group in update.exchanges:
             group.begin_exchanging(None if inline else update)
+        prepare = together(update.exchanges)(prepare)
         if inline:
             self._run_inline(shards, update, taken, prepare)
             return

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
+from zerokern.optim.cut_matrices import exchange_groups, together
 from zerokern.optim.parts import Part
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
@@ -52,6 +53,7 @@ class Update:
             zip((part.name for part in parts), accumulate(map(_count, parts), initial=0), strict=False)
         )
         binding.arrange(turns, [name for part in parts for name in part.names])
+        self.exchanges = exchange_groups(shards.shards) if binding.survey.matrices else []
         # whether gradients are read where the user's program has them, and could be edited
         self.in_place = not shards.is_hosted
         self.reads_in_place = self.in_place or shards.host.has_near
@@ -98,17 +100,19 @@ class Update:
         scale = self.decision.scale
         self._before = host.here()
         if scale is not None:
-            self.binding.launch(scale)
+            with together(self.exchanges):
+                self.binding.launch(scale)
         self._launched = host.here()
 
     def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
         """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
         scale = self.decision.scale
-        if scale is not None:
-            self.binding.take_turn(turn, scale)
-        if any(grad._version != version for grad, version in readings):
-            self.binding.begun = True
-            raise StateError(_EDITED)
+        with together(self.exchanges):
+            if scale is not None:
+                self.binding.take_turn(turn, scale)
+            if any(grad._version != version for grad, version in readings):
+                self.binding.begun = True
+                raise StateError(_EDITED)
 
     def make_part_on_host(
         self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Sequence[tuple[Tensor, int]]
