@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[
 
     libraries, programs = asked(args)
     with Rounds(console) as rounds:
-        cells, interrupted = runner.measure(libraries, programs, rounds.say, rounds.at)
+        cells, interrupted = runner.measure(libraries, programs, rounds.at)
     for line in ("", *report.lines(libraries, cells), "", *report.reasons(cells)):
         console.print(line, markup=False)
     birth = {**machine.birth("right", command), **({"interrupted": interrupted} if interrupted else {})}
@@ -56,8 +56,8 @@ def asked(args: argparse.Namespace) -> tuple[list[str], Sequence[Program]]:
         raise ZerokernError("; ".join(gone))
     words = [word.strip().replace(" ", "_") for word in (args.only or "").split(",") if word.strip()]
     words = words or (list(SMOKE[1]) if args.smoke else [])
-    found = [one for one in PROGRAMS.values() if not words or any(word in (one.kind, one.name) for word in words)]
-    found = found or [one for one in PROGRAMS.values() if any(word in one.name for word in words)]
+    every = PROGRAMS.values()
+    found = [one for one in every if not words or any(word == one.kind or word in one.name for word in words)]
     if not found:
         raise ZerokernError(got("only", args.only, f"words of programs' names, or {', '.join(KINDS)}"))
     return [name for name in named if not LIBRARIES[name].absent], found

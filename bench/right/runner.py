@@ -28,9 +28,16 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",  # torchao and DeepSpeed compile parts of theirs: half a minute in each cell
 }
-OF_LIBRARY = {"torchao": {"TORCHDYNAMO_DISABLE": "1"}}
-Advance = Callable[[int, int], None]
+# in a source tree bench lies beside the package, as the command line knows
+WORK = """
+import sys, zerokern
+zerokern.__path__.append(sys.argv[1])
+from zerokern.bench.right.worker import serve
+serve(*sys.argv[2:])
+"""
+Advance = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,27 +54,23 @@ class Cell:
 def measure(
     libraries: Sequence[str],
     programs: Sequence[Program],
-    say: Callable[[str], None],
     advance: Advance,
     seconds: float = SECONDS,
 ) -> tuple[list[Cell], str]:
     """All cells, and what interrupted them, if something did."""
     cells: list[Cell] = []
-    total = (len(libraries) + 1) * len(programs)
     with tempfile.TemporaryDirectory(prefix="zerokern-right-") as place:
         folder = Path(place)
         references: dict[str, list[dict[str, Any]]] = {}
-        done = 0
         try:
             for name, _, ends in ran(PLAIN, programs, folder, seconds):
                 references[name] = results_of(name, ends)
-                advance(done := done + 1, total)
+                advance(PLAIN, len(references), len(programs))
             for library in libraries:
-                say(f"right: {library}")
-                for name, told, ends in ran(library, programs, folder, seconds):
+                for done, (name, told, ends) in enumerate(ran(library, programs, folder, seconds), 1):
                     verdict, why = judge.verdict(ends, references[name], width_of(library, PROGRAMS[name]))
                     cells.append(Cell(name, library, verdict, why, round(told["seconds"], 2)))
-                    advance(done := done + 1, total)
+                    advance(library, done, len(programs))
         except KeyboardInterrupt:
             return cells, f"after {len(cells)} of {len(libraries) * len(programs)} cells"
     return cells, ""
@@ -93,10 +96,10 @@ def ran(
     """Each program as it ends: its name, what the worker tells of it, and how its ranks ended."""
     place = folder / library.replace(":", "-")
     left = [program.name for program in programs]
-    command = [sys.executable, "-m", f"{__package__}.worker", library, str(place), str(RANKS), str(seconds), *left]
-    # in a source tree the package has no bench beside it, so the worker must find what this process has found
-    home = os.pathsep.join([str(Path(__file__).resolve().parents[3]), *(path for path in sys.path if path)])
-    env = {**os.environ, **ENVIRONMENT, **OF_LIBRARY.get(library, {}), "PYTHONPATH": home}
+    home = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", WORK, home, library, str(place), str(RANKS), str(seconds), *left]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
     said = folder / "worker.log"
     with said.open("wb") as log:
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=env)

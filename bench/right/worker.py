@@ -1,4 +1,4 @@
-"""Runs the cells of one library: `python -m …worker LIBRARY FOLDER RANKS SECONDS PROGRAM…`.
+"""Runs the cells of one library, in a process that imports no other.
 
 The library is imported once; each cell is then a pair of forked processes over gloo, which share nothing with the
 cells before. A line of JSON for each cell says that its files are there, or which ranks did not end.
@@ -6,6 +6,8 @@ cells before. A line of JSON for each cell says that its files are there, or whi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import json
 import linecache
@@ -39,6 +41,7 @@ SPOKEN = (  # what the C++ of DDP and of DTensors says by name; there is no Pyth
 )
 AFTER_ERROR_S = 3.0  # as torchrun does, the other ranks are ended when one has failed
 POLL_S = 0.01
+PR_SET_PDEATHSIG = 1
 
 
 def run_rank(library: type[Training], program: str, rank: int, ranks: int, folder: Path) -> Ended:
@@ -99,33 +102,40 @@ def run_cell(library: type[Training], program: str, ranks: int, seconds: float, 
     """Forks the ranks, waits for them, and ends those that do not end."""
     folder.mkdir(parents=True)
     began, pids = time.monotonic(), {}
-    for rank in range(ranks):
-        pid = os.fork()
-        if not pid:
-            live(library, program, rank, ranks, folder)
-        pids[pid] = rank
     died: dict[int, str] = {}
     limit = began + seconds
-    while pids and time.monotonic() < limit:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            time.sleep(POLL_S)
-            continue
-        rank = pids.pop(pid)
-        if status:
-            code = os.waitstatus_to_exitcode(status)
-            died[rank] = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        if status or (folder / f"{rank}.failed").exists():
-            limit = min(limit, time.monotonic() + AFTER_ERROR_S)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    try:
+        for rank in range(ranks):
+            pid = os.fork()
+            if not pid:
+                live(library, program, rank, ranks, folder)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # both set it, whoever comes first
+                os.setpgid(pid, pid)
+            pids[pid] = rank
+        while pids and time.monotonic() < limit:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid not in pids:
+                time.sleep(POLL_S)
+                continue
+            rank = pids.pop(pid)
+            if status:
+                code = os.waitstatus_to_exitcode(status)
+                died[rank] = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            if status or (folder / f"{rank}.failed").exists():
+                limit = min(limit, time.monotonic() + AFTER_ERROR_S)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # with whatever it has started itself
+        for pid in pids:
+            os.waitpid(pid, 0)
     return {"program": program, "died": died, "late": sorted(pids.values()), "seconds": time.monotonic() - began}
 
 
 def live(library: type[Training], program: str, rank: int, ranks: int, folder: Path) -> None:
     """One rank, from fork to end. What libraries print is kept beside its result."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the worker, however that ends
     with open(folder / f"{rank}.log", "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -154,6 +164,7 @@ def ends_of(folder: Path, ranks: int, died: dict[str, str]) -> list[Ended]:
 
 
 def serve(name: str, place: str, ranks: str, seconds: str, *programs: str) -> None:
+    """All cells of the library `name`, one after the other."""
     warnings.simplefilter("ignore")
     with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(1), "w") as parent:
         os.dup2(nowhere.fileno(), 1)
@@ -170,7 +181,3 @@ def warm_up() -> None:
     import torch.utils.checkpoint
 
     assert isinstance(torch._dynamo, types.ModuleType)
-
-
-if __name__ == "__main__":
-    serve(*sys.argv[1:])

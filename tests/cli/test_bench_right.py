@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -138,6 +143,39 @@ class TestCommand:
         page = report.page(birth, ["ddp"], chosen, cells)
         assert "(DeepSpeed #8224) | **wrong** |" in page and "/optimizers.py#L" in page
         assert "ddp, a_submodule_used_twice: wrong, rank 0: off" in page
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_ended_leaves_no_rank(tmp_path: Path) -> None:
+    names = ("right_cases:Faulty", str(tmp_path / "cells"), "2", "600", HANGS)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    worker_ = subprocess.Popen([sys.executable, "-c", SERVE, *names], env=env, cwd=tmp_path)
+    try:
+        logs = [tmp_path / f"cells/{HANGS}/{rank}.log" for rank in range(2)]  # made by a rank that has begun
+        while worker_.poll() is None and not all(log.exists() for log in logs):
+            time.sleep(0.05)
+        ranks = children(worker_.pid)
+    finally:
+        worker_.kill()
+        worker_.wait()
+    assert len(ranks) == 2
+    for _ in range(600):
+        if not any(is_alive(pid) for pid in ranks):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a rank lives on")
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which nobody has waited for yet, is not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 @pytest.mark.slow

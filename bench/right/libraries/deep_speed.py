@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+from deepspeed.comm.torch import build_shm_op
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 from torch import Tensor, nn
 
 from ..training import Training, Unsupported
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+# compiled at first use, a minute or more: here, before any cell, for one that is ended meanwhile leaves a lock behind
+build_shm_op()
 
 
 class DeepSpeedTraining(Training):
@@ -51,9 +54,10 @@ class DeepSpeedTraining(Training):
         return self.model(*cast, **kwargs).float()
 
     def backward(self, loss: Tensor, by: Callable[[Tensor], None] = Tensor.backward) -> None:
-        if by is not Tensor.backward:
-            raise Unsupported("engine.backward(loss) takes the place of the program's own call")
-        self.engine.backward(loss)
+        if by is Tensor.backward:
+            self.engine.backward(loss)
+        else:
+            by(self.engine.scale(loss))
 
     def update(self) -> None:
         self.batches += 1
