@@ -17,6 +17,7 @@ from . import ops, peers
 from .contest import Request, WrongResult
 from .infinity import command as infinity
 from .offload import command as offload
+from .right import command as right
 from .shapes import Shape, shape
 from .zero import command as zero
 
@@ -31,8 +32,18 @@ ON_DISK = ("io", "save")
 TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
 RANKED = {"zero": zero, "offload": offload, "infinity": infinity}
-BELONGS = {"offload": ("stage",), "infinity": ("micro", "largest", "cap"), "zero": tuple(zero.DEFAULTS)}
-UNUSED = {"io": ("numel", "threads"), "save": ("threads",)}
+MEASURES = {**RANKED, "right": right}
+BELONGS: dict[str, tuple[str, ...]] = {
+    "offload": ("stage",),
+    "infinity": ("micro", "largest", "cap"),
+    "zero": tuple(zero.DEFAULTS),
+    "right": ("only", "page"),
+}
+UNUSED: dict[str, tuple[str, ...]] = {
+    "io": ("numel", "threads"),
+    "save": ("threads",),
+    "right": ("numel", "shape", "tier", "threads", "pairs", "plot"),
+}
 UNUSED_BY_RANKS = ("numel", "shape", "tier")
 UNUSED_LARGEST = (*infinity.DEFAULTS, "vs", "plot", "pairs", "threads")
 UNUSED_HIDDEN = {
@@ -52,7 +63,7 @@ def parse_peers(text: str) -> tuple[str, ...]:
     (('torch', 'compile'), ())
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in (*PEERS, offload.NONE)]
+    unknown = [name for name in names if name not in (*PEERS, offload.NONE, *right.PEERS)]
     if unknown:
         raise argparse.ArgumentTypeError(got("vs", ",".join(unknown), f"a list of {', '.join(PEERS)}"))
     return names
@@ -77,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     zero.add_arguments(parser)
     offload.add_arguments(parser)
     infinity.add_arguments(parser)
+    right.add_arguments(parser)
 
 
 class _List(argparse.Action):
@@ -96,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     console = terminal.console(highlight=False, soft_wrap=True)
     try:
         on_disk = args.path is not None
-        measured = RANKED[args.op].measure if args.op in RANKED else _measure_disk if on_disk else _measure
+        measured = MEASURES[args.op].measure if args.op in MEASURES else _measure_disk if on_disk else _measure
         content, plot = measured(args, console, _command())
     except WrongResult as error:
         print(f"zerokern bench: {error}; no speed is told of a wrong result", file=sys.stderr)
@@ -142,7 +154,7 @@ def mismatch(args: argparse.Namespace) -> str:
     if (args.largest or (hidden and args.op == "infinity")) and args.path is None:
         with_what = "--largest" if args.largest else "infinity --hidden"
         return got("path", None, f"a folder with {with_what}", "Name one on a disk with room: --path FOLDER")
-    known = RANKED[args.op].PEERS if ranked else PEERS
+    known = MEASURES[args.op].PEERS if args.op in MEASURES else PEERS
     strangers = ",".join(peer for peer in args.vs or () if peer not in known)
     return got("vs", strangers, f"a list of {', '.join(known)} with {args.op}") if strangers else ""
 

@@ -1,7 +1,7 @@
 """The benchmarks: one file per op. Each says what it updates, what its truth is and who does the same.
 
 KERNELS work on memory, in contests that `bench.measure` runs; the others bring a measurement of their own, and those
-of "zero", "offload" and "infinity" are packages, `bench.zero`, `bench.offload` and `bench.infinity`.
+of "zero", "offload", "infinity" and "right" are packages of these names.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 
 KERNELS = ("adam", "lion", "adagrad", "sgd", "muon", "sumsq", "cast", "accumulate", "stream")
-NAMES = (*KERNELS, "io", "save", "zero", "offload", "infinity")
+NAMES = (*KERNELS, "io", "save", "zero", "offload", "infinity", "right")
 
 ELSEWHERE = {
     "save": "..disk.save",
     "zero": "..zero.command",
     "offload": "..offload.command",
     "infinity": "..infinity.command",
+    "right": "..right.command",
 }
 
 

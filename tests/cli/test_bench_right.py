@@ -1,0 +1,190 @@
+"""`zerokern bench right`: each fault of a library has its verdict, tolerances are tight, and a few programs run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_forked
+from right_cases import EXPECTED, HANGS
+from tables import each
+
+from zerokern.cli.main import main
+
+command, judge, programs, report, runner, worker = (
+    import_module(f"zerokern.bench.right.{name}")
+    for name in ("command", "judge", "programs", "report", "runner", "worker")
+)
+libraries = import_module("zerokern.bench.right.libraries")
+SERVE = "import sys; from zerokern.bench.right.worker import serve; serve(*sys.argv[1:])"
+
+
+def ran(library: str, names: list[str], folder: Path, seconds: float) -> dict[str, list[Any]]:
+    """How the ranks of each program ended."""
+    said = run_forked(SERVE, library, folder / "cells", 2, seconds, *names, timeout=200.0)
+    told = [json.loads(line) for line in said.stdout.splitlines()]
+    assert [one["program"] for one in told] == names, said.stderr
+    return {one["program"]: worker.ends_of(folder / "cells" / one["program"], 2, one["died"]) for one in told}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """The verdict on each program through the faulty library."""
+    names = list(EXPECTED)
+    plain = ran("plain", names, tmp_path_factory.mktemp("plain"), 60.0)
+    faulty = ran("right_cases:Faulty", names, tmp_path_factory.mktemp("faulty"), 60.0)
+    return {name: judge.verdict(faulty[name], runner.results_of(name, plain[name]), "fp32") for name in names}
+
+
+class TestVerdicts:
+    @each("name", list(EXPECTED))
+    def test_each_fault_has_its_own(self, name: str, found: dict[str, tuple[str, str]]) -> None:
+        wanted, words = EXPECTED[name]
+        assert found[name][0] == wanted and words in found[name][1], found[name]
+
+    def test_what_waits_for_ever_is_ended(self, tmp_path: Path) -> None:
+        ends = ran("right_cases:Faulty", [HANGS], tmp_path, 2.0)[HANGS]
+        verdict, why = judge.verdict(ends, [], "fp32")
+        assert verdict == "hang" and "time limit" in why
+
+    def test_a_reference_that_fails_is_no_reference(self, tmp_path: Path) -> None:
+        with pytest.raises(Exception, match="plain torch has no result of many_steps"):
+            runner.results_of("many_steps", [judge.Ended(error="ValueError: no")] * 2)
+
+
+def result(value: float, seen: float = 1.0) -> dict[str, Any]:
+    before = {"weight": torch.tensor([1.0, 2.0])}
+    after = {"weight": torch.tensor([1.0, value])}
+    return {"seen": [("loss", torch.tensor(seen))], "models": [(before, after)]}
+
+
+class TestTolerances:
+    """A weight of 2 has moved by 0.5."""
+
+    @each(
+        "width, off, is_right",
+        [
+            ("fp32", 0.25 * 2.0**-14, True), ("fp32", 2.0**-14, False), ("bf16", 2.0**-4, True),
+            ("bf16", 2.0**-3, False), ("int8", 2.0**-4, True), ("int8", 2.0**-2, False),
+        ],
+    )  # fmt: skip
+    def test_a_parameter_may_be_off_by_roundings_of_its_update(self, width: str, off: float, is_right: bool) -> None:
+        assert (judge.differs(result(2.5 + off), result(2.5), width) == "") is is_right
+
+    @each("seen, is_right", [(1.0 + 2.0**-15, True), (1.0 + 2.0**-13, False), (float("nan"), False)])
+    def test_what_was_seen_may_be_off_by_roundings(self, seen: float, is_right: bool) -> None:
+        assert (judge.differs(result(2.5, seen), result(2.5), "fp32") == "") is is_right
+
+    def test_a_parameter_that_must_not_move_has_moved(self) -> None:
+        assert "off by" in judge.differs(result(2.0 + 1e-5), result(2.0), "fp32")
+
+    def test_another_shape_is_wrong(self) -> None:
+        mine = result(2.5)
+        mine["models"][0][1]["weight"] = torch.zeros(1)
+        assert "not of shape (2,)" in judge.differs(mine, result(2.5), "fp32")
+
+
+class TestPrograms:
+    def test_there_are_enough_of_each_kind(self) -> None:
+        assert len(programs.PROGRAMS) >= 120
+        assert {one.kind for one in programs.PROGRAMS.values()} == set(programs.KINDS)
+        assert sum(bool(one.issue) for one in programs.PROGRAMS.values()) >= 10
+
+    def test_a_row_leads_to_its_lines(self) -> None:
+        place, _, line = programs.PROGRAMS["sgd_with_momentum"].place.partition("#L")
+        source = Path(programs.__file__).with_name(Path(place).name).read_text().splitlines()
+        assert "def sgd_with_momentum" in source[int(line)]
+
+
+class TestCommand:
+    @each(
+        "words, says",
+        [
+            ("right --numel 4", "--numel has no meaning"),
+            ("right --vs torch", "vs='torch': must be a list of ddp, fsdp2"),
+            ("adam --only tied", "--only belongs to right"),
+            ("zero --vs zerokern-3", "vs='zerokern-3': must be a list of ddp"),
+            ("right --ranks 3", "--ranks belongs to zero"),
+        ],
+    )
+    def test_what_does_not_fit_is_taught(self, words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench", *words.split()]) == 2
+        assert says in capsys.readouterr().err
+
+    def test_words_that_no_program_has_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench", "right", "--only", "quantum"]) == 1
+        assert "words of programs' names, or modules" in capsys.readouterr().err
+
+    def test_a_library_that_is_named_and_absent_says_what_installs_it(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        absent = libraries.Library("", "", "no-such-package==1.0")
+        monkeypatch.setitem(libraries.LIBRARIES, "torchao", absent)
+        assert main(["bench", "right", "--vs", "torchao"]) == 1
+        assert "torchao: not installed: pip install no-such-package==1.0" in capsys.readouterr().err
+
+    def test_the_page_and_the_lines_count_alike(self) -> None:
+        chosen = [programs.PROGRAMS[name] for name in ("sgd_with_momentum", "a_submodule_used_twice")]
+        cells = [
+            runner.Cell("sgd_with_momentum", "ddp", "right", "", 0.1),
+            runner.Cell("a_submodule_used_twice", "ddp", "wrong", "rank 0: off", 0.1),
+        ]
+        assert report.lines(["ddp"], cells)[1].split() == ["ddp", "1", "0", "1", "0", "0"]
+        birth = {"versions": {"torch": "2.13.0"}, "date": "2026-11-27T00:00:00", "commit": "abc"}
+        page = report.page(birth, ["ddp"], chosen, cells)
+        assert "(DeepSpeed #8224) | **wrong** |" in page and "/optimizers.py#L" in page
+        assert "ddp, a_submodule_used_twice: wrong, rank 0: off" in page
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_ended_leaves_no_rank(tmp_path: Path) -> None:
+    names = ("right_cases:Faulty", str(tmp_path / "cells"), "2", "600", HANGS)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    worker_ = subprocess.Popen([sys.executable, "-c", SERVE, *names], env=env, cwd=tmp_path)
+    try:
+        logs = [tmp_path / f"cells/{HANGS}/{rank}.log" for rank in range(2)]  # made by a rank that has begun
+        while worker_.poll() is None and not all(log.exists() for log in logs):
+            time.sleep(0.05)
+        ranks = children(worker_.pid)
+    finally:
+        worker_.kill()
+        worker_.wait()
+    assert len(ranks) == 2
+    for _ in range(600):
+        if not any(is_alive(pid) for pid in ranks):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a rank lives on")
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which nobody has waited for yet, is not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.slow
+def test_a_few_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command itself, through DDP and zerokern: processes of its own, a page and JSON."""
+    out, page = tmp_path / "right.json", tmp_path / "right.md"
+    assert main(["bench", "right", "--smoke", "--json", str(out), "--page", str(page)]) == 0
+    content = json.loads(out.read_text())
+    assert content["op"] == "right" and content["ran"] == list(command.SMOKE[0])
+    assert len(content["cells"]) == len(command.SMOKE[0]) * len(command.SMOKE[1])
+    assert [one for one in content["cells"] if one["verdict"] != "right"] == []
+    assert page.read_text().startswith("# Who trains right") and "zerokern-3" in capsys.readouterr().out
