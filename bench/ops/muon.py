@@ -1,4 +1,4 @@
-"""Muon's element-wise pass: momentum, Nesterov and norm; with `--shape llama` the whole step of its matrices."""
+"""Muon's element-wise pass: momentum, Nesterov and norm; with --shape llama the whole step of its matrices."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "publications_share_tags_with_gathers",
         "zerokern/comm/peers.py",
-        '"publish": 4}',
-        '"publish": 1}',
+        '"publish": 4,',
+        '"publish": 1,',
         "What an update's thread publishes can be taken for what a forward gathers.",
         (
             "tests/mutants/test_found.py::test_what_a_thread_publishes_is_not_what_another_gathers",

@@ -423,7 +423,7 @@ def test_ctrl_c_waits_until_the_step_is_whole(
     both = twins(on_disk(tier), SHAPES[3:], BF16)
     both.train(1)
     step_reference(both, 1)
-    of, name = (Store, "put") if where == "put" else (matrices, "orthogonalize_")
+    of, name = (Store, "put") if where == "put" else (matrices, "iterate_")
     made, count = getattr(of, name), iter(range(1 << 30))
 
     def interrupted(*given: Any, **named: Any) -> Any:
