@@ -230,7 +230,7 @@ def test_any_ranks_have_the_bits_of_one_process(seeds: Sequence[int]) -> None:
                 on_threads(layout.size, straight, program, expected, timeout=30)
 
 
-@pytest.mark.parametrize("seeds", [range(1000, 1002), pytest.param(range(1002, 1020), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(1000, 1001), pytest.param(range(1001, 1020), marks=pytest.mark.slow)])
 def test_eight_ranks(seeds: Sequence[int]) -> None:
     for seed in seeds:
         program = drawn(seed, sizes=(8,))
@@ -299,6 +299,6 @@ def handed_on_all(rank: int, seeds: Sequence[int], folder: str) -> None:
             handed_on(places, program, Path(folder) / str(seed))
 
 
-@pytest.mark.parametrize("seeds", [pytest.param(FEW[:2], id="few"), MANY])
+@pytest.mark.parametrize("seeds", [pytest.param(FEW[:1], id="few"), MANY])
 def test_saved_and_resumed_on_other_ranks(seeds: Sequence[int], tmp_path: Path) -> None:
     on_ranks(4, handed_on_all, list(seeds), str(tmp_path), timeout=600)

@@ -96,7 +96,7 @@ def all_trained(rank: int) -> dict[tuple[int, int], tuple[dict, int, int, dict, 
     return found
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 def test_every_byte_is_planned(size: int) -> None:
     """Of the rank that has most; no other has more."""
     ranks = run_ranks(size, all_trained, timeout=240.0)
@@ -151,7 +151,7 @@ def sent(rank: int, mesh_sizes: dict[str, int]) -> dict[tuple[int, str], tuple[d
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp": 2}, {"dp": 3}, pytest.param({"replicate": 2, "dp": 2}, marks=pytest.mark.slow)]
+    "mesh", [{"dp": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"dp": 3}, {"replicate": 2, "dp": 2}))]
 )
 def test_bytes_sent_are_planned(mesh: dict[str, int]) -> None:
     """A reduction and a gather of all elements and of the padding, as the kernel counts what its sockets sent."""

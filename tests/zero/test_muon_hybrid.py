@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hybrid_cases import folder_nbytes, laid_out, traffic_of
 from test_muon_ranks import WIDTH, Model
@@ -79,6 +80,7 @@ def work(world: World, folder: str) -> None:
             same(fresh, plain)
 
 
+@pytest.mark.slow
 def test_the_bits_of_stage_0_and_one_copy_of_the_state(tmp_path: Path) -> None:
     on_ranks(4, work, str(tmp_path))
     once = folder_nbytes(tmp_path / "plain")

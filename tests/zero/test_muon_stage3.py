@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from wire_cases import written
@@ -127,6 +128,7 @@ def test_ranks_that_have_parts_of_matrices_have_the_bits_of_ranks_that_have_all(
     same_as_all(world, "device", "sync", kept)
 
 
+@pytest.mark.slow
 @everywhere(2, kept=["multiplied in bf16", "bf16 parameters"])
 def test_other_formats_have_these_bits(world: World, kept: str) -> None:
     same_as_all(world, "device", "sync", kept)
@@ -282,10 +284,12 @@ def replicated(world: World) -> None:
         same_as_all(world, "device", schedule, "fp32")
 
 
+@pytest.mark.slow
 def test_each_replica_brings_its_matrices_together() -> None:
     on_hybrid_threads(2, 2, replicated)
 
 
+@pytest.mark.slow
 @everywhere(2, 3, schedule=["sync", "overlap", "delayed"])
 def test_parameters_that_rest_on_a_disk_have_these_bits_too(world: World, schedule: str) -> None:
     when = zk.Delayed(after=1) if schedule == "delayed" else schedule
