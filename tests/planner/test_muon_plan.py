@@ -188,6 +188,7 @@ def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
     return peak() - lowest, plan.muon.workspace, pages() - before
 
 
+@pytest.mark.slow
 @each("ns_dtype", ["fp32", "bf16"])
 def test_a_step_holds_one_matrix_in_flight(ns_dtype: str) -> None:
     """Of three, beside what the library of products takes for its own tiles."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from worlds import World, built, everywhere, full
@@ -44,10 +45,18 @@ def sharded(world: World, stage: int) -> nn.Module:
     )
 
 
-@everywhere(
-    2, stage=[0, 1, 2, 3], tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"], scaled=[False, True]
-)
-def test_by_hand_and_in_a_chain(world: World, stage: int, tier: str, schedule: Any, scaled: bool) -> None:
+@everywhere(2, stage=[0, 1, 2, 3], tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"])
+def test_by_hand_and_in_a_chain(world: World, stage: int, tier: str, schedule: str) -> None:
+    alike(world, stage, tier, schedule, scaled=False)
+
+
+@pytest.mark.slow
+@everywhere(2, stage=[0, 1, 2, 3], tier=["device", "cpu"], schedule=["sync", "overlap", "delayed"])
+def test_by_hand_and_in_a_chain_with_a_scaler(world: World, stage: int, tier: str, schedule: str) -> None:
+    alike(world, stage, tier, schedule, scaled=True)
+
+
+def alike(world: World, stage: int, tier: str, schedule: Any, *, scaled: bool) -> None:
     """Accumulated twice at stage 1; with GradScaler a scale that is a power of two."""
     where = {"tier": tier, "schedule": zk.Delayed(after=1) if schedule == "delayed" else schedule}
     model, other = sharded(world, stage), sharded(world, stage)
