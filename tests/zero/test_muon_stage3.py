@@ -344,3 +344,16 @@ def test_a_rank_that_fails_before_it_has_met_others_ends_the_step_on_all(
             opt.flush()
 
         says(refusal(step, (MemoryError, zk.CommError)), ["no room"])  # else others wait until their time is over
+
+
+@everywhere(2, 3)
+def test_ranks_may_list_parameters_in_any_order(world: World) -> None:
+    results = []
+    for turns in (0, world.rank):
+        model = world.shard(built(Model), stage=3)
+        matrices = list(zk.muon_groups(model, split=SPLIT)[0])
+        for group in matrices:
+            group["params"] = [*group["params"][turns:], *group["params"][:turns]]
+        train(world, model, (zk.Muon(matrices, lr=0.02),), range(3))
+        results.append(full(model))
+    assert all(torch.equal(value, results[0][name]) for name, value in results[1].items())

@@ -153,7 +153,8 @@ def rounds_of(rows: Sequence[tuple[int, CutMatrix, torch.dtype]]) -> list[Round]
     """Divides rows into rounds, the same on all ranks.
 
     Those with most work come first, as many at a time as there are ranks. So ranks wait for each other, over all
-    rounds, for no longer than the first one takes.
+    rounds, for no longer than the first one takes. Names decide between equals, and not the order of the rows, which is
+    that in which each rank lists its parameters.
 
     >>> import torch
     >>> group = Group(0, 2, torch.device("cpu"), "two")
@@ -165,9 +166,9 @@ def rounds_of(rows: Sequence[tuple[int, CutMatrix, torch.dtype]]) -> list[Round]
     for row, part, dtype in rows:
         kinds.setdefault((id(part.group), dtype), []).append((row, part))
     found = []
-    for (_, dtype), mine in kinds.items():
+    for (_, dtype), mine in sorted(kinds.items(), key=lambda kind: (kind[1][0][1].group.name, str(kind[0][1]))):
         group = mine[0][1].group
-        mine.sort(key=lambda pair: -work_of((pair[1].height, pair[1].width)))
+        mine.sort(key=lambda pair: (-work_of((pair[1].height, pair[1].width)), pair[1].name))
         for some in (mine[at : at + group.size] for at in range(0, len(mine), group.size)):
             found.append(Round(group, dtype, [row for row, _ in some], [part for _, part in some]))
     return found
