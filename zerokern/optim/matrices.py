@@ -225,22 +225,25 @@ class MatrixTable:
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything had been written."""
-        span = range(begin, self.nseg if end is None else end)
-        with self._prepared(span) as rows:
+        with self._prepared(range(begin, self.nseg if end is None else end)) as (rows, rounds):
             for row in rows:
                 self._update(row, scale)
-            for one in self._rounds_of(span):
+            for one in rounds:
                 self._update_together(one, partial(self._average, scale), self._apply)
 
     @contextmanager
-    def _prepared(self, rows: range) -> Iterator[list[int]]:
-        """Around a run: those of the rows that have elements. A Ctrl-C waits until it is over."""
+    def _prepared(self, rows: range) -> Iterator[tuple[list[int], list[Round]]]:
+        """Around a run: those of the rows that have elements and are not cut, and the rounds of those that are.
+
+        A Ctrl-C waits until it is over.
+        """
         self.begun = self.carried_out = False
         there = [row for row in rows if isinstance(part := self._parts[row], MatrixPart) and part.numel]
         wanted = [(_matrix_of(self._parts[row]).numel, self._iterations[row]["dtype"]) for row in there]
-        wanted += [(one.numel, one.dtype) for one in self._rounds_of(rows)]
+        rounds = self._rounds_of(rows)
+        wanted += [(one.numel, one.dtype) for one in rounds]
         with whole("the step"), self.spare.lent(wanted):
-            yield there
+            yield there, rounds
             self.carried_out = True
             if self._next >= 0:
                 self.spare.stay()
@@ -259,8 +262,8 @@ class MatrixTable:
         """Launches the update of all rows. The device decides on each, and counts the step when all have been made."""
         if device.capturing(control.steps.device):
             raise StateError(_IN_A_GRAPH)
-        with self._prepared(range(self.nseg)) as rows:
-            self._launch(rows, self._rounds_of(range(self.nseg)), scale, control)
+        with self._prepared(range(self.nseg)) as (rows, rounds):
+            self._launch(rows, rounds, scale, control)
 
     def _launch(self, rows: Sequence[int], rounds: Sequence[Round], scale: float, control: Any) -> None:
         if not self._nothing or self._nothing[0].shape != control.increments.shape:
