@@ -199,10 +199,10 @@ def test_torch_is_followed() -> None:
 class Matrices(nn.Module):
     """A root and two units, tall, wide and square, of bytes that no bucket fits; nothing but matrices."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 23) -> None:
         super().__init__()
         self.enter = nn.Linear(IN, 10, bias=False)
-        blocks = [nn.Sequential(nn.Linear(10, 23, bias=False), nn.Tanh(), nn.Linear(23, 10, bias=False))]
+        blocks = [nn.Sequential(nn.Linear(10, inner, bias=False), nn.Tanh(), nn.Linear(inner, 10, bias=False))]
         self.blocks = nn.ModuleList([*blocks, nn.Linear(10, 10, bias=False)])
         self.leave = nn.Linear(10, OUT, bias=False)
 

@@ -14,11 +14,10 @@ import torch
 from offload_cases import SCHEDULES, Row, agree, optimizer_of, train, values
 from optim_cases import BF16, FP32, Twins, contents, copies, make_params, same_bits, set_grads
 from tables import each
-from test_muon import FORMATS, INT8, Small, follow, makers, muon
+from test_muon import FORMATS, INT8, Matrices, Small, follow, makers, muon
 from test_nvme_faults import READ, WRITE, assert_torn, file_limit, heal, step_ours, step_reference
 from torch import Tensor, nn
 from worlds import World, alone, built, on_threads, refusal, says
-from zero_cases import IN, OUT
 
 import zerokern as zk
 from zerokern.io import Faults, Nvme, Store
@@ -33,21 +32,11 @@ RING = 8 * LEAST_SLOT  # slots of 256 KiB: 65,536 fp32 averages
 SHAPES = ((16, 16), (300, 260), (24, 130), (10, 14_000), (40, 24), (14_000, 10), (8, 8))  # what is long is cheap
 
 
-class Large(nn.Module):
+class Large(Matrices):
     """Matrices whose state is in several records, between some that share one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(IN, 10, bias=False)
-        blocks = [nn.Sequential(nn.Linear(10, 14_000, bias=False), nn.Tanh(), nn.Linear(14_000, 10, bias=False))]
-        self.blocks = nn.ModuleList([*blocks, nn.Linear(10, 10, bias=False)])
-        self.leave = nn.Linear(10, OUT, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.leave(x)
+        super().__init__(inner=14_000)
 
 
 def large(wrap: str = "plain", dtype: str = "fp32", clip: str = "random", **settings: Any) -> Row:
