@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import BLOCK
-from zerokern.kernels.cpu import sumsq_chunks
+from zerokern.kernels.cpu import UpdateTable, sumsq_chunks
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
@@ -170,9 +170,9 @@ class MatrixTable:
     ) -> None:
         self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
         self._open_table = open_table
-        place = getattr(open_table(1, 1), "device", None)
+        table = open_table(1, 1)
         # rows that are updated with others like them
-        self._small = {row for row, part in enumerate(parts) if place is None and _is_small(part)}
+        self._small = {row for row, part in enumerate(parts) if isinstance(table, UpdateTable) and _is_small(part)}
         # of the others the table of the average, and that of the parameter, whose learning rate depends on its shape
         others = [row for row in range(len(parts)) if row not in self._small]
         self._tables = {row: (open_table(1, 1), open_table(1, 1)) for row in others}
@@ -182,7 +182,7 @@ class MatrixTable:
         self._iterations: list[dict[str, Any]] = [{}] * self.nseg
         names = ("group", "numel", "grad", *_OF_PARAMETERS, "exp_avg", "exp_avg_scale", *_UNUSED)
         self.columns = {name: memoryview(bytearray(8 * max(self.nseg, 1))).cast("Q")[: self.nseg] for name in names}
-        self.spare = SpareMatrix(place or _HOST)
+        self.spare = SpareMatrix(getattr(table, "device", _HOST))
         self._decides = lambda: open_table(1, 1)  # on a device: a table without elements, which counts the step
         self._decided: Any = None
         self._nothing: list[Tensor] = []
