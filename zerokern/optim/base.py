@@ -229,6 +229,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
                     pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
                     shards.accord.settings = [{**one, "parameters with a gradient": which} for one, which in pairs]
+                    if shards.exchanges and shards.are_decided_there:
+                        shards.accord.compare_exchange(shards.exchanges)
                 done = self._update(shards.groups(self.param_groups), settings)
                 shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:
