@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,17 +15,13 @@ from offload_cases import SCHEDULES, Row, optimizer_of
 from optim_cases import BF16, FP32, contents, make_params, same_bits, set_grads
 from tables import each
 from test_muon import INT8, Matrices, makers, muon
-from test_muon_stage3 import FORMATS as FORMATS_OF_STAGE_3
-from test_muon_stage3 import Model as Cut
-from test_muon_stage3 import trained
 from test_offload_played import compare
 from torch import Tensor, nn
 from waiting_device import HostComputes
-from worlds import World, alone, built, full, on_ranks, on_threads, ranked, refusal, says, step_and_zero
+from worlds import alone, on_threads, refusal, says
 
-from zerokern.core.errors import CommError, StateError
+from zerokern.core.errors import StateError
 from zerokern.optim import Muon
-from zerokern.zero.shard import shard_of
 
 __all__ = ["makers"]
 SHAPES = ((8, 8), (12, 20), (6, 5))
@@ -200,166 +195,3 @@ def test_an_update_on_the_host_is_refused(update: str, schedule: str, words: lis
     optimizer = optimizer_of(muon(), model, tier="cpu", update=update, schedule=SCHEDULES[schedule])
     says(refusal(optimizer.step, ValueError), words)
     assert same_bits(before, [param.detach() for param in model.parameters()])
-
-
-@each("size, kept", [(2, "fp32"), (3, "bf16 parameters, bf16 average")])
-def test_matrices_that_stage_3_cuts_have_the_bits_of_the_cpu(size: int, kept: str) -> None:
-    def work(world: World) -> dict[str, Tensor]:
-        return trained(world, 3, "device", "sync", **FORMATS_OF_STAGE_3[kept])
-
-    double = Double()
-    with double.on():
-        there = on_threads(size, work)
-    assert double.launched > 0
-    for mine, other in zip(there, on_threads(size, work), strict=True):
-        assert [name for name, value in mine.items() if not torch.equal(value, other[name])] == []
-
-
-def test_cut_matrices_do_not_stream() -> None:
-    def work(world: World) -> str:
-        model = world.shard(nn.Linear(16, 16, bias=False), stage=3)
-        return refusal(lambda: Muon(model.parameters(), tier="cpu"), ValueError)
-
-    with Double().on():
-        for said in on_threads(2, work):
-            says(said, ["tier='cpu'", "'device' for weight", "whole="])
-
-
-# Ranks compare what they exchange, where a device decides on the step.
-
-
-def first_step(world: World, rank: int, model: nn.Module) -> tuple[Any, Callable[[], None]]:
-    """An optimizer of which one rank has other settings, or another one of two equal matrices; and what mends that."""
-    opt = Muon([block.qkv.weight for block in model.blocks], ns_steps=3 + (world.rank == rank))
-    return opt, lambda: opt.param_groups[0].update(ns_steps=3)
-
-
-def other_matrix(world: World, rank: int, model: nn.Module) -> tuple[Any, Callable[[], None]]:
-    opt = Muon([model.blocks[world.rank == rank].qkv.weight])
-    return opt, lambda: opt.param_groups[0].update(params=[model.blocks[0].qkv.weight])
-
-
-def other_split(world: World, rank: int, model: nn.Module) -> tuple[Any, Callable[[], None]]:
-    opt = Muon([{"params": [block.qkv.weight for block in model.blocks], "split": 3 if world.rank == rank else 1}])
-    return opt, lambda: opt.param_groups[0].update(split=1)
-
-
-def lacking(world: World, rank: int, model: nn.Module) -> tuple[Any, Callable[[], None]]:
-    opt, weight = Muon([block.qkv.weight for block in model.blocks]), model.blocks[0].qkv.weight
-    kept = weight.grad
-    weight.grad = None if world.rank == rank else kept
-
-    def mend() -> None:
-        weight.grad = kept
-
-    return opt, mend
-
-
-@each("differ, words", [
-    (first_step, ["ns_steps of param_groups[0] is 4", "is 3"]), (other_split, ["split of param_groups[0]"]),
-    (other_matrix, ["all 1 (names "]), (lacking, ["all 2 (names ", "but blocks.0.qkv.weight"]),
-])  # fmt: skip
-def test_ranks_that_differ_in_a_first_step_are_told_so_and_may_go_on(differ: Any, words: list[str]) -> None:
-    def work(world: World) -> tuple[str, dict[str, Tensor]]:
-        model = world.shard(built(Cut), stage=3)
-        model(torch.ones(2, 8)).square().mean().backward()
-        opt, mend = differ(world, 1, model)
-        before = full(model)
-        said = refusal(opt.step, StateError)
-        assert same_bits(list(before.values()), list(full(model).values()))
-        mend()
-        opt.step()
-        return said, full(model)
-
-    with Double().on():
-        found = on_threads(2, work)
-    for said, _ in found:
-        says(said, ["not so on others", "which may be tried again", *words])
-    assert same_bits(*(list(values.values()) for _, values in found))
-
-
-def drop(opt: Any, model: nn.Module) -> None:
-    model.blocks[1].qkv.weight.grad = None
-
-
-def resize(opt: Any, model: nn.Module) -> None:
-    opt.param_groups[0]["ns_dtype"] = "bf16"
-
-
-def differs_later(world: World, change: Any) -> str:
-    """In the second step one rank deviates from what both have compared, which the other has no reason to ask again."""
-    model = world.shard(built(Cut), stage=3)
-    opt = Muon([block.qkv.weight for block in model.blocks], ns_dtype="fp32")
-    model(torch.ones(2, 8)).square().mean().backward()
-    step_and_zero(opt)
-    model(torch.ones(2, 8)).square().mean().backward()
-    if world.rank == 1:
-        change(opt, model)
-
-    def work() -> None:
-        opt.step()
-        full(model)
-
-    return refusal(work, CommError)
-
-
-LATER = [(drop, "parameters with a gradient of param_groups[0]"), (resize, "ns_dtype of param_groups[0]")]
-
-
-@each("change, named", LATER)
-def test_a_rank_that_deviates_later_is_named_on_all_ranks(change: Any, named: str) -> None:
-    with Double().on():
-        found = on_threads(2, differs_later, change, timeout=20.0)
-    for said in found:
-        says(said, ["rank 1", f"a step whose {named} changed", "a step with the matrices and settings of the last one"])
-
-
-@ranked
-def really_differs_later(world: World) -> list[str]:
-    with Double().on():
-        return [differs_later(world, drop)]
-
-
-def test_real_ranks_are_told_so_too() -> None:
-    for (said,) in on_ranks(2, really_differs_later):
-        says(said, ["rank 1", f"a step whose {LATER[0][1]} changed"])
-
-
-def test_hosts_wait_where_something_changes_alone() -> None:
-    """Not for what schedules change."""
-
-    def work(world: World) -> list[int]:
-        asked: list[str] = []
-        model = world.shard(built(Cut), stage=3)
-        opt = Muon([block.qkv.weight for block in model.blocks])
-        group = shard_of(model.blocks[0].qkv.weight).gradients.group
-        agree = group.agree
-        counts = []
-        for step in range(5):
-            model(torch.ones(2, 8)).square().mean().backward()
-            opt.param_groups[0].update(lr=0.1 / (1 + step), momentum=0.9 + step / 100, weight_decay=step / 100)
-            if step >= 3:
-                opt.param_groups[0]["ns_steps"] = 3
-            with mock.patch.object(group, "agree", lambda key: (asked.append(key), agree(key))):
-                opt.step()
-            opt.zero_grad()
-            counts.append(len(asked))
-        assert asked == ["the first step", "a step whose ns_steps of param_groups[0] changed since the last one"]
-        return counts
-
-    with Double().on():
-        assert on_threads(2, work) == [[1, 1, 1, 2, 2]] * 2
-
-
-def test_a_rank_without_room_for_state_ends_the_step_on_all() -> None:
-    def work(world: World) -> str:
-        model = world.shard(built(Cut), stage=3)
-        opt = Muon([block.qkv.weight for block in model.blocks])
-        model(torch.ones(2, 8)).square().mean().backward()
-        if world.rank == 1:
-            opt.holdings.bind = mock.Mock(side_effect=MemoryError("no room"))
-        return refusal(opt.step, (MemoryError, CommError))
-
-    with Double().on():
-        for said in on_threads(2, work, timeout=20.0):
-            says(said, ["no room"])

@@ -216,6 +216,15 @@ def test_ranks_with_other_matrices_are_told_so(world: World) -> None:
     says(refusal(opt.step, StateError), ["parameters with a gradient", "all 1 (names ", "not so on others"])
 
 
+@everywhere(2)
+def test_ranks_with_other_schedules_are_told_so(world: World) -> None:
+    """Which make rounds of other matrices."""
+    model = world.shard(built(Model), stage=3)
+    opt = zk.Muon([block.qkv.weight for block in model.blocks], schedule="overlap" if world.rank else "sync")
+    model(torch.ones(2, 8)).square().mean().backward()
+    says(refusal(opt.step, StateError), ["schedule of param_groups[0] is overlap", "not so on others"])
+
+
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -125,7 +125,8 @@ class Update:
     def stream_part(self, name: str) -> Any:
         """Launches one turn of the update on the device; returns its ticket."""
         scale = self.decision.scale
-        tickets = None if scale is None else self.binding.take_turn(self._turn_of[name], scale)
+        with together(self.exchanges):
+            tickets = None if scale is None else self.binding.take_turn(self._turn_of[name], scale)
         updated, self._stored[name] = tickets or (None, None)
         return updated
 
@@ -299,7 +300,8 @@ def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: An
 
 def _streamed_nbytes(part: Part, rows: Mapping[int, int], binding: Binding) -> int:
     params = [binding.survey.params[row] for member in part.members if (row := rows.get(member)) is not None]
-    return sum(binding.tier.nbytes_of(one) for one in params if binding.compute.streams_state_of(one))
+    moved = [binding.tier.nbytes_of(one) for one in params if binding.compute.streams_state_of(one)]
+    return max(1, sum(moved)) if moved else 0  # of nothing, too, it is an op: this rank updates matrices of others
 
 
 def _sent(part: Part) -> dict[str, Any]:
