@@ -82,6 +82,7 @@ BOTH = ["device:9KiB", "cpu"]
 ROWS = [
     (2, "cpu", "sync", "fp32"), (2, "cpu", "overlap", "int8"), (3, "cpu", "overlap", "bf16 parameters, bf16 average"),
     (3, BOTH, "sync", "fp32"), (2, ("cpu", BOTH), "overlap", "int8"),  # state that one rank has on the device
+    (2, ["device:1MiB", "cpu"], "overlap", "int8"),
 ]  # fmt: skip
 
 
@@ -99,9 +100,29 @@ def test_state_in_host_memory_streams_with_the_bits_of_one_tier(
     bits_of_one_tier(size, tiers, schedule, kept)
 
 
+@each("schedule, rounds", [("sync", -(-20 // 3)), ("overlap", 2 * -(-10 // 3))])
+def test_rounds_stream_together(schedule: str, rounds: int) -> None:
+    """Of all matrices, or of those of each unit, which its forward waits for."""
+
+    def work(world: World) -> int:
+        device, model = HostComputes(), built(Cut)
+        world.shard(model, stage=3)
+        owned(model, device)
+        opt = optimizers(model, tier="cpu", schedule=schedule)[0]
+        train(world, model, [opt], range(1))
+        pieces = opt.holdings.bound.binding.compute.streamed.pieces
+        assert max(len(piece.rows) for piece in pieces) == world.size
+        device.synchronize()
+        opt.close()
+        device.close()
+        return len(pieces)
+
+    assert on_threads(3, work) == [rounds] * 3
+
+
 @pytest.mark.slow
-@each("size", [2, 3, 4])
-@each("tiers", ["cpu", BOTH, ["device:40KiB", "cpu"], ["device:1MiB", "cpu"]])
+@each("size", [2, 4])
+@each("tiers", ["cpu", ["device:40KiB", "cpu"]])
 @each("schedule", ["sync", "overlap"])
 @each("kept", FORMATS)
 def test_every_format_and_budget(size: int, tiers: Any, schedule: str, kept: str) -> None:
@@ -121,6 +142,37 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(SplitCompute, "_launch", launch)
     return threads
+
+
+def two_steps(world: World, tier: str, device: HostComputes | None) -> list[Tensor]:
+    model = world.shard(built(Cut), stage=3)
+    if device is not None:
+        owned(model, device)
+    small = [one for block in model.blocks for one in (block.flat.weight, block.some)]
+    opt = Muon(small, lr=0.05, ns_dtype="fp32", max_grad_norm=1.0, tier=tier)
+    for step in range(2):
+        model(torch.full((2, 8), 1.0 + step + world.rank)).square().mean().backward()
+        step_and_zero(opt)
+    found = list(full(model).values())
+    if device is not None:
+        device.synchronize()
+    opt.close()
+    return found
+
+
+@ranked
+def through_the_kernels(world: World) -> None:
+    expected, device = two_steps(world, "device", None), HostComputes()
+    with Double().on(interpreted=True):
+        for tier, place in (("device", None), ("cpu", device)):
+            assert same_bits(expected, two_steps(world, tier, place)), tier
+    device.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted")
+def test_the_kernels_have_these_bits_too() -> None:
+    on_ranks(2, through_the_kernels)
 
 
 @each("schedule", ["sync", "overlap"])

@@ -300,8 +300,7 @@ def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: An
 
 def _streamed_nbytes(part: Part, rows: Mapping[int, int], binding: Binding) -> int:
     params = [binding.survey.params[row] for member in part.members if (row := rows.get(member)) is not None]
-    moved = [binding.tier.nbytes_of(one) for one in params if binding.compute.streams_state_of(one)]
-    return max(1, sum(moved)) if moved else 0  # of nothing, too, it is an op: this rank updates matrices of others
+    return sum(binding.tier.nbytes_of(one) for one in params if binding.compute.streams_state_of(one))
 
 
 def _sent(part: Part) -> dict[str, Any]:
