@@ -15,12 +15,10 @@ from offload_cases import SCHEDULES, Row, optimizer_of
 from optim_cases import BF16, FP32, contents, make_params, same_bits, set_grads
 from tables import each
 from test_muon import INT8, Matrices, makers, muon
-from test_muon_stage3 import FORMATS as FORMATS_OF_STAGE_3
-from test_muon_stage3 import trained
 from test_offload_played import compare
 from torch import Tensor, nn
 from waiting_device import HostComputes
-from worlds import World, alone, on_threads, refusal, says
+from worlds import alone, on_threads, refusal, says
 
 from zerokern.core.errors import StateError
 from zerokern.optim import Muon
@@ -197,26 +195,3 @@ def test_an_update_on_the_host_is_refused(update: str, schedule: str, words: lis
     optimizer = optimizer_of(muon(), model, tier="cpu", update=update, schedule=SCHEDULES[schedule])
     says(refusal(optimizer.step, ValueError), words)
     assert same_bits(before, [param.detach() for param in model.parameters()])
-
-
-@each("size, kept", [(2, "fp32"), (3, "bf16 parameters, bf16 average")])
-def test_matrices_that_stage_3_cuts_have_the_bits_of_the_cpu(size: int, kept: str) -> None:
-    def work(world: World) -> dict[str, Tensor]:
-        return trained(world, 3, "device", "sync", **FORMATS_OF_STAGE_3[kept])
-
-    double = Double()
-    with double.on():
-        there = on_threads(size, work)
-    assert double.launched > 0
-    for mine, other in zip(there, on_threads(size, work), strict=True):
-        assert [name for name, value in mine.items() if not torch.equal(value, other[name])] == []
-
-
-def test_cut_matrices_do_not_stream() -> None:
-    def work(world: World) -> str:
-        model = world.shard(nn.Linear(16, 16, bias=False), stage=3)
-        return refusal(lambda: Muon(model.parameters(), tier="cpu"), ValueError)
-
-    with Double().on():
-        for said in on_threads(2, work):
-            says(said, ["tier='cpu'", "'device' for weight", "whole="])
