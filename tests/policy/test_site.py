@@ -37,6 +37,26 @@ def test_arguments_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert page == f"What it does.\n\n{listed}\n\n```pycon\n>>> one\n```"
 
 
+def test_links_work_in_the_site() -> None:
+    inside = runpy.run_path(str(ROOT / "docs/site/links.py"))["inside"]
+    page = inside("[a](zero.md) [b](../cpu/README.md) ![c](../bench/results/adam.png)")
+    repository = "https://github.com/zerokern/zerokern/blob/main"
+    assert page == f"[a](zero.md) [b]({repository}/cpu/README.md) ![c](results/adam.png)"
+
+
+def test_a_name_in_a_table_stays_in_one_piece() -> None:
+    unbroken = runpy.run_path(str(ROOT / "docs/site/shown.py"))["unbroken"]
+    long = "zk.plan(model, stage=2, world=1, mesh=None)"
+    page = unbroken(f"<code>a</code><td>a <code>--param-tier</code> <code>{long}</code></td>")
+    assert page == f'<code>a</code><td>a <code class="name">--param-tier</code> <code>{long}</code></td>'
+
+
+def test_the_site_shows_its_version() -> None:
+    config = SimpleNamespace(site_name="zerokern")
+    runpy.run_path(str(ROOT / "docs/site/shown.py"))["on_config"](config)
+    assert re.fullmatch(r"zerokern \d+\.\d+\.\d+", config.site_name)
+
+
 def test_one_sentence_says_what_this_is() -> None:
     assert [place for place in PLACES if TAGLINE not in read(place)] == []
 
