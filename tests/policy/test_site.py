@@ -14,6 +14,9 @@ from .tree import ROOT, files, read
 TAGLINE = "ZeRO training on fused kernels: each step reads and writes optimizer state once."
 PLACES = ("README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml", "zerokern/__init__.py", "zerokern/cli/main.py")
 README_LINES = 230
+COLUMNS = 88  # of code beside both menus of the site
+WIDER = ("docs/frameworks.md", "docs/right.md")  # the list may only become shorter
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> set[str]:
@@ -35,6 +38,21 @@ def test_arguments_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     page = shown("What it does.\n\nArgs:\n    one: what it\n        is.\n    two, three: both.\n\n>>> one")
     listed = "**Arguments**\n\n- **one**: what it\n    is.\n- **two, three**: both."
     assert page == f"What it does.\n\n{listed}\n\n```pycon\n>>> one\n```"
+
+
+def cut_off(page: str) -> list[str]:
+    """Lines of code that the site cannot show as a whole."""
+    return [line for block in BLOCK.findall(page) for line in block.splitlines() if len(line) > COLUMNS]
+
+
+def test_code_is_not_cut_off() -> None:
+    shown = ["README.md", *(f"docs/{page}" for page in sorted(pages()))]
+    assert {page: lines for page in shown if page not in WIDER and (lines := cut_off(read(page)))} == {}
+
+
+def test_wide_code_is_found() -> None:
+    wide = "x" * (COLUMNS + 1)
+    assert cut_off(f"{wide}\n\n```python\n{wide}\n{wide[1:]}\n```\n\n```\n{wide}\n```\n") == [wide, wide]
 
 
 def test_links_work_in_the_site() -> None:
