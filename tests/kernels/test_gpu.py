@@ -60,8 +60,8 @@ def every_case(algorithm: str) -> list[Case]:
     return cases(STATES[algorithm], every=True)
 
 
+@pytest.mark.parametrize("algorithm", STATES)  # each compiles kernels for half a minute
 @each("misaligned", [False, True])
-@each("algorithm", STATES)
 def test_every_format_has_the_bits_of_the_reference(algorithm: str, misaligned: bool, every: bool) -> None:
     chosen = every_case(algorithm) if every else cases(STATES[algorithm], every=False)
     for case in chosen:
