@@ -76,4 +76,4 @@ def test_a_model_that_one_gpu_has_by_the_arithmetic_of_the_page(capsys) -> None:
         f"n = {numel / 1e9:.2f} billion", f"{4 * numel / 1e9:.1f} GB", f"{beside / 1e9:.2f} GB", f"leaves {left} GB",
         f"{left / 10} billion", f"other {away / 1e9:.2f} billion", f"host memory: {14 * away / 1e9:.1f} GB",
     ):  # fmt: skip
-        assert word in page, word
+        assert word in said(page), word
