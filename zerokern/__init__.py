@@ -1,4 +1,4 @@
-"""ZeRO training on fused kernels: every byte of training state moves once.
+"""ZeRO training on fused kernels: each step reads and writes optimizer state once.
 
 >>> import torch, zerokern as zk
 >>> model = torch.nn.Linear(4, 4)

@@ -33,7 +33,8 @@ SNIPPETS = {
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 }
 PROGRAM = next(one for one in SNIPPETS.values() if one.startswith("# train.py\n"))
-COMMANDS = [line.partition("  #")[0] for line in ZERO.splitlines() if re.match(r"(python|torchrun) .*train\.py", line)]
+LINES = re.sub(r"\\\n\s*", "", ZERO).splitlines()  # a command may go on in the next line
+COMMANDS = [line for line in LINES if re.match(r"(python|torchrun) .*train\.py", line)]
 SAID = re.compile(r"rank (\d) of (\d), step (\d): loss (\d\.\d{4})")
 LOSS_ERROR = 2e-4  # what is printed has four digits; sums of another order
 

@@ -29,7 +29,7 @@ COMMANDS = {
 
 def parser() -> tuple[Parser, dict[str, Parser]]:
     """Returns the parser of all commands, and that of each."""
-    tagline = "ZeRO training on fused kernels: every byte of training state moves once."
+    tagline = "ZeRO training on fused kernels: each step reads and writes optimizer state once."
     top = Parser(prog="zerokern", description=tagline)
     top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
     if importlib.util.find_spec("zerokern.bench") is None:  # a source tree: it and examples lie beside the package
