@@ -29,6 +29,12 @@ PLAIN_WIDTH, WIDEST = 100, 160
 SIMULATED = ("numel", "tokens", "ranks", "param_tier")
 USUAL_NUMEL, USUAL_TOKENS = "1B", 16 << 10
 
+EXAMPLES = (
+    "zerokern trace --schedule sync,overlap",
+    "zerokern trace --played --json trace.json",
+    "zerokern trace --hardware gh200 --numel 8B --tokens 16k",
+)
+
 parse_schedules = arguments.names("schedule", SCHEDULES)
 parse_tokens = arguments.number("tokens", "a number of tokens such as 4096 or 16k (16,384)", units=BINARY)
 

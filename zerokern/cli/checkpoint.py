@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerokern.arguments import Parser
 from zerokern.core.errors import IoError
 
 if TYPE_CHECKING:
@@ -22,13 +23,17 @@ KINDS = {
     "torch": "a file of torch.save",
 }
 
+EXAMPLES = ("zerokern checkpoint show run", "zerokern checkpoint verify run/step-1000")
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: Parser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
     show = verbs.add_parser("show", help="step, ranks, formats, tensors by role; or the checkpoints in a folder")
     show.add_argument("path", metavar="PATH", help="a checkpoint, or a folder with checkpoints in it")
+    show.add_examples("zerokern checkpoint show run", "zerokern checkpoint show run/step-1000 --json")
     show.add_argument("--json", action="store_true", help="print JSON, with every tensor and value")
     verify = verbs.add_parser("verify", help="read every block and compare its checksum; 1 where one is broken")
+    verify.add_examples("zerokern checkpoint verify run/step-1000")
     verify.add_argument("path", metavar="PATH", help="a checkpoint")
 
 

@@ -30,6 +30,12 @@ SETTINGS = (  # options that are keywords of `zk.plan`
     "master_format", "tier", "update", "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync",
     "device", "device_memory", "host_memory", "disk", "ranks_per_host",
 )  # fmt: skip
+EXAMPLES = (
+    "zerokern plan --numel 7.5B --world 1,8,64",
+    "zerokern plan --model llama-3-8b --world 8 \\",
+    "    --device-memory 80GB --batch 1 --seq 4096",
+    "zerokern plan --config config.json --tier cpu",
+)
 _META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
 
 
@@ -107,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", metavar="SIZE", help="what a host has for its ranks: 128GiB, 2TB, ...")
     add("--disk", metavar="SIZE", help="what the disks of a host have for its ranks: 4TB, ...")
     add("--ranks-per-host", **count, help="(all ranks, at most 8)")
-    timed = "how long a step takes, without offload and with the update on the host"
-    add = parser.add_argument_group(timed).add_argument
+    timed = "without offload, and with the update on the host"
+    add = parser.add_argument_group("how long a step takes", timed).add_argument
     add("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
     add("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
     add = parser.add_argument_group("output").add_argument
