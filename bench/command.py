@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokern import arguments
+from zerokern import arguments, pages
 from zerokern.arguments import Parser
 from zerokern.core.errors import got
 from zerokern.core.units import BINARY
@@ -124,9 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
     After Ctrl-C whole contests and rounds count: they are printed and written, but not drawn, and it returns 130.
     """
-    from zerokern.examples import terminal
-
-    console = terminal.console(highlight=False, soft_wrap=True)
+    console = pages.console(soft_wrap=True)
     try:
         on_disk = args.path is not None
         measured = MEASURES[args.op].measure if args.op in MEASURES else _measure_disk if on_disk else _measure

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokern import arguments
+from zerokern import arguments, pages
 from zerokern.core.units import BINARY
-
-from .. import terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -61,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows each schedule as soon as it has run, or is simulated."""
-    console = terminal.console(highlight=False, soft_wrap=True)
+    console = pages.console(highlight=False, soft_wrap=True)
     traced = []
     for name in args.schedule:
         try:
