@@ -226,7 +226,7 @@ def show(text: str, file: TextIO | None = None) -> None:
     if where.is_terminal:
         where.print(text, markup=False)
     else:
-        print(text, file=file or sys.stdout)
+        Plain(file).print(text)
 
 
 def _answers() -> Any:

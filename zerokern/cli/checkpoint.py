@@ -1,4 +1,4 @@
-"""`zerokern checkpoint show` and `verify`: what a checkpoint holds, and whether its bytes are what was written."""
+"""`zerokern checkpoint`: what a checkpoint holds, whether its bytes are what was written, and its model as one file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ KINDS = {
     "torch": "a file of torch.save",
 }
 
-EXAMPLES = ("zerokern checkpoint show run", "zerokern checkpoint verify run/step-1000")
+EXAMPLES = (
+    "zerokern checkpoint show run",
+    "zerokern checkpoint verify run/step-1000",
+    "zerokern checkpoint export run/step-1000 m.safetensors",
+)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -37,10 +41,26 @@ def add_arguments(parser: Parser) -> None:
     verify = verbs.add_parser("verify", help="read every block and compare its checksum; 1 where one is broken")
     verify.add_examples("zerokern checkpoint verify run/step-1000")
     verify.add_argument("path", metavar="PATH", help="a checkpoint")
+    export = verbs.add_parser("export", help="write the model's tensors into one new safetensors file")
+    export.add_examples("zerokern checkpoint export run/step-1000 m.safetensors")
+    export.add_argument("path", metavar="PATH", help="a checkpoint, of any number of ranks")
+    export.add_argument("out", metavar="OUT", help="a file that does not exist, such as model.safetensors")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verb == "export":
+        return _export(args.path, args.out)
     return _verify(args.path) if args.verb == "verify" else _show(Path(args.path), args.json)
+
+
+def _export(path: str, out: str) -> int:
+    from zerokern.interop.from_checkpoint import export_checkpoint
+
+    done = export_checkpoint(path, out)
+    print(f"{out}: {done.tensors:,} tensors, {_amount(done.nbytes)}")
+    if done.left_out:
+        print(f"not in it, for it is no tensor: the extra state of {', '.join(done.left_out)}", file=sys.stderr)
+    return 0
 
 
 def _show(path: Path, as_json: bool) -> int:
