@@ -169,6 +169,6 @@ def same_as(alone: tuple[list[float], dict[str, torch.Tensor]], losses: list[flo
 def test_the_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Replace what stands between the markers by the table of all stages that the command prints."""
     (command,) = re.findall(r"`zerokern (plan --numel [^`]+--device-memory 80GB --all)`", ZERO)
-    assert main(shlex.split(command)) == 0
+    assert main([*shlex.split(command), "--markdown"]) == 0
     table = next(part for part in capsys.readouterr().out.split("\n\n") if "  stage 0 | " in part)
     assert ZERO.split("<!-- plan:begin -->\n")[1].split("\n<!-- plan:end -->")[0] == table
