@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, got
+from zerokern.core.errors import ShardError, StateError, adapter_of_caller, got
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
@@ -134,8 +134,8 @@ def not_reduced_by_ddp(module: nn.Module) -> None:
     if any(id(param) in reduced for param in module.parameters()):
         raise StateError(
             "this model was given to zk.shard, and is called by DistributedDataParallel, which would replace the "
-            "gradients by zeros: zk.shard reduces them at every stage. Call the model that zk.shard returned, without "
-            "DistributedDataParallel"
+            "gradients by zeros: zk.shard reduces them at every stage. "
+            + (adapter_of_caller() or "Call the model that zk.shard returned, without DistributedDataParallel")
         )
 
 
