@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
+_FROM_NUMPY = "allowed: a tensor (torch.from_numpy(array) is one over the same memory)"
 
 
 def number(name: str, value: object, least: float | None = None) -> float:
@@ -73,6 +75,8 @@ def as_list(
     """One tensor or a list of them as a list, as long as the parameters are, or what else `of` names."""
     if value is None:
         return None
+    if type(value).__module__ == "numpy":  # a list of its rows, or of its numbers, would be refused one by one
+        raise TypeError(f"{name} is a numpy array; {_FROM_NUMPY}")
     tensors = [value] if isinstance(value, Tensor) else list(value)
     if like is not None and len(tensors) != like:
         raise ValueError(f"{name} has {len(tensors)} tensors, {of} has {like}; allowed: one for each")
@@ -94,6 +98,8 @@ def tensor(
     """
     allowed = _FLOATS if dtypes is None else " or ".join(str(d) for d in dtypes)
     if not isinstance(value, Tensor):
+        if type(value).__module__ == "numpy":
+            raise TypeError(f"{name} is a numpy array; {_FROM_NUMPY}")
         raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {allowed}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} has layout {value.layout}; allowed: dense tensors (call .to_dense())")
@@ -173,6 +179,8 @@ class SpanList:
         self._shapes = [t.shape for t in tensors]
         self._strides = [m.strides for m in self.members]
         self._dtypes = [m.dtype for m in self.members]
+        self._nbytes = [n * t.itemsize for t, n in zip(tensors, numels, strict=True)]
+        self._plain = all(m.is_contiguous for m in self.members)
 
     def check_bucket(self, bucket: Tensor) -> None:
         """It is one-dimensional and long enough."""
@@ -209,6 +217,8 @@ class SpanList:
 
         Strided targets may interleave, as columns of one matrix do; which element of which lies where is not compared.
         """
+        if self._plain and self._lie_apart(into, tensors, bucket):
+            return
         spans: list[tuple[str, Tensor]] = []
         others: list[tuple[str, Tensor]] = []
         strided: list[tuple[str, Tensor]] = []
@@ -234,6 +244,21 @@ class SpanList:
                     f"tensors[{i}] of shape {m.shape} has strides {m.strides}, which put several elements in one place"
                     "; allowed: elements that each have memory of their own (call .clone())"
                 )
+
+    def _lie_apart(self, into: bool, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
+        """Whether contiguous tensors lie beside the bucket, and beside each other where they are written: by their
+        addresses alone, for gradients have new ones in each backward pass."""
+        if any(t.is_neg() for t in tensors):
+            return False
+        begin = bucket.data_ptr()
+        end = begin + self.numel * bucket.itemsize
+        places = [(t.data_ptr(), nbytes) for t, nbytes in zip(tensors, self._nbytes, strict=True) if nbytes]
+        if any(place < end and begin < place + nbytes for place, nbytes in places):
+            return False
+        if not into:
+            places.sort()
+            return all(place + nbytes <= after for (place, nbytes), (after, _) in itertools.pairwise(places))
+        return True
 
 
 def _back_to_back(numels: Sequence[int]) -> list[int]:

@@ -75,7 +75,7 @@ def orthogonalize_(
         for matrix, some in zip(matrices, chunk_sums, strict=True):
             iterate_(matrix, some, (a, b, c), steps, least, room)
     else:
-        _iterate(matrices if x.dim() == 3 else matrices[0], _norms(chunk_sums, least), room, steps, (a, b, c))
+        _iterate(x.detach(), _norms(sums, least), room, steps, (a, b, c))
     return x
 
 
@@ -203,8 +203,11 @@ def _norm(chunk_sums: Sequence[float], least: float) -> float:
 
 
 def _norms(chunk_sums: Tensor, least: float) -> Tensor:
-    """The same of each matrix on a GPU, as (k, 1, 1)."""
-    return chunk_sums.sum(-1).sqrt().float().clamp_(min=least).view(-1, 1, 1)
+    """The same on a GPU: (1, 1) for the chunks of one matrix, (k, 1, 1) for those of a batch.
+
+    Never without dimensions: a bf16 matrix would then be divided by a norm that was rounded to bf16.
+    """
+    return chunk_sums.sum(-1).sqrt().float().clamp_(min=least)[..., None, None]
 
 
 def _divide(x: Tensor, norm: float | list[float] | Tensor, out: Tensor) -> None:
