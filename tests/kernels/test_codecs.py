@@ -77,6 +77,23 @@ def test_the_code_that_no_encoder_writes_decodes_as_zero(impl: str) -> None:
     assert torch.equal(values, torch.zeros(BLOCK))
 
 
+def test_a_decoded_code_is_rounded_to_nearest_whatever_the_estimate_is() -> None:
+    """AVX2 makes the quotient of an estimate that differs between processors: of any that is 1.5 * 2^-12 off."""
+    for code in range(1, 128):
+        divisor = float(254 - code)
+        want = torch.tensor(float(code)) / torch.tensor(divisor)
+        near = torch.tensor(1.0) / torch.tensor(divisor)
+        units = torch.arange(-12_400, 12_401, dtype=torch.int32)
+        estimates = (near.view(torch.int32) + units).view(torch.float32).double()
+        estimates = estimates[(estimates * divisor - 1).abs() <= 1.5 * 2**-12]
+        assert estimates.numel() > 6_000
+        quotient = (code * estimates).float().double()
+        for _ in range(2):  # products are exact in float64, so each line rounds as a fused one does
+            rest = (code - quotient * divisor).float().double()
+            quotient = (rest * estimates + quotient).float().double()
+        assert (quotient.float() == want).all(), code
+
+
 @each("magnitude", [1e-45, 1e-40, 1e-30, 1e-10, 1.0, 1e10, 1e30, 3e38])
 @every_impl
 def test_a_positive_exp_avg_sq_never_has_code_zero(impl: str, magnitude: float) -> None:
