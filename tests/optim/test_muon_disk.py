@@ -23,7 +23,7 @@ import zerokern as zk
 from zerokern.io import Faults, Nvme, Store
 from zerokern.optim import Muon, matrices
 from zerokern.optim.matrices import MatrixTable
-from zerokern.optim.records import LEAST_SLOT, records_of
+from zerokern.optim.records import LEAST_SLOT, StateSpan, records_of
 
 __all__ = ["makers"]
 Tier = Callable[..., Nvme]
@@ -278,7 +278,7 @@ def test_what_shares_records() -> None:
     spans = [(1_000, of(BF16)), (3_000, of(BF16, 3)), (300_000, of(BF16)), (50, of(BF16)), (140_000, of(FP32, 2))]
     found = [
         [(one.span, one.start, one.numel, [slot.key for slot in one.slots], one.averages, one.applies) for one in cuts]
-        for cuts, nbytes in records_of(spans, LEAST_SLOT)
+        for cuts, nbytes in records_of([StateSpan(*span) for span in spans], LEAST_SLOT)
         if nbytes % 4096 == 0 and nbytes <= LEAST_SLOT
     ]
     both, average, rest = ["momentum_buffer", "remainder"], ["momentum_buffer"], ["remainder"]

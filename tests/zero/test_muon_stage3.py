@@ -335,14 +335,6 @@ def test_squares_are_summed_in_chunks_of_the_whole_matrix(world: World, ns_dtype
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
-@everywhere(2)
-def test_state_on_a_disk_is_refused_for_matrices_that_are_cut(world: World) -> None:
-    model = world.shard(built(Model), stage=3)
-    with tempfile.TemporaryDirectory() as folder:
-        made = lambda: optimizers(model, tier=["cpu:1MiB", zk.Nvme(folder, ring_nbytes="4M")])  # noqa: E731
-        says(refusal(made, ValueError), ["tier=", "stage 3 cuts them", "stages 1 and 2 with whole="])
-
-
 @everywhere(2, where=["memory", "prepare"], schedule=["sync", "overlap", "delayed"])
 def test_a_rank_that_fails_before_it_has_met_others_ends_the_step_on_all(
     world: World, where: str, schedule: str

@@ -20,6 +20,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk, OnDisk
 from zerokern.optim.exchange import Exchange
+from zerokern.optim.matrices import state_span
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.optim.survey import params_of
 from zerokern.zero.shard import here_of_state, shard_of
@@ -229,7 +230,7 @@ class OurOptimizer(Exchange, AnyOptimizer):
         spans = {n: (here_of_state(self.params[n]).numel, one) for n, one in layouts.items() if one.columns}
         sizes = {n: sum(-(-numel // one.per) * one.nbytes for one in of.widths) for n, (numel, of) in spans.items()}
         if there := self.to_disk(sizes):
-            self.disk.hold([spans[number] for number in there])
+            self.disk.hold([state_span(shard_of(self.params[number]), *spans[number]) for number in there])
 
     def _placeholders(self, entries: Sequence[Wanted | None]) -> list[dict[str, Any] | None]:
         return [

@@ -23,9 +23,10 @@ from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
-from zerokern.optim.matrices import MatrixTable, part_of
+from zerokern.optim.matrices import MatrixTable, ns_dtype_of, part_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.parts import Portion
+from zerokern.optim.record_rounds import in_rounds
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -273,6 +274,7 @@ class Binding:
         self._updated = 0  # batches, in the update at hand
         self._notes: UpdateRecorder | None = None
         self._done = self._is_laid_out = False
+        self._ns_dtypes: list[Any] = []  # by group, where matrices are updated, as of the rows
         self._flow: Generator[int, None, None] | None = None
         self._fetched: list[Rest] = []
         with compute.launching():
@@ -364,7 +366,10 @@ class Binding:
                 batch.members.append((i, place))
                 if rest is not None and rest not in batch.params:
                     batch.params.append(rest)
-        return sorted(found.values(), key=operator.attrgetter("order"))
+        batches = sorted(found.values(), key=operator.attrgetter("order"))
+        if not self.tier.streams or not survey.matrices:
+            return batches
+        return in_rounds(batches, survey.matrices, [ns_dtype_of(self._ns_dtypes[owner]) for owner in survey.owners])
 
     def _places_of(self, i: int, portion: Portion | None) -> Sequence[Any]:
         """Returns what of a parameter are rows of their own; what updates whole matrices has no portions."""
@@ -402,7 +407,10 @@ class Binding:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
         self.begun, self._done, self._updated = False, False, 0
-        if self.compute.is_outdated() or not self._is_laid_out:
+        in_rounds = self.tier.streams and bool(self.survey.matrices)
+        ns_dtypes = [one["ns_dtype"] for one in settings] if in_rounds else []
+        if self.compute.is_outdated() or not self._is_laid_out or ns_dtypes != self._ns_dtypes:
+            self._ns_dtypes = ns_dtypes
             with self.compute.launching():
                 self._lay_out()
         if self.survey.rests:

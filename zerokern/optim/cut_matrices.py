@@ -8,7 +8,7 @@ never cut it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -39,7 +39,12 @@ class CutMatrix(NamedTuple):
 
     @property
     def record(self) -> None:
-        """The record that holds its state: none, for records would cut it otherwise."""
+        """The record that it is updated with: none, for it is updated when all of it has come together."""
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Sorts matrices: those with most work come first, and names decide between equals."""
+        return -work_of((self.height, self.width)), self.name
 
     def span(self, rank: int) -> slice:
         """Returns which elements of the matrix a rank has."""
@@ -111,10 +116,10 @@ class Round(NamedTuple):
         others = sum(part.numel for rank, part in enumerate(self.parts) if rank != self.group.rank)
         return others + (0 if self.own is None else self.own.height * self.own.width)
 
-    def divide(self, memory: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def divide(self, memory: Tensor, apart: Mapping[int, Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
         """Returns in this memory the matrix of this rank, 1-D, and its parts of all matrices of the round.
 
-        Its part of its own matrix lies in its place there.
+        Its part of its own matrix lies in its place there. `apart`: by rank, parts with memory of their own.
         """
         own, found = self.own, []
         at = 0 if own is None else own.height * own.width
@@ -122,6 +127,8 @@ class Round(NamedTuple):
         for rank, part in enumerate(self.parts):
             if rank == self.group.rank:
                 found.append(matrix[part.span(rank)])
+            elif apart and rank in apart:
+                found.append(apart[rank])
             else:
                 found.append(memory[at : at + part.numel])
                 at += part.numel
@@ -168,7 +175,7 @@ def rounds_of(rows: Sequence[tuple[int, CutMatrix, torch.dtype]]) -> list[Round]
     found = []
     for (_, dtype), mine in sorted(kinds.items(), key=lambda kind: (kind[1][0][1].group.name, str(kind[0][1]))):
         group = mine[0][1].group
-        mine.sort(key=lambda pair: (-work_of((pair[1].height, pair[1].width)), pair[1].name))
+        mine.sort(key=lambda pair: pair[1].order)
         for some in (mine[at : at + group.size] for at in range(0, len(mine), group.size)):
             found.append(Round(group, dtype, [row for row, _ in some], [part for _, part in some]))
     return found

@@ -16,8 +16,10 @@ from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.memory.stream import SLOTS, Record, Stream
+from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
-from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, records_of
+from zerokern.optim.matrices import state_span
+from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, StateSpan, records_of
 from zerokern.optim.state import (
     Checked,
     Entry,
@@ -162,11 +164,15 @@ def on_disk_of(entry: Any) -> OnDisk | None:
 
 
 class Disk(Stream):
-    """Streams optimizer state through a ring, by parameter."""
+    """Streams optimizer state through a ring, by parameter.
+
+    `cut`: by the id of what is updated, shards of parameters whose matrices ranks have cut.
+    """
 
     def __init__(self, config: TierConfig, name: str) -> None:
         super().__init__(config.open(name, "optimizer state"), config.ring_nbytes, "optimizer state")
         self._ring_nbytes = config.ring_nbytes
+        self.cut: Mapping[int, Any] = {}
 
     def check_slots(self, name: str) -> None:
         """Raises if slots are too small for matrices, whose records end where sums of squares do."""
@@ -174,14 +180,15 @@ class Disk(Stream):
             least = SLOTS * LEAST_SLOT
             raise ValueError(got("ring_nbytes", self._ring_nbytes, f"at least {least} bytes for {name}"))
 
-    def hold(self, spans: Sequence[tuple[int, Layout]]) -> None:
-        """Reserves room for state that is made next, by elements and layouts, so that a full disk shows beforehand."""
+    def hold(self, spans: Sequence[StateSpan]) -> None:
+        """Reserves room for state that is made next, so that a full disk shows beforehand."""
         self.reserve([_wanted(content) for content in records_of(spans, self.slot_nbytes)])
 
     def make(self, wanted: Iterable[tuple[Tensor, Layout]]) -> list[OnDisk]:
         """Takes room on disk for the state of these (parameter, layout), or raises."""
         made = [OnDisk(self, *one) for one in wanted]
-        contents = records_of([(one.shape.numel(), one.layout) for one in made], self.slot_nbytes)
+        spans = [state_span(self.cut.get(id(one.param)), one.shape.numel(), one.layout) for one in made]
+        contents = records_of(spans, self.slot_nbytes)
         for record, content in zip(self.lay_out([_wanted(content) for content in contents]), contents, strict=True):
             for cut in content.cuts:
                 made[cut.span].places.append(RecordSpan(record, cut))
@@ -528,16 +535,18 @@ class StateOnDisk(StateTier):
 
     def places(self, i: int) -> Sequence[Any]:
         owner = self._owners[i]
-        return super().places(i) if owner is None else owner.places
+        if owner is None:
+            return super().places(i)
+        return [*owner.places, *(one for one in super().places(i) if isinstance(one, CutMatrix))]
 
-    def row(self, i: int, place: RecordSpan | None, cell: Cell) -> SpanRow:
+    def row(self, i: int, place: RecordSpan | CutMatrix | None, cell: Cell) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
         if id(survey.params[i]) in self.rows:
             return super().row(i, place, cell)
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
-        if owner is not None and place is not None:
+        if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, cell.lease.ptr + offset)
         return SpanRow(layout, owner is not None and bool(owner.first), pointer_words(pointers))
@@ -561,7 +570,7 @@ class StateOnDisk(StateTier):
         if record is None:
             return None
         ticket = self._disk.store(record, self._disk.view(cell, record))
-        for i, place in members if record.unsettled else ():
+        for i, place in [one for one in members if one[1] in record.unsettled]:
             place.begun = True
             record.unsettled.discard(place)
             self._owners[i].forget_exact()  # type: ignore[union-attr]

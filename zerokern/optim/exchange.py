@@ -106,7 +106,7 @@ def _make_ready(
     own, loaded, state_dict = shards.localize(groups, merged, state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
-    here.placing.turns = shards.turns
+    here.place_by(shards)
     new = [] if here.room is None else [param for param, _, _ in entries if not here.room.keeps(param)]
     ready = Incoming(shards, merged, {}, others, pending, any(said) if said else bool(pending), before, new)
     try:

@@ -432,6 +432,12 @@ class Holdings:
         self.bound = Bound(witness=Witness(tracked(self.held), loaded=loaded))
         self.settle(WHOLE)
 
+    def place_by(self, shards: Shards) -> None:
+        """Places state from here on by what is known of these shards."""
+        self.placing.turns = shards.turns
+        if self.disk is not None:
+            self.disk.cut = shards.cut
+
     def bind(
         self,
         binding: Binding | None,
@@ -444,7 +450,7 @@ class Holdings:
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
         last, witness = self.bound.binding, self.bound.witness
-        self.placing.turns = self.shards.turns
+        self.place_by(self.shards)
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
         if binding is not None and intact:

@@ -18,13 +18,17 @@ from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
+from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, parts_of_matrices, rounds_of
+from zerokern.optim.formats import Layout
+from zerokern.optim.records import StateSpan
+from zerokern.optim.small_matrices import SmallMatrices, batches_of, is_small
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
 
 __all__ = [
-    "Matrix", "MatrixPart", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of", "part_of",
+    "Matrix", "MatrixPart", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of", "ns_dtype_of",
+    "part_of", "state_span",
 ]  # fmt: skip
 
 _HOST = torch.device("cpu")
@@ -34,6 +38,7 @@ _NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 _IN_A_GRAPH = (
     "a step of Muon cannot go into a CUDA graph; capture forward and backward alone, and call step() after each replay"
 )
+_NOT_IN_MEMORY = "row %d of the update goes on with a matrix that is not in memory"
 _NO_MATRIX = (
     "embeddings, heads, biases and norms belong into another optimizer: matrices, rest = zk.muon_groups(model), then "
     "zk.Muon(matrices) and zk.AdamW(rest)"
@@ -60,10 +65,11 @@ class MatrixPart(NamedTuple):
     """What one row updates of a matrix: all of it, or what one record on a disk holds of its state.
 
     Rows that `averages` move the average of `numel` elements from `start` of the matrix on; with the last of them the
-    matrix is orthogonalized; rows that `applies` apply the result to these elements.
+    matrix is orthogonalized; rows that `applies` apply the result to these elements. Of a matrix that ranks have cut
+    `start` counts from what is here of it, and a row of the `CutMatrix` itself comes between the two.
     """
 
-    matrix: Matrix
+    matrix: Matrix | CutMatrix
     start: int
     numel: int
     averages: bool = True
@@ -85,7 +91,10 @@ def part_of(matrices: Sequence[Any], place: Any) -> MatrixPart | CutMatrix:
         return place
     if isinstance(place, Matrix):
         return MatrixPart(place, 0, place.numel)
-    matrix = matrices[place.start // matrices[0].numel]
+    if isinstance(matrices[0], CutMatrix):
+        matrix = next(one for one in matrices if one.start <= place.start < one.start + one.numel)
+    else:
+        matrix = matrices[place.start // matrices[0].numel]
     return MatrixPart(matrix, place.start - matrix.start, place.numel, place.averages, place.applies)
 
 
@@ -154,31 +163,57 @@ def matrices_of(name: str, shape: Sequence[int], numel: int, split: int, *, in_b
     return [Matrix(number * height * width, height, width) for number in range(split)]
 
 
+def state_span(shard: Shard | None, numel: int, layout: Layout) -> StateSpan:
+    """Returns what records need to know of the state of a parameter, of which `numel` elements are here."""
+    if not layout.matrices or shard is None or group_of(shard) is None:
+        return StateSpan(numel, layout)
+    if shard.shape.numel() % (split := layout.matrices):
+        raise ValueError(got("split", split, f"a number that divides {shard.shape.numel()}, a parameter's elements"))
+    found = matrices_of(shard.name, shard.shape, shard.shape.numel(), split, in_blocks=False)
+    return StateSpan(numel, layout, parts_of_matrices(shard, found), id(shard.gradients))
+
+
 class MatrixTable:
     """Rows of an update that are matrices, or parts of them, with the face of the tables that it is made of.
 
     Of one row after the other it moves the average and writes the matrix that is to be orthogonalized, orthogonalizes
-    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Rows of its parts
-    follow each other: first those that move averages, then those that apply the result. Of matrices that ranks have cut
-    (`cut_matrices`) a round is updated together.
+    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds; in host memory equal
+    small ones are updated together (`small_matrices`). Rows of its parts follow each other: first those that move
+    averages, then those that apply the result. Of matrices that ranks have cut (`cut_matrices`) a round is updated
+    together; what is here of them has memory of its own from the first row that a record has of it to the last one.
     """
 
     def __init__(
         self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart | CutMatrix], ngroups: int
     ) -> None:
         self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
-        # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
-        self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in parts]
+        self._open_table = open_table
+        place = getattr(open_table(1, 1), "device", None)
+        # rows that are updated with others like them
+        self._small = {row for row, part in enumerate(parts) if place is None and _is_small(part)}
+        # of the others the table of the average, and that of the parameter, whose learning rate depends on its shape
+        others = [row for row in range(len(parts)) if row not in self._small]
+        self._tables = {row: (open_table(1, 1), open_table(1, 1)) for row in others}
+        self._batches: dict[tuple[int, ...], list[SmallMatrices]] = {}
+        self._settings: dict[int, tuple[Any, ...]] = {}
         self._arranged: list[Any] = [None] * self.nseg
         self._iterations: list[dict[str, Any]] = [{}] * self.nseg
         names = ("group", "numel", "grad", *_OF_PARAMETERS, "exp_avg", "exp_avg_scale", *_UNUSED)
         self.columns = {name: memoryview(bytearray(8 * max(self.nseg, 1))).cast("Q")[: self.nseg] for name in names}
-        self.spare = SpareMatrix(getattr(self._tables[0][0], "device", _HOST) if self._tables else _HOST)
+        self.spare = SpareMatrix(place or _HOST)
         self._decides = lambda: open_table(1, 1)  # on a device: a table without elements, which counts the step
         self._decided: Any = None
         self._nothing: list[Tensor] = []
         self.begun = self.carried_out = False
         self._next = -1  # the row that goes on with the matrix in memory
+        # by the id of a cut matrix whose state is in records: the last rows that average and that apply
+        self._averaged_by: dict[int, int] = {}
+        self._applied_by: dict[int, int] = {}
+        for row, part in enumerate(parts):
+            if isinstance(part, MatrixPart) and isinstance(part.matrix, CutMatrix):
+                (self._averaged_by if part.averages else self._applied_by)[id(part.matrix)] = row
+        self._directions: dict[int, Tensor] = {}  # what is here of these, on its way to a round
+        self._factors: dict[int, Tensor] = {}  # and back from it
 
     def set_group(
         self,
@@ -199,7 +234,7 @@ class MatrixTable:
         **formats: Any,
     ) -> None:
         """Fills one group, as `UpdateTable.set_group` does; Muon's other settings are by torch's names."""
-        dtype = _NS_DTYPES[ns_dtype] or default_ns_dtype(self.spare.place)
+        dtype = ns_dtype_of(ns_dtype, self.spare.place)
         of_averages = {
             "algorithm": "muon",
             "grad_dtype": grad_dtype,
@@ -215,42 +250,55 @@ class MatrixTable:
         }
         formats = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
         iteration = {"dtype": dtype, "coefficients": ns_coefficients, "steps": ns_steps, "eps": eps}
+        applied = partial(_applied, lr, weight_decay, adjust_lr_fn)
+        self._settings[index] = of_averages, formats, applied
         for row, group in enumerate(self.columns["group"]):
             if group == index and (matrix := _matrix_of(self._parts[row])).numel:
-                averages, parameters = self._tables[row]
-                averages.set_group(0, **of_averages)
-                parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, matrix))
                 self._iterations[row] = iteration
+                if row not in self._small:
+                    averages, parameters = self._tables[row]
+                    averages.set_group(0, **of_averages)
+                    parameters.set_group(0, **formats, **applied(matrix))
         self._decided_as = of_averages
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything had been written."""
         with self._prepared(range(begin, self.nseg if end is None else end)) as (rows, rounds):
+            for batch in self._batches_of(rows):
+                self._update_small(batch, scale)
             for row in rows:
-                self._update(row, scale)
+                if row not in self._small:
+                    self._update(row, scale)
             for one in rounds:
                 self._update_together(one, partial(self._average, scale), self._apply)
 
     @contextmanager
     def _prepared(self, rows: range) -> Iterator[tuple[list[int], list[Round]]]:
-        """Around a run: those of the rows that have elements and are not cut, and the rounds of those that are.
+        """Around a run: those of the rows that have elements and are no matrices to be brought together, and the rounds
+        of those that are.
 
         A Ctrl-C waits until it is over.
         """
         self.begun = self.carried_out = False
-        there = [row for row in rows if isinstance(part := self._parts[row], MatrixPart) and part.numel]
-        wanted = [(_matrix_of(self._parts[row]).numel, self._iterations[row]["dtype"]) for row in there]
+        there = [(row, part) for row in rows if isinstance(part := self._parts[row], MatrixPart) and part.numel]
+        # what is here of a cut matrix has memory of its own, but not the sums of its squares
+        sizes = [part.numel if isinstance(part.matrix, CutMatrix) else part.matrix.numel for _, part in there]
+        wanted = [(numel, self._iterations[row]["dtype"]) for numel, (row, _) in zip(sizes, there, strict=True)]
+        batches = self._batches_of([row for row, _ in there])
+        wanted += [(batch.numel, self._iterations[batch.rows[0]]["dtype"]) for batch in batches]
         rounds = self._rounds_of(rows)
         wanted += [(one.numel, one.dtype) for one in rounds]
         with whole("the step"), self.spare.lent(wanted):
-            yield there, rounds
+            yield [row for row, _ in there], rounds
             self.carried_out = True
             if self._next >= 0:
                 self.spare.stay()
 
     def break_off(self) -> None:
-        """Frees the matrix of which some rows have been updated, and no others will be."""
+        """Frees the matrices of which some rows have been updated, and no others will be."""
         self._next = -1
+        self._directions.clear()
+        self._factors.clear()
         self.spare.free()
 
     def _rounds_of(self, rows: range) -> list[Round]:
@@ -301,8 +349,11 @@ class MatrixTable:
     def _update(self, row: int, scale: float) -> None:
         part = self._parts[row]
         assert isinstance(part, MatrixPart)
+        if isinstance(part.matrix, CutMatrix):
+            self._update_cut(row, part, scale)
+            return
         if self._next != row and not (part.averages and part.start == 0):
-            raise StateError(f"row {row} of the update goes on with a matrix that is not in memory")
+            raise StateError(_NOT_IN_MEMORY % row)
         matrix, sums = self._arrange(row)
         if part.averages:
             self._average(scale, row)
@@ -311,6 +362,50 @@ class MatrixTable:
         if part.applies:
             self._apply(row)
         self._next = -1 if part.applies and part.ends else row + 1
+
+    def _batches_of(self, rows: Sequence[int]) -> list[SmallMatrices]:
+        """Returns those of the rows that are updated with others like them, in batches that are made once."""
+        small = tuple(row for row in rows if row in self._small)
+        if small not in self._batches:
+            groups = self.columns["group"]
+            found = batches_of(small, lambda row: (groups[row], *_matrix_of(self._parts[row])[1:]))
+            shapes = [_matrix_of(self._parts[some[0]])[1:] for some in found]
+            made = [
+                SmallMatrices(self._open_table, some, (height, width), _OF_PARAMETERS)
+                for some, (height, width) in zip(found, shapes, strict=True)
+            ]
+            self._batches[small] = made
+        return self._batches[small]
+
+    def _update_small(self, batch: SmallMatrices, scale: float) -> None:
+        row = batch.rows[0]
+        settings = self._settings[self.columns["group"][row]]
+        if batch.settings is not settings:
+            of_averages, formats, applied = settings
+            batch.set_group(of_averages, {**formats, **applied(_matrix_of(self._parts[row]))})
+            batch.settings = settings
+        how = self._iterations[row]
+        memory = self.spare.memory(batch.numel, how["dtype"])
+        batch.average(scale, self.columns, memory)
+        self.begun = True
+        iterate_(*batch.matrices(memory), how["coefficients"], how["steps"], how["eps"])
+        batch.apply(self.columns, memory)
+
+    def _update_cut(self, row: int, part: MatrixPart, scale: float) -> None:
+        """Updates what a record has of a cut matrix: on the way to the matrix's round, or back from it."""
+        key, kept = id(part.matrix), self._directions if part.averages else self._factors
+        if part.averages and part.start == 0:
+            kept[key] = torch.empty(part.matrix.numel, dtype=self._iterations[row]["dtype"])
+        if key not in kept:
+            raise StateError(_NOT_IN_MEMORY % row)
+        memory = kept[key][part.start : part.start + part.numel]
+        self._arrange_memory(row, memory, self.spare.sums(part.numel))
+        if part.averages:
+            self._average(scale, row)
+            return
+        self._apply(row)
+        if self._applied_by[key] == row:
+            del kept[key]
 
     def _average(self, scale: float, row: int) -> None:
         self._tables[row][0].run(scale)
@@ -321,19 +416,39 @@ class MatrixTable:
 
     def _update_together(self, one: Round, average: Callable[[int], None], apply: Callable[[int], None]) -> None:
         """Updates this rank's parts of the matrices of a round; one of them it orthogonalizes for all ranks."""
-        matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype))
-        there = [(row, part) for row, part in zip(one.rows, parts, strict=True) if part.numel()]
-        for row, part in there:
+        apart = self._take_directions(one)
+        matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype), apart)
+        there = [(rank, row, part) for rank, (row, part) in enumerate(zip(one.rows, parts, strict=True)) if len(part)]
+        for rank, row, part in there:
             self._arrange_memory(row, part, self.spare.sums(part.numel()))
-            average(row)
+            if rank not in apart:
+                average(row)
+            elif rank == one.group.rank:
+                part.copy_(apart[rank])
         one.gather(matrix, parts)
         if (own := one.own) is not None:
             sums = self.spare.sums(matrix.numel())
             _sum_squares(matrix, sums)
             self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
         one.scatter(matrix, parts)
-        for row, _ in there:
-            apply(row)
+        for rank, row, part in there:
+            key = id(self._parts[row])
+            if key not in self._applied_by:
+                apply(row)
+            else:
+                self._factors[key] = apart[rank]
+                if rank == one.group.rank:
+                    apart[rank].copy_(part)
+
+    def _take_directions(self, one: Round) -> dict[int, Tensor]:
+        """Returns by rank what is here of a round's matrices whose averages have moved already, in records."""
+        found = {}
+        for rank, part in enumerate(one.parts):
+            if part.numel and id(part) in self._averaged_by:
+                if id(part) not in self._directions:
+                    raise StateError(_NOT_IN_MEMORY % one.rows[rank])
+                found[rank] = self._directions.pop(id(part))
+        return found
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
         how = self._iterations[row]
@@ -357,9 +472,9 @@ class MatrixTable:
         others = {name: columns[name][row] for name in _OF_PARAMETERS}
         averages, parameters = self._tables[row]
         if self._arranged[row] != (mine, others):
-            if isinstance(part, CutMatrix) or part.averages:
+            if id(part) not in self._averaged_by if isinstance(part, CutMatrix) else part.averages:
                 averages.set_row(0, group=0, numel=part.numel, **mine)
-            if isinstance(part, CutMatrix) or part.applies:
+            if id(part) not in self._applied_by if isinstance(part, CutMatrix) else part.applies:
                 parameters.set_row(0, group=0, numel=part.numel, **others)
             self._arranged[row] = (mine, others)
         averages.columns["grad"][0] = columns["grad"][row]
@@ -422,9 +537,17 @@ class SpareMatrix:
         return self._sums[: -(-numel // SUMSQ_CHUNK)]
 
 
+def _is_small(part: MatrixPart | CutMatrix) -> bool:
+    """Whether a row is a whole matrix of which several are orthogonalized together."""
+    if isinstance(part, CutMatrix) or isinstance(part.matrix, CutMatrix):
+        return False
+    return part.averages and part.applies and part.start == 0 and part.ends and is_small(part.numel)
+
+
 def _matrix_of(part: MatrixPart | CutMatrix) -> Matrix:
-    """Returns the matrix that a row updates a part of."""
-    return part.matrix if isinstance(part, MatrixPart) else Matrix(0, part.height, part.width)
+    """Returns the matrix that a row updates a part of, whole."""
+    one = part.matrix if isinstance(part, MatrixPart) else part
+    return one if isinstance(one, Matrix) else Matrix(0, one.height, one.width)
 
 
 def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
@@ -435,6 +558,15 @@ def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
         made.run(device.upload(pointers, matrix.device), sums.zero_(), 0)
     else:
         sumsq_chunks(pointers, array("q", [matrix.numel()]), matrix.dtype, sums)
+
+
+def ns_dtype_of(setting: str | None, place: torch.device = _HOST) -> torch.dtype:
+    """Returns what matrices of a group with this `ns_dtype` are orthogonalized in, on this device.
+
+    >>> ns_dtype_of("bf16")
+    torch.bfloat16
+    """
+    return _NS_DTYPES[setting] or default_ns_dtype(place)
 
 
 def default_ns_dtype(place: torch.device) -> torch.dtype:

@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
-from zerokern.memory.order import TierOrder
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.formats import Algorithm
@@ -43,8 +42,8 @@ class Muon(FusedOptimizer):
         per param_group. It changes the update; 1 is torch's.
     maximize: as in torch's other optimizers.
     tier: "device", "cpu", `zk.Nvme(path)` for parameters on a CPU, or a list of these. Records on a disk end where
-        matrices do; a matrix whose state is larger than a slot of the ring has several, and still one at a time is
-        gathered in memory.
+        matrices do, or this rank's parts of them; a matrix whose state is larger than a slot of the ring has several,
+        and still one at a time, or a round of them, is gathered in memory.
     update: where the update of state in tier="cpu" runs, for parameters on a GPU. The iteration is never made on the
         host then, so "host" is refused for these.
 
@@ -122,9 +121,6 @@ class Muon(FusedOptimizer):
         if group.device.type != shard.piece.device.type or getattr(shard.sharding, "splits", False):
             what = f"parameters off {group.device}, of which stage 3 cuts {shard.name}"
             raise ValueError(got("tier of zk.shard", what, "'device' for matrices on GPUs, which exchange them", do))
-        if TierOrder.of("tier", self.tier, auto=True).config is not None:
-            do = f"Records on a disk hold whole matrices, and stage 3 cuts them; {do}"
-            raise ValueError(got("tier", self.tier, f"'device' or 'cpu' for {shard.name}", do))
 
     def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
         found: list[Sequence[Matrix | CutMatrix]] = []

@@ -4,6 +4,9 @@ Where elements are updated by themselves a record holds all tensors of some. A m
 move and become a direction, of all of the matrix, before the direction changes parameters, masters and remainders. So
 a matrix has all its state in one record, perhaps with others; or, if it is too large, records for the first pass and
 then records for the second. Each is read once and written once, and one direction at a time is in memory.
+
+Of a matrix that ranks have cut, which comes together between the passes, each rank has records for the first and others
+for the second, perhaps with other matrices of the same bucket, whatever its size.
 """
 
 from __future__ import annotations
@@ -16,11 +19,25 @@ from zerokern.core.errors import got
 from zerokern.io.pieces import PAGE, Width, columns, plan
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.stream import Record
+from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import Layout, Slot, widths_of
 
-__all__ = ["LEAST_SLOT", "Content", "RecordCut", "RecordSpan", "records_of"]
+__all__ = ["LEAST_SLOT", "Content", "RecordCut", "RecordSpan", "StateSpan", "records_of"]
 
 LEAST_SLOT = 4 * SUMSQ_CHUNK  # bytes: the fp32 averages whose squares are summed together
+
+
+class StateSpan(NamedTuple):
+    """State of `numel` elements of a parameter, which records are to hold.
+
+    `cut`: of matrices that ranks have cut, what is here of each. `bucket`: its number, else None: what is in one bucket
+    is updated together.
+    """
+
+    numel: int
+    layout: Layout
+    cut: Sequence[CutMatrix] = ()
+    bucket: int | None = None
 
 
 class RecordCut(NamedTuple):
@@ -63,65 +80,106 @@ class RecordSpan:
         return [self.offset + offset for offset in columns(self.widths, self.numel)[0]]
 
 
-def records_of(spans: Sequence[tuple[int, Layout]], slot_nbytes: int) -> list[Content]:
-    """Returns the records, of at most `slot_nbytes`, that hold the state of parameters of so many elements, in order.
+def records_of(spans: Sequence[StateSpan], slot_nbytes: int) -> list[Content]:
+    """Returns the records, of at most `slot_nbytes`, that hold the state of parameters of so many elements.
+
+    They have the order of the parameters; what ranks have cut comes last, bucket by bucket.
 
     >>> from zerokern.optim import AdamW, Muon
     >>> import torch
     >>> of = lambda kind: kind._algorithm.layout({"split": 1, "master_format": None, "state_format": "fp32",
     ...     "stochastic_seed": None}, torch.bfloat16)
-    >>> for record in records_of([(100_000, of(Muon))], 1 << 19):
+    >>> for record in records_of([StateSpan(100_000, of(Muon))], 1 << 19):
     ...     print([([slot.key for slot in cut.slots], cut.start, cut.numel) for cut in record.cuts], record.nbytes)
     [(['momentum_buffer'], 0, 100000)] 401408
     [(['remainder'], 0, 100000)] 200704
     """
     made: list[Content] = []
-    for by_matrix, some in groupby(range(len(spans)), key=lambda number: spans[number][1].matrices > 0):
+    kept_whole = [number for number, span in enumerate(spans) if span.bucket is None]
+    for by_matrix, some in groupby(kept_whole, key=lambda number: spans[number].layout.matrices > 0):
         numbers = list(some)
         if by_matrix:
             made += _of_matrices(numbers, spans, slot_nbytes)
         else:
-            made += _packed([(number, 0, *spans[number]) for number in numbers], slot_nbytes, cuts=True)
+            parts = [(number, 0, spans[number].numel, spans[number].layout.columns) for number in numbers]
+            made += _packed(parts, slot_nbytes, cuts=True)
+    buckets: dict[int, list[int]] = {}
+    for number, span in enumerate(spans):
+        if span.bucket is not None:
+            buckets.setdefault(span.bucket, []).append(number)
+    for numbers in buckets.values():
+        made += _of_cut(sorted(numbers, key=lambda number: spans[number].cut[0].order), spans, slot_nbytes)
     return made
 
 
-_Part = tuple[int, int, int, Layout]
-"""The number of a parameter, and of its state from which element on how many, with their layout."""
+_Part = tuple[int, int, int, tuple[Slot, ...]]
+"""The number of a parameter, and of its state from which element on how many, and which tensors."""
 
 
-def _packed(parts: Sequence[_Part], slot_nbytes: int, *, cuts: bool) -> Iterator[Content]:
-    """Yields records that hold all tensors of these, side by side."""
-    numels, widths = [numel for _, _, numel, _ in parts], [layout.widths for *_, layout in parts]
+def _packed(parts: Sequence[_Part], slot_nbytes: int, *, cuts: bool, **passes: bool) -> Iterator[Content]:
+    """Yields records that hold the tensors of these, side by side. `passes`: as of a `RecordCut`."""
+    numels, widths = [numel for _, _, numel, _ in parts], [widths_of(slots) for *_, slots in parts]
     for piece in plan(numels, widths, slot_nbytes, cuts=cuts):
         found = []
         for segment in piece.segments:
-            number, start, _, layout = parts[segment.span]
-            found.append(RecordCut(number, start + segment.start, segment.numel, segment.offset, layout.columns))
+            number, start, _, slots = parts[segment.span]
+            at = start + segment.start
+            found.append(RecordCut(number, at, segment.numel, segment.offset, slots, **passes))
         yield Content(tuple(found), piece.nbytes)
 
 
-def _of_matrices(numbers: Sequence[int], spans: Sequence[tuple[int, Layout]], slot_nbytes: int) -> Iterator[Content]:
+def _by_size(parts: Sequence[_Part], slot_nbytes: int) -> Iterator[tuple[bool, list[_Part]]]:
+    """Yields runs of parts that each fit a record, or do not."""
+    for small, some in groupby(parts, key=lambda part: columns(widths_of(part[3]), part[2])[1] <= slot_nbytes):
+        yield small, list(some)
+
+
+def _of_matrices(numbers: Sequence[int], spans: Sequence[StateSpan], slot_nbytes: int) -> Iterator[Content]:
     parts: list[_Part] = []
     for number in numbers:
-        numel, layout = spans[number]
+        numel, layout, *_ = spans[number]
         if numel % layout.matrices:
             raise ValueError(got("split", layout.matrices, f"a number that divides {numel}, a parameter's elements"))
         each = numel // layout.matrices
-        parts += [(number, start, each, layout) for start in range(0, numel, each or 1)]
-    fits = lambda part: columns(part[3].widths, part[2])[1] <= slot_nbytes  # noqa: E731
-    for small, some in groupby(parts, key=fits):
+        parts += [(number, start, each, layout.columns) for start in range(0, numel, each or 1)]
+    for small, some in _by_size(parts, slot_nbytes):
         if small:
-            yield from _packed(list(some), slot_nbytes, cuts=False)
+            yield from _packed(some, slot_nbytes, cuts=False)
         else:
             for part in some:
                 yield from _of_large(part, slot_nbytes)
 
 
+def _of_cut(numbers: Sequence[int], spans: Sequence[StateSpan], slot_nbytes: int) -> Iterator[Content]:
+    """Yields the records of a bucket's matrices that ranks have cut, those with most work first.
+
+    Records of both passes never hold the same matrix: one would be written before the matrix has come together.
+    """
+    for averages in (True, False):
+        of_pass = {"averages": averages, "applies": not averages}
+        parts: list[_Part] = []
+        for number in numbers:
+            slots = _divided(spans[number].layout.columns)[0 if averages else 1]
+            parts += [(number, one.start, one.numel, slots) for one in spans[number].cut if one.numel and slots]
+        for small, some in _by_size(parts, slot_nbytes):
+            if small:
+                yield from _packed(some, slot_nbytes, cuts=False, **of_pass)
+                continue
+            for number, start, numel, slots in some:
+                for begin, count, nbytes in _pieces(slots, numel, slot_nbytes):
+                    yield Content((RecordCut(number, start + begin, count, 0, slots, **of_pass),), nbytes)
+
+
+def _divided(slots: Sequence[Slot]) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Returns averages, which the first pass over a matrix updates, and all else."""
+    averages = tuple(slot for slot in slots if slot.column.startswith("exp_avg"))
+    return averages, tuple(slot for slot in slots if slot not in averages)
+
+
 def _of_large(part: _Part, slot_nbytes: int) -> Iterator[Content]:
     """Yields the records of one matrix: of its averages, cut where sums of squares are, then of all else."""
-    number, start, numel, layout = part
-    averages = tuple(slot for slot in layout.columns if slot.column.startswith("exp_avg"))
-    others = tuple(slot for slot in layout.columns if slot not in averages)
+    number, start, numel, slots = part
+    averages, others = _divided(slots)
     for begin, count, nbytes in _pieces(averages, numel, slot_nbytes):
         cuts = [RecordCut(number, start + begin, count, 0, averages, applies=False)]
         if not others and begin + count == numel:

@@ -70,7 +70,8 @@ class Shards:
     host memory (`is_hosted`). `state`: by what is updated; `in_place`: it is the optimizer's own, tensor by tensor.
     `stand_alone`: a step is about the parameters themselves, and nobody else's. `shares`: for each the number of the
     sum that its gradient goes into; 0 is what counts here alone. `starts`: the elements of the whole parameters that
-    shards begin with. `turns`: by the id of what is updated, when forwards need it.
+    shards begin with. `turns`: by the id of what is updated, when forwards need it. `cut`: by that id, shards of
+    parameters whose matrices, if they are updated whole, ranks bring together.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Shards:
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
         self._shard_of = dict(zip(map(id, self.updated), self.shards, strict=True))
+        self.cut = {key: shard for key, shard in self._shard_of.items() if group_of(shard) is not None}
         self.state = WatchedState()
         self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
