@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokern import arguments
+from zerokern import arguments, pages
+from zerokern.arguments import Parser
 from zerokern.core.errors import got
 from zerokern.core.units import BINARY
 
@@ -22,7 +23,7 @@ from .shapes import Shape, shape
 from .zero import command as zero
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
 
@@ -33,22 +34,23 @@ TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
 RANKED = {"zero": zero, "offload": offload, "infinity": infinity}
 MEASURES = {**RANKED, "right": right}
-BELONGS: dict[str, tuple[str, ...]] = {
-    "offload": ("stage",),
-    "infinity": ("micro", "largest", "cap"),
-    "zero": tuple(zero.DEFAULTS),
-    "right": ("only", "page"),
-}
-UNUSED: dict[str, tuple[str, ...]] = {
-    "io": ("numel", "threads"),
-    "save": ("threads",),
-    "right": ("numel", "shape", "tier", "threads", "pairs", "plot"),
-}
-UNUSED_BY_RANKS = ("numel", "shape", "tier")
+SMALL = {"numel": None, "shape": "flat", "tier": "cpu", "path": None, "threads": None, "pairs": None, "plot": None}
+USUAL: dict[str, Any] = {**SMALL, "hidden": False, "largest": None, "cap": None}  # where a benchmark has no such option
 UNUSED_LARGEST = (*infinity.DEFAULTS, "vs", "plot", "pairs", "threads")
 UNUSED_HIDDEN = {
     "offload": (*offload.DEFAULTS, "vs", "plot"),
     "infinity": (*infinity.DEFAULTS, "vs", "plot", "threads", "largest"),
+}
+EXAMPLES = ("zerokern bench --list", "zerokern bench adam --help", "zerokern bench sumsq --smoke")
+MORE_EXAMPLES = {
+    "adam": ("zerokern bench adam --vs torch,compile --json a.json", "zerokern bench adam --tier nvme --path FOLDER"),
+    "muon": ("zerokern bench muon --shape llama",),
+    "io": ("zerokern bench io --path FOLDER --vs fio,torch",),
+    "save": ("zerokern bench save --path FOLDER --vs fio,dcp",),
+    "zero": ("zerokern bench zero --ranks 2 --model 25M --vs ddp",),
+    "offload": ("zerokern bench offload --vs none,deepspeed", "zerokern bench offload --hidden"),
+    "infinity": ("zerokern bench infinity --path FOLDER", "zerokern bench infinity --largest 6B --path FOLDER"),
+    "right": ("zerokern bench right --only twice,tied", "zerokern bench right --vs ddp,zerokern-3 --page right.md"),
 }
 FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
 
@@ -57,38 +59,57 @@ parse_numel = arguments.number(
 )
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """
-    >>> parse_peers("torch,compile"), parse_peers("")
+def peers_of(op: str) -> tuple[str, ...]:
+    """Returns the names that --vs of a benchmark takes."""
+    return tuple(MEASURES[op].PEERS) if op in MEASURES else PEERS
+
+
+def parse_peers(op: str) -> Callable[[str], tuple[str, ...]]:
+    """Makes the type of --vs, which may be empty.
+
+    >>> parse_peers("adam")("torch,compile"), parse_peers("adam")("")
     (('torch', 'compile'), ())
     """
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in (*PEERS, offload.NONE, *right.PEERS)]
-    if unknown:
-        raise argparse.ArgumentTypeError(got("vs", ",".join(unknown), f"a list of {', '.join(PEERS)}"))
-    return names
+    known = arguments.names("vs", peers_of(op))
+    return lambda text: known(text) if text.strip() else ()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zerokern bench`."""
-    parser.add_argument("op", choices=ops.NAMES, metavar="op", help=", ".join(ops.NAMES))
+def add_arguments(parser: Parser) -> None:
+    """Adds a command for each benchmark, with its own options."""
     parser.add_argument("--list", action=_List, nargs=0, help="say what each benchmark measures, and exit")
-    parser.add_argument("--numel", type=parse_numel, help="elements: 64M (default), 1.5G, 4096")
-    parser.add_argument("--shape", choices=SHAPES, default="flat", help="one tensor, those of a Llama, 10,000 small")
-    parser.add_argument("--vs", type=parse_peers, metavar="PEERS", help=",".join(PEERS))
-    parser.add_argument("--tier", choices=TIERS, default="cpu", help="adam: where the optimizer's state lies")
-    parser.add_argument(
-        "--path", type=arguments.folder, metavar="FOLDER", help="io, save, infinity, --tier nvme: where on the disk"
-    )
-    parser.add_argument("--threads", type=arguments.count, help="threads for everyone (all usable CPUs)")
-    parser.add_argument("--pairs", type=arguments.count, help="rounds in which everyone runs once (60; disks 15)")
-    parser.add_argument("--json", type=arguments.new_file, metavar="FILE", help="write the result, to a new file")
-    parser.add_argument("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw the result")
-    parser.add_argument("--smoke", action="store_true", help="a few rounds on little data: does it work")
-    zero.add_arguments(parser)
-    offload.add_arguments(parser)
-    infinity.add_arguments(parser)
-    right.add_arguments(parser)
+    below = parser.add_subparsers(dest="op", metavar="op", required=True)
+    for op, what in ops.described():
+        one = below.add_parser(op, help=what, description=what)
+        one.siblings = below.choices
+        one.set_defaults(**USUAL)
+        path = " --path FOLDER" if op in ON_DISK else ""
+        one.add_examples(f"zerokern bench {op} --smoke{path}", *MORE_EXAMPLES.get(op, ()))
+        if op in MEASURES:
+            MEASURES[op].add_arguments(one)
+        _add_shared(one, op)
+
+
+def _add_shared(parser: Parser, op: str) -> None:
+    """Adds those options of a benchmark that others have, too."""
+    add, on_memory = parser.add_argument, op in ops.KERNELS
+    if on_memory or op == "save":
+        add("--numel", type=parse_numel, help="elements: 64M (default), 1.5G, 4096")
+        said = "flat: one tensor (default); llama: those of a Llama; small: 10,000 small ones"
+        add("--shape", choices=SHAPES, default="flat", metavar="NAME", help=said)
+    add("--vs", type=parse_peers(op), metavar="PEERS", help=f"who takes part: {', '.join(peers_of(op))}")
+    if op == "adam":
+        add("--tier", choices=TIERS, default="cpu", help="where the optimizer's state lies")
+    if op in ("adam", "infinity", *ON_DISK):
+        which = " with --tier nvme" if op == "adam" else ""
+        add("--path", type=arguments.folder, metavar="FOLDER", help=f"where on the disk{which}")
+    if on_memory or op in RANKED:
+        add("--threads", type=arguments.count, help=f"threads of everyone ({'all CPUs' if on_memory else '1'})")
+    if op != "right":
+        usual = "" if op in RANKED else f" ({'15' if op in ON_DISK else '60; with --tier nvme 15'})"
+        add("--pairs", type=arguments.count, help=f"rounds in which everyone runs once{usual}")
+        add("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw the result")
+    add("--json", type=arguments.new_file, metavar="FILE", help="write the result, to a new file")
+    add("--smoke", action="store_true", help="a few rounds on little data: does it work")
 
 
 class _List(argparse.Action):
@@ -103,9 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
     After Ctrl-C whole contests and rounds count: they are printed and written, but not drawn, and it returns 130.
     """
-    from zerokern.examples import terminal
-
-    console = terminal.console(highlight=False, soft_wrap=True)
+    console = pages.console(soft_wrap=True)
     try:
         on_disk = args.path is not None
         measured = MEASURES[args.op].measure if args.op in MEASURES else _measure_disk if on_disk else _measure
@@ -127,42 +146,28 @@ def run(args: argparse.Namespace) -> int:
 
 def mismatch(args: argparse.Namespace) -> str:
     """What of the options does not fit together, or nothing."""
-    ranked, hidden, nvme = args.op in RANKED, args.hidden, args.tier == "nvme"
-    on_disk = args.op in ON_DISK or nvme
-    for owner, names in BELONGS.items():
-        if args.op != owner and not (ranked and owner == "zero") and (given := _given(args, names)):
-            return f"{given} belongs to {owner}; leave it out"
-    if hidden and args.op not in UNUSED_HIDDEN:
-        return f"--hidden belongs to {', '.join(UNUSED_HIDDEN)}; leave it out"
-    if args.op != "offload" and offload.NONE in (args.vs or ()):
-        return f"vs={offload.NONE!r} belongs to offload; leave it out"
-    if nvme and not ranked and args.op != "adam":
-        return got("tier", "nvme", "cpu with any other op than adam")
-    if not ranked and on_disk != (args.path is not None):
+    op, nvme = args.op, args.tier == "nvme"
+    if op in ("adam", *ON_DISK) and (nvme or op in ON_DISK) != (args.path is not None):
         allowed = "a folder with io, save and --tier nvme, and nothing else"
-        return got("path", args.path, allowed, "Name a folder on the disk to measure: --path FOLDER" if on_disk else "")
-    if ranked:
-        path = () if args.op == "infinity" else ("path",)
-        unused: tuple[str, ...] = (*UNUSED_BY_RANKS, *path, *(UNUSED_HIDDEN[args.op] if hidden else ()))
-        unused += UNUSED_LARGEST if args.largest else ("cap",)
-    else:
-        unused = UNUSED.get(args.op, ("vs", "threads") if on_disk else ())
+        named = "" if args.path is not None else "Name a folder on the disk to measure: --path FOLDER"
+        return got("path", args.path, allowed, named)
+    unused: tuple[str, ...] = ("vs", "threads") if nvme else ()
+    unused += UNUSED_HIDDEN[op] if args.hidden else ()
+    unused += UNUSED_LARGEST if args.largest else ("cap",)
     if given := _given(args, unused):
-        return f"{given} has no meaning in this benchmark; leave it out"
-    if args.op in ("zero", "offload") and 1 in (args.ranks or ()):
-        return got("ranks", 1, f"2 or more with {args.op}; 1 is for infinity")
-    if (args.largest or (hidden and args.op == "infinity")) and args.path is None:
+        kind = "--tier nvme" if nvme else "--hidden" if args.hidden else "--largest" if args.largest else ""
+        return f"{given} has no meaning {f'with {kind}' if kind else 'without --largest'}; leave it out"
+    if op in ("zero", "offload") and 1 in (args.ranks or ()):
+        return got("ranks", 1, f"2 or more with {op}; 1 is for infinity")
+    if (args.largest or (args.hidden and op == "infinity")) and args.path is None:
         with_what = "--largest" if args.largest else "infinity --hidden"
         return got("path", None, f"a folder with {with_what}", "Name one on a disk with room: --path FOLDER")
-    known = MEASURES[args.op].PEERS if args.op in MEASURES else PEERS
-    strangers = ",".join(peer for peer in args.vs or () if peer not in known)
-    return got("vs", strangers, f"a list of {', '.join(known)} with {args.op}") if strangers else ""
+    return ""
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> str:
     """Those of the options that somebody has set, as they are written."""
-    usual = {"shape": "flat", "tier": "cpu", "hidden": False}
-    return ", ".join(f"--{name}" for name in names if getattr(args, name) != usual.get(name))
+    return ", ".join(f"--{name}" for name in names if getattr(args, name) != USUAL.get(name))
 
 
 def _peers(args: argparse.Namespace) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A result as a picture: one bar per contestant, shorter is faster, a mark where memory alone would end it."""
+"""A result as a picture: a bar per contestant, the fastest on top, a line where memory would end the exact step."""
 
 from __future__ import annotations
 
@@ -67,9 +67,16 @@ def count(numel: int) -> str:
 
 
 def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Peers first, slowest on top; then ours in their own order of size."""
-    slowest = sorted(rows, key=lambda row: -row["ns"])
-    return [row for row in slowest if row["peer"]] + [row for row in slowest if not row["peer"]]
+    """The fastest first, whoever it is."""
+    return sorted(rows, key=lambda row: float(row["ns"]))
+
+
+def roof_of(rows: Sequence[dict[str, Any]], gb_s: float, numel: int) -> tuple[float, float]:
+    """Of the exact row with the fewest bytes: the time that these take at the roof, in ns, and how many they are, each
+    per parameter."""
+    exact = [row for row in rows if not row["lossy"]] or rows
+    nbytes = min(row["bytes"] for row in exact) / numel
+    return nbytes / gb_s, nbytes
 
 
 def is_step(contest: str) -> bool:
@@ -94,21 +101,22 @@ def _panel(axis: Any, contest: dict[str, Any], rows: Sequence[dict[str, Any]], c
     rows = ordered(rows)
     rival = min((row for row in rows if row["peer"]), key=lambda row: row["ns"], default=None)
     roof = contest["roof_gb_s"][contest["roof"]]
-    numel = content["shape"]["numel"]
+    at_roof, nbytes = roof_of(rows, roof, content["shape"]["numel"])
+    axis.axvline(at_roof, color=ROOF, linewidth=1.4, linestyle=(0, (4, 2)))
     widest = max(row["ns_per_param"] for row in rows)
     for y, row in enumerate(rows):
         width = row["ns_per_param"]
         colour = PEER if row["peer"] else LOSSY if row["lossy"] else EXACT
         axis.barh(y, width, BAR_HEIGHT, color=colour, linewidth=0)
-        floor = row["bytes"] / numel / roof
-        axis.plot([floor, floor], [y - BAR_HEIGHT / 2, y + BAR_HEIGHT / 2], color=ROOF, linewidth=1.6)
-        axis.text(width + widest * 0.012, y, _annotation(row, rival), va="center", fontsize=10.5, parse_math=False)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        note = _annotation(row, rival)
+        axis.text(width + widest * 0.012, y, note, va="center", fontsize=10.5, parse_math=False, bbox=box)
     axis.set_yticks(range(len(rows)), [label(row) for row in rows], fontsize=10.5)
     for tick, row in zip(axis.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("normal" if row["peer"] else "bold")
         tick.set_color(FAINT if row["peer"] else INK)
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlim(0, widest * 1.32)
+    axis.set_xlim(0, max(widest * 1.12, max(row["ns_per_param"] for row in rows if not row["peer"]) + widest * 0.62))
     axis.tick_params(axis="both", length=0)
     axis.tick_params(axis="x", labelsize=8.5, labelcolor=FAINT)
     axis.spines[:].set_visible(False)
@@ -117,17 +125,18 @@ def _panel(axis: Any, contest: dict[str, Any], rows: Sequence[dict[str, Any]], c
     title, what = headline(contest, content)
     axis.set_title(f"{title}\n", loc="left", fontsize=15, fontweight="bold", color=INK, x=0)
     axis.text(0, 1.012, what, transform=axis.transAxes, fontsize=9.5, color=FAINT, va="bottom")
-    _legend(axis, rows, roof)
+    unit = "parameter" if is_step(contest["name"]) else "element"
+    _legend(axis, rows, f"{nbytes:.3g} bytes per {unit} at {roof:.0f} GB/s, the memory roof of this run")
 
 
 def _annotation(row: dict[str, Any], rival: dict[str, Any] | None) -> str:
     time = f"{row['ns_per_param']:.2f} ns"
     if rival is None or row["peer"]:
         return time
-    return f"{time}   {row['ratio'][rival['name']]:.2f}× vs {label(rival)}"
+    return f"{time}   {row['ratio'][rival['name']]:.2f}× vs {label(rival)}   {row['roof_share']:.0%} of its own roof"
 
 
-def _legend(axis: Any, rows: Sequence[dict[str, Any]], roof: float) -> None:
+def _legend(axis: Any, rows: Sequence[dict[str, Any]], roof: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -136,7 +145,7 @@ def _legend(axis: Any, rows: Sequence[dict[str, Any]], roof: float) -> None:
         handles.append(Patch(color=LOSSY, label="lossy, asked for by name"))
     if any(row["peer"] for row in rows):
         handles.append(Patch(color=PEER, label="peers"))
-    handles.append(Line2D([], [], color=ROOF, linewidth=1.6, label=f"its bytes at the memory roof ({roof:.0f} GB/s)"))
+    handles.append(Line2D([], [], color=ROOF, linewidth=1.4, linestyle=(0, (4, 2)), label=roof))
     axis.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(0, -0.16 * 4 / len(rows)), ncols=len(handles),
         fontsize=9, frameon=False, labelcolor=FAINT, borderaxespad=0, handlelength=1.4, columnspacing=1.6,

@@ -1,8 +1,9 @@
-"""The picture of bench.quality: the loss curves, and each run's final loss beside the spread of the exact runs."""
+"""The picture of bench.quality: by how much each format's loss differs from the exact run with the same seed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 COLOURS = ("#2f5d8a", "#e08e45", "#5b8c5a", "#8a4f7d")
-MARKERS = "osD^"
 GRID = "#e4e6eb"
 
 
@@ -24,37 +24,71 @@ def clean(axes: Axes, title: str) -> None:
     axes.set_axisbelow(True)
 
 
-def draw_curves(axes: Axes, rows: Sequence[dict[str, Any]], formats: Sequence[str], curve_steps: int) -> None:
-    for row in rows:
-        index = formats.index(row["format"])
-        steps = [curve_steps * (i + 0.5) for i in range(len(row["curve"]))]
-        style = "-" if not index else (0, (3, 2))
-        label = row["format"] if row["seed"] == rows[0]["seed"] else None
-        axes.plot(steps, row["curve"], color=COLOURS[index % len(COLOURS)], linestyle=style, linewidth=1.4, label=label)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)")
-    axes.legend(frameon=False)
-    clean(axes, "Every seed, every format")
+Rows = Sequence[Mapping[str, Any]]
 
 
-def draw_ends(axes: Axes, rows: Sequence[dict[str, Any]], formats: Sequence[str], measure: str, title: str) -> None:
-    """Final losses by seed; the band is the standard deviation of the exact runs around their mean."""
-    exact = [row[measure] for row in rows if row["format"] == formats[0]]
-    mean = sum(exact) / len(exact)
-    if len(exact) > 1:
-        deviation = (sum((value - mean) ** 2 for value in exact) / (len(exact) - 1)) ** 0.5
-        axes.axhspan(mean - deviation, mean + deviation, color=COLOURS[0], alpha=0.12, linewidth=0)
+def differences(rows: Rows, formats: Sequence[str], measure: str) -> dict[str, dict[int, float]]:
+    """By format and seed, the loss over that of the exact run, which is the first format's."""
+    exact = {row["seed"]: row[measure] for row in rows if row["format"] == formats[0]}
+    return {
+        each: {row["seed"]: row[measure] - exact[row["seed"]] for row in rows if row["format"] == each}
+        for each in formats[1:]
+    }
+
+
+def finding(gaps: Mapping[int, float], name: str) -> str:
+    """
+    >>> finding({0: 0.1, 1: 0.2, 2: -0.1}, "int8")
+    'int8 is worse on 2 of 3 seeds'
+    """
+    return f"{name} is worse on {sum(gap > 0 for gap in gaps.values())} of {len(gaps)} seeds"
+
+
+def deviation(rows: Rows, exact: str, measure: str) -> float:
+    """The standard deviation of the exact runs of all seeds."""
+    values = [row[measure] for row in rows if row["format"] == exact]
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def draw_curves(axes: Axes, rows: Rows, formats: Sequence[str], curve_steps: int) -> None:
+    """The difference over the course of training, each seed in a shade of its format's colour."""
+    exact = {row["seed"]: row["curve"] for row in rows if row["format"] == formats[0]}
+    axes.axhline(0, color=COLOURS[0], linewidth=1.6, label=formats[0])
     for row in rows:
         index = formats.index(row["format"])
-        axes.plot(row["seed"] + 0.08 * index, row[measure], MARKERS[index % 4], color=COLOURS[index % 4], markersize=9)
+        if index:
+            steps = [curve_steps * (i + 0.5) for i in range(len(row["curve"]))]
+            gaps = [one - other for one, other in zip(row["curve"], exact[row["seed"]], strict=True)]
+            shade = 1 - 0.3 * (row["seed"] % 3)
+            label = f"{row['format']}, seed {row['seed']}"
+            axes.plot(steps, gaps, color=COLOURS[index % len(COLOURS)], alpha=shade, linewidth=1.3, label=label)
+    axes.set(xlabel="step", ylabel=f"training loss minus {formats[0]}'s (nats per byte)")
+    axes.legend(frameon=False, fontsize=10)
+    clean(axes, "Difference to the exact run of the same seed")
+
+
+def draw_ends(axes: Axes, rows: Rows, formats: Sequence[str], measure: str, title: str) -> None:
+    """Differences at the end, by seed; the band is the standard deviation of the exact runs among each other."""
+    spread = deviation(rows, formats[0], measure)
+    axes.axhspan(-spread, spread, color=COLOURS[0], alpha=0.12, linewidth=0)
+    axes.axhline(0, color=COLOURS[0], linewidth=1.6)
+    said = []
+    for index, (name, gaps) in enumerate(differences(rows, formats, measure).items(), 1):
+        said.append(finding(gaps, name))
+        for seed, gap in gaps.items():
+            x = seed + 0.16 * (index - 1)
+            axes.bar(x, gap, 0.14 if len(formats) > 2 else 0.4, color=COLOURS[index % len(COLOURS)])
+            above = (0, 4) if gap >= 0 else (0, -14)
+            axes.annotate(f"{gap:+.4f}", (x, gap), above, textcoords="offset points", ha="center", fontsize=10)
     axes.set_xticks(sorted({row["seed"] for row in rows}))
-    axes.margins(x=0.3, y=0.25)
-    axes.set(xlabel="seed")
-    clean(axes, title)
+    axes.margins(x=0.2, y=0.15)
+    axes.set(xlabel=f"seed; the band is what exact runs differ by, ±{spread:.4f}")
+    clean(axes, "\n".join([title, *said]))
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]], formats: Sequence[str], curve_steps: int) -> None:
-    with plt.rc_context({"font.size": 12, "text.color": "#1f2430"}):
-        figure, axes = plt.subplots(1, 3, figsize=(15, 5.4), width_ratios=(2, 1, 1), layout="constrained", dpi=120)
+def draw(path: Path, rows: Rows, formats: Sequence[str], curve_steps: int) -> None:
+    with plt.rc_context({"font.size": 11, "text.color": "#1f2430"}):
+        figure, axes = plt.subplots(1, 3, figsize=(16, 5.4), width_ratios=(1.5, 1, 1), layout="constrained", dpi=120)
         draw_curves(axes[0], rows, formats, curve_steps)
         draw_ends(axes[1], rows, formats, "loss", "Loss of the last 100 steps")
         draw_ends(axes[2], rows, formats, "held_out", "Held-out loss")

@@ -1,7 +1,8 @@
 """Tables in the README and in docs/ come from committed result files: numbers are generated, never typed.
 
 `python -m bench.readme bench/results/<file>.json ...` writes that op's tables between its markers, one for each file: a
-run for each kind of machine.
+run for each kind of machine. Of full steps, and of runs on GPUs, `--kinds` writes the README's table instead, which has
+one row for each file.
 """
 
 from __future__ import annotations
@@ -18,9 +19,20 @@ from .plot import count, peer_name, plain_command
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ZERO_BEGIN, ZERO_END = "<!-- zero:begin -->", "<!-- zero:end -->"
 OFFLOAD_BEGIN, OFFLOAD_END = "<!-- offload:begin -->", "<!-- offload:end -->"
-MARKERS = {"zero": (ZERO_BEGIN, ZERO_END), "offload": (OFFLOAD_BEGIN, OFFLOAD_END)}
-PAGES = {"zero": "docs/zero.md", "offload": "docs/offload.md"}  # others: README.md
+KINDS_BEGIN, KINDS_END = "<!-- kinds:begin -->", "<!-- kinds:end -->"
+KINDS = "kinds"
+MARKERS = {
+    "zero": (ZERO_BEGIN, ZERO_END),
+    "offload": (OFFLOAD_BEGIN, OFFLOAD_END),
+    KINDS: (KINDS_BEGIN, KINDS_END),
+}
+PAGES = {"zero": "docs/zero.md", "offload": "docs/offload.md", KINDS: "README.md"}
+OTHERS = "docs/benchmarks.md"
 SOURCE = "<!-- from "
+# by the name of the machine in the name of a result file; bench/FACTS.md describes each
+MACHINES = {"epyc-2": "AMD EPYC, Zen 4", "epyc5-2": "AMD EPYC, Zen 5", "xeon-2": "Intel Xeon", "h200": "NVIDIA H200"}
+FULL_STEPS = ("AdamW full step", "mixed step, flat")  # what the contest is called on CPUs, and on GPUs
+PEERS = {"torch fused": "torch", "torch.compile": "compile", "DeepSpeed": "deepspeed"}
 
 
 def table(content: Mapping[str, Any], source: str) -> str:
@@ -34,6 +46,36 @@ def table(content: Mapping[str, Any], source: str) -> str:
     lines = [f"{SOURCE}{source} -->", "", _line(header), _line(["---"] + ["---:"] * (len(header) - 1))]
     lines += [_line(_cells(row, peers, content["shape"]["numel"])) for row in rows if not row["peer"]]
     return "\n".join([*lines, "", conditions(content)])
+
+
+def kinds_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A Markdown table with a row for each machine: the exact step and the smallest lossy one."""
+    header = ["machine", "exact, ns", *(f"vs {peer}" for peer in PEERS), "int8, ns", "int8 vs torch.compile"]
+    lines = [*(f"{SOURCE}{source} -->" for source in results), "", _line(header)]
+    lines.append(_line(["---"] + ["---:"] * (len(header) - 1)))
+    return "\n".join(lines + [_line(_kind(source, content)) for source, content in results.items()])
+
+
+def _kind(source: str, content: Mapping[str, Any]) -> list[str]:
+    """The cells of one machine."""
+    name = MACHINES[Path(source).stem.split("_")[1]]
+    cores = f", {content['threads']} cores" if "threads" in content else ""
+    contest = next(one["name"] for one in content["contests"] if one["name"].startswith(FULL_STEPS))
+    rows = [row for row in content["rows"] if row["contest"] == contest and not row["peer"]]
+    exact = next(row for row in rows if row["name"] in ("zk.AdamW, exact, split16", "zk.AdamW, split16"))
+    small = next((row for row in rows if row["name"] == "int8 states, split8"), None)
+    cells = [f"{name}{cores}", _time(exact), *(_times(exact, peer) for peer in PEERS.values())]
+    return cells + ([_time(small), _times(small, "compile")] if small else ["-", "-"])
+
+
+def _time(row: Mapping[str, Any]) -> str:
+    return f"{row['ns_per_param']:.2g}"
+
+
+def _times(row: Mapping[str, Any], peer: str) -> str:
+    """The ratio to a peer of the CPU's or, under its name there, the GPU's contest."""
+    found = next((row["ratio"][name] for name in (peer, f"torch {peer}") if name in row["ratio"]), None)
+    return "-" if found is None else f"{found:.2f}x"
 
 
 def steps_table(content: Mapping[str, Any], source: str) -> str:
@@ -121,28 +163,37 @@ def sources_of(shown: str) -> list[str]:
     return found
 
 
-def shown_of(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """What stands between the markers for these results, by their files: a table for each."""
+def op_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    op = next(iter(results.values())).get("op", "")
+    return str(op) if op in MARKERS else ""
+
+
+def shown_of(results: Mapping[str, Mapping[str, Any]], op: str | None = None) -> str:
+    """What stands between the markers of an op for these results, by their files: a table for each, or one for all."""
     if partial := [source for source, content in results.items() if content.get("interrupted")]:
         raise ValueError(f"{', '.join(partial)}: the run was interrupted, and a part of one is not published")
-    steps = any(content.get("op") in MARKERS for content in results.values())
-    return "\n\n".join((steps_table if steps else table)(content, source) for source, content in results.items())
+    op = op_of(results) if op is None else op
+    if op == KINDS:
+        return kinds_table(results)
+    return "\n\n".join((steps_table if op else table)(content, source) for source, content in results.items())
 
 
-def written(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+def written(readme: str, results: Mapping[str, Mapping[str, Any]], op: str | None = None) -> str:
     """The page with the tables of these results, which are of one op, between its markers."""
-    begin, end = MARKERS.get(next(iter(results.values())).get("op", ""), (BEGIN, END))
+    op = op_of(results) if op is None else op
+    begin, end = MARKERS.get(op, (BEGIN, END))
     between_markers(readme, begin, end)
     before, _, rest = readme.partition(begin)
-    return f"{before}{begin}\n{shown_of(results)}\n{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}\n{shown_of(results, op)}\n{end}{rest.partition(end)[2]}"
 
 
 def main(argv: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[1]
-    sources = [Path(one).resolve().relative_to(root) for one in argv]
+    sources = [Path(one).resolve().relative_to(root) for one in argv if one != f"--{KINDS}"]
     results = {source.as_posix(): json.loads((root / source).read_text()) for source in sources}
-    page = root / PAGES.get(next(iter(results.values())).get("op", ""), "README.md")
-    page.write_text(written(page.read_text(), results))
+    op = KINDS if f"--{KINDS}" in argv else op_of(results)
+    page = root / PAGES.get(op, OTHERS)
+    page.write_text(written(page.read_text(), results, op))
     return 0
 
 

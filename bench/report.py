@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from zerokern.pages import columns
 
 from .run import Outcome, Row
 from .timers import Estimate
@@ -30,23 +32,6 @@ def ratio_text(ratio: Estimate) -> str:
     '1.14x [1.12 1.15]'
     """
     return f"{ratio.median:.2f}x [{ratio.low:.2f} {ratio.high:.2f}]"
-
-
-def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Aligned text, the first column to the left.
-
-    >>> columns(["name", "x"], [["a", "10"]])
-    ['name   x', 'a     10']
-    """
-    table = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    ]
 
 
 def outcome_lines(outcome: Outcome) -> list[str]:

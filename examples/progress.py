@@ -13,7 +13,7 @@ class Rounds:
     """Rounds of repeated work, and what is said between them.
 
     >>> from io import StringIO
-    >>> from zerokern.examples.terminal import console
+    >>> from zerokern.pages import console
     >>> heard = StringIO()
     >>> with Rounds(console(file=heard)) as rounds:
     ...     rounds.say("inputs are ready")

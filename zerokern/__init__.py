@@ -1,4 +1,4 @@
-"""ZeRO training on fused kernels: every byte of training state moves once.
+"""ZeRO training on fused kernels: each step reads and writes optimizer state once.
 
 >>> import torch, zerokern as zk
 >>> model = torch.nn.Linear(4, 4)
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from zerokern.activations.recompute import recompute
     from zerokern.activations.tiles import tile
     from zerokern.api import build, gathered, no_sync, shard, shards
-    from zerokern.checkpoint import Saving, load, save
+    from zerokern.checkpoint import Saving, latest, load, save
     from zerokern.core.errors import (
         BackendError,
         BudgetError,
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         StateError,
         ZerokernError,
     )
+    from zerokern.debug.tracing import trace
     from zerokern.integrations.deepspeed import from_deepspeed
     from zerokern.interop import export, load_pretrained
     from zerokern.io import Nvme
@@ -120,6 +121,7 @@ __all__ = [
     "info",
     "io",
     "kernels",
+    "latest",
     "load",
     "load_pretrained",
     "measure",
@@ -131,6 +133,7 @@ __all__ = [
     "shard",
     "shards",
     "tile",
+    "trace",
 ]
 
 try:
@@ -169,7 +172,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("build", "gathered", "no_sync", "shard", "shards"), "zerokern.api"),
     **dict.fromkeys(("Plan", "measure", "plan"), "zerokern.planner"),
-    **dict.fromkeys(("Saving", "load", "save"), "zerokern.checkpoint"),
+    **dict.fromkeys(("Saving", "latest", "load", "save"), "zerokern.checkpoint"),
     **dict.fromkeys(("export", "load_pretrained"), "zerokern.interop"),
     "Nvme": "zerokern.io",
     "from_deepspeed": "zerokern.integrations.deepspeed",
@@ -178,6 +181,7 @@ _HOMES = {
     "PipelineStage": "zerokern.parallel.pipelining",
     "recompute": "zerokern.activations.recompute",
     "tile": "zerokern.activations.tiles",
+    "trace": "zerokern.debug.tracing",
 }
 
 

@@ -110,7 +110,7 @@ def shard(
     >>> opt = zk.AdamW(model.parameters(), lr=1e-2)
     >>> model(torch.ones(1, 4)).sum().backward(); opt.step(); opt.zero_grad()
     >>> model.weight
-    Sharded(parameter 'weight', shape (2, 4), elements 0:8 of 8 here, torch.float32)
+    Sharded(parameter 'weight', shape (2, 4), all 8 elements, torch.float32)
     """
     if not isinstance(module, nn.Module):
         raise TypeError(got("module", type(module).__name__, "an nn.Module"))

@@ -20,22 +20,48 @@ PICTURES = (".png", ".svg", ".pdf")
 EXTRA = ("rich", "matplotlib")  # what `pip install 'zerokern[cli]'` brings
 
 
+class Help(argparse.HelpFormatter):
+    """Formats help as argparse does, but leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
 class Parser(argparse.ArgumentParser):
     """Parses as argparse does; its errors name the nearest option or choice, and show the usage of their own command.
 
+    `siblings`: commands beside this one, whose options a user may have meant.
+
     >>> parser = Parser(prog="zerokern bench")
     >>> _ = parser.add_argument("--pairs", type=int)
-    >>> parser.refuse_unknown(["--pears"])
+    >>> parser.parse_args(["--pears", "3"])
     Traceback (most recent call last):
     ...
     SystemExit: 2
     """
 
-    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"formatter_class": Help, **settings})
+        self.siblings: Mapping[str, Parser] = {}
+
+    def add_examples(self, *lines: str) -> None:
+        """Shows commands below the options."""
+        self.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but the command that does not know a word refuses it, not the one above."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_unknown(unknown)
+        return found, unknown
+
+    def _refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         """Ends the program with words that nothing of this command asks for."""
-        options = [name for action in self._actions for name in action.option_strings]
+        options = self._option_string_actions
         near = _nearest(words[0], options) if words[0].startswith("-") else ""
-        self.error(f"{' '.join(words)} is not an option here.{near}")
+        owners = ", ".join(name for name, one in self.siblings.items() if words[0] in one._option_string_actions)
+        belongs = f" It belongs to {owners}." if owners else near
+        self.error(f"{' '.join(words)} is not an option here.{belongs}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

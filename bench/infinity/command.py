@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerokern import arguments
 from zerokern.planner.amounts import parse_numel
 
-from ..zero.command import chosen, contests
+from ..zero.command import add_ranked, chosen, contests
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -35,12 +35,17 @@ def parse_largest(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only `zerokern bench infinity` has; it shares those of `zero`."""
+    """Adds the options of this benchmark."""
+    add_ranked(parser, DEFAULTS)
     numbers = arguments.numbers("micro", f"numbers from 1 to {MOST_MICRO}, such as 1,4,8", most=MOST_MICRO)
-    parser.add_argument("--micro", type=numbers, metavar="N,N", help="infinity: micro-batches in a step (1,4,8)")
-    parser.add_argument("--largest", type=parse_largest, metavar="NUMEL", help="infinity: one model, all on disk: 6B")
+    parser.add_argument("--micro", type=numbers, metavar="N,N", help="micro-batches in a step (1,4,8)")
+    parser.add_argument("--largest", type=parse_largest, metavar="NUMEL", help="one model, all on disk: 6B")
     cap = arguments.nbytes("cap")
-    parser.add_argument("--cap", type=cap, help="infinity --largest: memory beyond an empty process (900MB)")
+    parser.add_argument("--cap", type=cap, help="with --largest: memory beyond an empty process (900MB)")
+    parser.add_argument(
+        "--hidden", nargs="?", const=True, default=False, metavar="WORD",
+        help="compute that only sleeps: times beside those predicted; WORD: cases of that name",
+    )  # fmt: skip
 
 
 def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
 
-from ..zero.command import chosen, contests
+from ..zero.command import add_ranked, chosen, contests
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,16 +22,17 @@ PAIRS = 9  # samples of each case on the played device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only `zerokern bench offload` has; it shares those of `zero`."""
+    """Adds the options of this benchmark."""
+    add_ranked(parser, DEFAULTS)
     stages = arguments.numbers("stage", "a list of 1, 2, 3", most=3)
-    parser.add_argument("--stage", type=stages, metavar="N,N", help=f"offload: {STAGES} (2)")
+    parser.add_argument("--stage", type=stages, metavar="N,N", help=f"{STAGES} (2)")
     parser.add_argument(
         "--hidden",
         nargs="?",
         const=True,
         default=False,
         metavar="WORD",
-        help="offload, infinity: compute is played; against what was foretold (cases whose name has the word)",
+        help="a device that only sleeps instead of computing: times beside those predicted; WORD: cases of that name",
     )
 
 

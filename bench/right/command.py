@@ -23,10 +23,8 @@ SMOKE = ("ddp", "zerokern-2", "zerokern-3"), ("the_ordinary_loop", "tied_head_an
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only `zerokern bench right` has."""
-    parser.add_argument("--only", metavar="WORDS", help="right: programs whose name or kind has one of these words")
-    parser.add_argument(
-        "--page", type=arguments.new_file, metavar="FILE.md", help="right: write the tables, to a new file"
-    )
+    parser.add_argument("--only", metavar="WORDS", help="programs whose name or kind has one of these words")
+    parser.add_argument("--page", type=arguments.new_file, metavar="FILE.md", help="write the tables, to a new file")
 
 
 def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType | None]:

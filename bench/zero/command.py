@@ -29,15 +29,22 @@ parse_batch = arguments.number("batch", "a number of sequences per rank, from 1 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of benchmarks with ranks."""
+    """Adds the options of this benchmark."""
+    usual = "so that DDP communicates 25 to 30 %% of its step"
+    add_ranked(parser, DEFAULTS, usual)
+    parser.add_argument("--tp", type=parse_tp, help="ranks that share each model by tensor parallelism (1)")
+
+
+def add_ranked(parser: argparse.ArgumentParser, usual: dict[str, Any], batch: str = "by the model") -> None:
+    """Adds the options that all benchmarks with ranks have. `batch`: what is usual of it."""
     models, dtypes = arguments.names("model", MODELS), arguments.names("dtype", DTYPES)
-    parser.add_argument("--ranks", type=parse_ranks, metavar="N,N", help="zero: processes that train together (2)")
-    parser.add_argument("--model", type=models, metavar="NAMES", help=f"zero: {','.join(MODELS)} (25M)")
-    parser.add_argument("--dtype", type=dtypes, metavar="NAMES", help=f"zero: {','.join(DTYPES)} (fp32)")
-    parser.add_argument("--tp", type=parse_tp, help="zero: ranks that share each model by tensor parallelism (1)")
+    said = {name: ",".join(map(str, usual[name])) for name in ("ranks", "model", "dtype")}
     parser.add_argument(
-        "--batch", type=parse_batch, help="zero: sequences per rank (so that DDP communicates 25 to 30 %% of its step)"
+        "--ranks", type=parse_ranks, metavar="N,N", help=f"processes that train together ({said['ranks']})"
     )
+    parser.add_argument("--model", type=models, metavar="NAMES", help=f"{', '.join(MODELS)} ({said['model']})")
+    parser.add_argument("--dtype", type=dtypes, metavar="NAMES", help=f"{', '.join(DTYPES)} ({said['dtype']})")
+    parser.add_argument("--batch", type=parse_batch, help=f"sequences of each rank ({batch})")
 
 
 def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:

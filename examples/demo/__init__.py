@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WITHIN_S = 72.0  # of the default demo: what is left of 90 seconds is for the picture and a busy machine
 ACTS = ("1", "2", "3", "4")
+EXAMPLES = ("zerokern demo", "zerokern demo --act 1", "zerokern demo --full --out demo.svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

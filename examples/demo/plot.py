@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -231,8 +231,25 @@ def draw_larger(axes: Axes, outcome: larger.Outcome) -> None:
     draw_cap(axes, outcome.act.cap, 1.1 * len(both) - 0.3)
 
 
+def draw_words(axes: Axes, lines: Sequence[str]) -> None:
+    """What there is no measurement of, in words."""
+    text = "\n\n".join("\n".join(textwrap.wrap(line, TITLE_COLUMNS + 14)) for line in lines)
+    axes.axis("off")
+    axes.text(0, 0.98, text, va="top", fontsize=12, color=ALARM, linespacing=1.4, parse_math=False)
+
+
+def without_measurements(found: results.Results) -> list[str]:
+    """A line for each act that failed, or that this machine has no room for."""
+    peers = [found.ranks.peer_failure] if found.ranks and not found.ranks.told and found.ranks.peer_failure else []
+    return [
+        *(f"Failed: {why}" for why in found.failures),
+        *(f"torch alone failed: {why}" for why in peers),
+        *(f"Act {act} left out: {why}" for act, why in found.left_out.items()),
+    ]
+
+
 def panels(found: results.Results) -> list[Panel]:
-    """Those of the acts that came to something."""
+    """Those of the acts that came to something, and one with a word about each that did not."""
     made: list[Panel] = []
     for act, outcomes in found.capped:
         if outcomes:
@@ -259,6 +276,10 @@ def panels(found: results.Results) -> list[Panel]:
     if rested and rested.told:
         ran = f"GPT of {millions(rested.act.shape.numel)} parameters; parameters and state at rest"
         made.append((results.rested_finding(rested), ran, partial(draw_larger, outcome=rested)))
+    if lines := without_measurements(found):
+        failed = len(found.failures)
+        title = f"{failed} failed" if failed else "not everything could run here"
+        made.append((title, "no measurement of these", partial(draw_words, lines=lines)))
     return made
 
 

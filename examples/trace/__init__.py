@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokern import arguments
+from zerokern import arguments, pages
 from zerokern.core.units import BINARY
-
-from .. import terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,6 +26,12 @@ STYLES = {
 PLAIN_WIDTH, WIDEST = 100, 160
 SIMULATED = ("numel", "tokens", "ranks", "param_tier")
 USUAL_NUMEL, USUAL_TOKENS = "1B", 16 << 10
+
+EXAMPLES = (
+    "zerokern trace --schedule sync,overlap",
+    "zerokern trace --played --json trace.json",
+    "zerokern trace --hardware gh200 --numel 8B --tokens 16k",
+)
 
 parse_schedules = arguments.names("schedule", SCHEDULES)
 parse_tokens = arguments.number("tokens", "a number of tokens such as 4096 or 16k (16,384)", units=BINARY)
@@ -55,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows each schedule as soon as it has run, or is simulated."""
-    console = terminal.console(highlight=False, soft_wrap=True)
+    console = pages.console(highlight=False, soft_wrap=True)
     traced = []
     for name in args.schedule:
         try:

@@ -353,3 +353,25 @@ def test_a_save_that_replaces_what_is_being_opened(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Index, "load", staticmethod(meanwhile))
     assert Published.open(tmp_path).index.values == {"byte": 2}
     assert calls
+
+
+def test_newer_ones_that_are_not_complete_are_skipped_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert latest(tmp_path / "not there") is None and latest(str(tmp_path)) is None
+    for step in range(1, 6):
+        save(tmp_path / f"step{step}", step)
+        os.utime(tmp_path / f"step{step}" / "zerokern.json", (step, step))
+    assert latest(tmp_path) == tmp_path / "step5" and not caplog.text
+    draft = Draft.begin(tmp_path / "step6", 0)
+    draft.file(0).write_bytes(b"half of it")
+    draft._release()
+    (tmp_path / "step5" / "zerokern.json").write_text("{")
+    os.utime(tmp_path / "step5" / "zerokern.json", (5, 5))
+    next((tmp_path / "step4").glob("*.distcp")).unlink()
+    next((tmp_path / "step3").glob("*.distcp")).write_bytes(b"short")
+    (tmp_path / "notes").mkdir()
+    assert latest(tmp_path) == tmp_path / "step2"
+    told = {Path(record.args[0]).name: record.args[1] for record in caplog.records}
+    assert list(told) == ["step6", "step5", "step4", "step3"]
+    assert "never published" in told["step6"] and "is missing" in told["step4"] and "truncated" in told["step3"]

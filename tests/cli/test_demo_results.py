@@ -126,7 +126,9 @@ def test_every_panel_is_titled_with_its_finding(tmp_path: Path) -> None:
     """In a run that shows the opposite of what is hoped for."""
     outcomes = [outcome(name, "runs out") for name in MEMORY.contenders]
     found = Results([(MEMORY, outcomes)], lanes(2.75, 0.5), ranks(120, 4.1), rested(5.0, 4.5))
-    assert [finding for finding, _, _ in plot.panels(found)] == [text for _, text in found.findings]
+    *measured, (words, _, _) = plot.panels(found)
+    assert [finding for finding, _, _ in measured] == [text for _, text in found.findings]
+    assert words == f"{len(found.failures)} failed"
     assert plot.draw(tmp_path / "opposite.png", found)
     assert found.failures == [
         "zk.AdamW exact, bf16 ends with loss 2.7500, torch with 2.5000",
@@ -134,6 +136,18 @@ def test_every_panel_is_titled_with_its_finding(tmp_path: Path) -> None:
         "the losses of step 2 differ",
     ]
     assert not plot.draw(tmp_path / "none.png", Results()) and not (tmp_path / "none.png").exists()
+
+
+def test_an_act_without_measurements_leaves_a_word_in_the_picture(tmp_path: Path) -> None:
+    found = Results(left_out={"4": "no room on the disk"}, broken=["CommError: rank 1 died"])
+    [(title, _, _)] = plot.panels(found)
+    assert title == "1 failed"
+    assert plot.without_measurements(found) == [
+        "Failed: CommError: rank 1 died",
+        "Act 4 left out: no room on the disk",
+    ]
+    assert plot.draw(tmp_path / "words.png", found)
+    assert [title for title, _, _ in plot.panels(Results(left_out=found.left_out))] == ["not everything could run here"]
 
 
 def test_what_torch_or_the_machine_lacks_is_no_failure() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tables import each
 
 from zerokern.cli.main import main
+from zerokern.cli.main import parser as main_parser
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -91,14 +97,47 @@ def test_info_is_no_wider_than_the_terminal() -> None:
         assert " ".join(" ".join(lines).split()) == " ".join(text.split())
 
 
-@each("command", ["", "info", "plan", "bench", "checkpoint", "demo", "trace"])
-@each("width", [80, 120])
-def test_help_is_no_wider_than_the_terminal(
-    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def parsers(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of all commands below it."""
+    yield top
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers(below)
+
+
+@each("width", [60, 80, 120])
+def test_help_is_no_wider_than_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    status, out, _ = said(capsys, *command.split(), "--help")
-    assert status == 0 and max(map(len, out.splitlines())) <= width
+    shown = {one.prog: one.format_help() for one in parsers(main_parser())}
+    assert len(shown) > 20
+    assert {name: text for name, text in shown.items() if max(map(len, text.splitlines())) > width} == {}
+    for name, text in shown.items():  # nothing is broken within a name
+        assert "torch-tiled" in text or not re.search(r"torch-\s", text), name
+
+
+def test_a_benchmark_has_its_own_options_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = {one.prog: one.format_help() for one in parsers(main_parser())}
+    assert "--ranks" not in shown["zerokern bench adam"] and "--ranks" in shown["zerokern bench zero"]
+    assert "--micro" in shown["zerokern bench infinity"] and "--micro" not in shown["zerokern bench offload"]
+    assert "--page" in shown["zerokern bench right"] and "--plot" not in shown["zerokern bench right"]
+    assert "--numel" not in shown["zerokern bench"] and "adam " in shown["zerokern bench"]
+
+
+def test_examples_in_help_are_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER").mkdir()
+    top = main_parser()
+    examples = {one.prog: one.epilog.replace(" \\\n", " ").splitlines()[1:] for one in parsers(top)}
+    assert len(examples) > 20 and all(examples.values())
+    for name, lines in examples.items():
+        for line in lines:
+            program, *words = shlex.split(line)
+            assert program == "zerokern" and line.strip().startswith(name), line
+            if words[-1] not in ("--help", "--list"):
+                args = top.parse_args(words)
+                assert args.mismatch is None or args.mismatch(args) == "", line
 
 
 CLEANS_SLOWLY = """

@@ -45,7 +45,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
+    assert main(["plan", *arguments, *([] if "--json" in arguments else ["--markdown"])]) == 0
     return capsys.readouterr().out
 
 
@@ -93,7 +93,7 @@ def test_kept_inputs_in_several_tiers(capsys) -> None:
 
 def test_a_model_is_built_without_memory(models: str) -> None:
     """In a process of its own: where fresh memory is poisoned, as in these tests, torch.device has no power over it."""
-    command = ["plan", "--model", f"{models}:on_meta", "--world", "4", "--stage", "3", "--program"]
+    command = ["plan", "--model", f"{models}:on_meta", "--world", "4", "--stage", "3", "--program", "--markdown"]
     ran = run_forked("import sys; from zerokern.cli.main import main; sys.exit(main())", *command)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "### GPT, 431,360 parameters in 20 tensors, on 4 ranks" in ran.stdout

@@ -33,7 +33,8 @@ SNIPPETS = {
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 }
 PROGRAM = next(one for one in SNIPPETS.values() if one.startswith("# train.py\n"))
-COMMANDS = [line.partition("  #")[0] for line in ZERO.splitlines() if re.match(r"(python|torchrun) .*train\.py", line)]
+LINES = re.sub(r"\\\n\s*", "", ZERO).splitlines()  # a command may go on in the next line
+COMMANDS = [line for line in LINES if re.match(r"(python|torchrun) .*train\.py", line)]
 SAID = re.compile(r"rank (\d) of (\d), step (\d): loss (\d\.\d{4})")
 LOSS_ERROR = 2e-4  # what is printed has four digits; sums of another order
 
@@ -168,6 +169,6 @@ def same_as(alone: tuple[list[float], dict[str, torch.Tensor]], losses: list[flo
 def test_the_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Replace what stands between the markers by the table of all stages that the command prints."""
     (command,) = re.findall(r"`zerokern (plan --numel [^`]+--device-memory 80GB --all)`", ZERO)
-    assert main(shlex.split(command)) == 0
+    assert main([*shlex.split(command), "--markdown"]) == 0
     table = next(part for part in capsys.readouterr().out.split("\n\n") if "  stage 0 | " in part)
     assert ZERO.split("<!-- plan:begin -->\n")[1].split("\n<!-- plan:end -->")[0] == table

@@ -106,13 +106,31 @@ def test_a_part_of_a_run_is_not_published() -> None:
         readme.written(PAGE, {"bench/results/a.json": {**CONTENT, "interrupted": "after 2 of 60 rounds"}})
 
 
+def test_a_row_for_each_machine() -> None:
+    """On a GPU the contest and torch.compile have other names; what was not measured is a dash."""
+    ours = {"contest": "AdamW full step", "name": "zk.AdamW, exact, split16", "ns_per_param": 0.509, "peer": False,
+            "ratio": {"torch": 2.13, "compile": 1.16, "deepspeed": 2.129}}  # fmt: skip
+    gpu = {"contest": "mixed step, flat, 9 parameters", "name": "zk.AdamW, split16", "ns_per_param": 0.00682,
+           "peer": False, "ratio": {"torch": 2.05, "torch compile": 1.05}}  # fmt: skip
+    results = {
+        "bench/results/adam_epyc-2_1.json": {**CONTENT, "rows": [*CONTENT["rows"], ours]},
+        "bench/results/gpu_h200_1.json": {"contests": [{"name": gpu["contest"]}], "rows": [gpu]},
+    }
+    lines = readme.shown_of(results, readme.KINDS).splitlines()
+    assert lines[:2] == [f"{readme.SOURCE}{source} -->" for source in results]
+    assert lines[5:] == [
+        "| AMD EPYC, Zen 4, 2 cores | 0.51 | 2.13x | 1.16x | 2.13x | 0.28 | 2.10x |",
+        "| NVIDIA H200 | 0.0068 | 2.05x | 1.05x | - | - | - |",
+    ]
+
+
 @each("op", [*sorted(readme.MARKERS), ""])
 def test_a_page_shows_what_was_measured(op: str) -> None:
     """Numbers are those of the files that the page names; `python -m bench.readme <file> ...` writes them."""
-    page = ROOT / readme.PAGES.get(op, "README.md")
+    page = ROOT / readme.PAGES.get(op, readme.OTHERS)
     markers = readme.MARKERS.get(op, (readme.BEGIN, readme.END))
     shown = readme.between_markers(page.read_text(encoding="utf-8"), *markers)
     sources = readme.sources_of(shown)
     assert all(source.startswith("bench/results/") for source in sources)
     results = {source: json.loads((ROOT / source).read_text(encoding="utf-8")) for source in sources}
-    assert shown == readme.shown_of(results)
+    assert shown == readme.shown_of(results, op)

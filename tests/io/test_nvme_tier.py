@@ -73,6 +73,6 @@ def test_too_much_is_refused_whole(place: Stream) -> None:
     kept = place.lay_out(pages(100))
     before = taken(place)
     for ask in (place.lay_out, place.reserve):
-        with pytest.raises(BudgetError, match=r"(?s)budget=.*The cargo needs 4,\d+,\d+ bytes on disk"):
+        with pytest.raises(BudgetError, match=r"(?s)budget=.*4,\d+,\d+ bytes are needed on disk for cargo"):
             ask(pages(*[32] * 32))
         assert taken(place) == before and list(place.records.values()) == kept

@@ -78,12 +78,19 @@ def test_measures_once_and_keeps_it(
 
 
 def test_a_store_takes_what_is_kept(tmp_path: Path, place: Path) -> None:
-    place.write_text(json.dumps(KEPT))
+    place.write_text(json.dumps(KEPT | {"folder": str(tmp_path)}))
     with Store(tmp_path / "a") as store:
         assert (store.stats()["depth"], store.stats()["block"]) == (24, 1 << 19)
     with Store(tmp_path / "a", depth=3) as store:
         assert (store.stats()["depth"], store.stats()["block"]) == (3, 1 << 19)
-    assert probes() == {"/there": Probe(**{k: v for k, v in KEPT.items() if k != "folder"})}
+    assert probes() == {str(tmp_path): Probe(**{k: v for k, v in KEPT.items() if k != "folder"})}
+
+
+def test_a_removed_folder_is_no_disk_and_what_is_left_of_its_path_is(tmp_path: Path, place: Path) -> None:
+    place.write_text(json.dumps(KEPT | {"folder": str(tmp_path / "gone" / "swap")}))
+    assert list(probes()) == [str(tmp_path)]
+    place.with_name(f"disk-1-2-{os.uname().release}.json").write_text(json.dumps(KEPT))  # a disk that was taken out
+    assert list(probes()) == [str(tmp_path)]
 
 
 def test_given_settings_need_no_probe(tmp_path: Path, cache: Path) -> None:

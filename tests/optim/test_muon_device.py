@@ -21,13 +21,15 @@ from waiting_device import HostComputes
 from worlds import alone, on_threads, refusal, says
 
 from zerokern.core.errors import StateError
-from zerokern.optim import Muon
+from zerokern.optim import Muon, small_matrices
 
 __all__ = ["makers"]
 SHAPES = ((8, 8), (12, 20), (6, 5))
-ON_GPU = ((256, 128), (128, 256), (300, 300), (64, 1000), (512, 2048))
+ON_GPU = ((256, 128), (128, 256), (300, 300), (64, 1000), (512, 2048), (256, 128), (300, 300), (256, 128))
+EQUAL = ((8, 8), (8, 8), (12, 20), (8, 8), (12, 20))  # updated together
 FORMATS = [
-    (FP32, {}), (BF16, {"state_format": "bf16", "master_format": "split16"}), (BF16, {"master_format": "fp32"}),
+    (FP32, {"shapes": EQUAL}), (FP32, {}),
+    (BF16, {"state_format": "bf16", "master_format": "split16"}), (BF16, {"master_format": "fp32"}),
     (BF16, {"master_format": "none", "stochastic_seed": 3}), (FP32, {"split": 2, "shapes": ((8, 8), (12, 20))}),
 ]  # fmt: skip
 
@@ -67,7 +69,7 @@ def test_what_is_launched_has_the_bits_of_the_cpu(dtype: torch.dtype, settings: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; a GPU multiplies in another order")
-@each("dtype, settings", FORMATS[:2])
+@each("dtype, settings", FORMATS[:3])
 def test_the_kernels_have_the_bits_of_the_cpu(dtype: torch.dtype, settings: dict[str, Any]) -> None:
     follow(partial(Double().on, interpreted=True), dtype, **settings)
 
@@ -142,6 +144,13 @@ def distance(grad: Tensor, before: Tensor, after: Tensor) -> float:
         x = a * x + (b * gram + c * gram @ gram) @ x
     update = (x.T if tall else x) * max(1.0, grad.shape[0] / grad.shape[1]) ** 0.5
     return float(((before - after.detach()).double() - update).norm() / update.norm())
+
+
+@pytest.mark.gpu
+def test_equal_matrices_on_a_gpu_have_the_bits_of_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, _ = muons_on_gpu({}, BF16)
+    monkeypatch.setattr(small_matrices, "BATCH_NUMEL_ON_GPU", 0)
+    assert same_bits(together, muons_on_gpu({}, BF16)[0])
 
 
 def test_a_graph_is_refused_and_changes_nothing() -> None:

@@ -24,6 +24,7 @@ LAYERS = {
     "building": 8,
     "interop": 8,
     "debug": 8,
+    "pages": 8,  # what people read: tables, text, colour
     "api": 9,
     "planner": 9,
     "arguments": 9,  # what words on a command line mean
@@ -38,7 +39,7 @@ SHOWN = {("cli", "bench"), ("cli", "examples"), ("bench", "examples")}  # edges 
 # What trains needs the core alone. What stands beside it may be left out, exchanged and tested by itself, so the core
 # reaches it through ports only: arguments that api.py fills, and the table PLUGS of zerokern/__init__.py.
 CORE_LAYERS = ("core", "kernels", "memory", "io", "comm", "schedule", "zero", "optim", "checkpoint")
-BESIDE_CORE = ("activations", "parallel", "building", "planner", "interop", "integrations", "debug")
+BESIDE_CORE = ("activations", "parallel", "building", "planner", "interop", "integrations", "debug", "pages")
 CORE = {"__init__", "errors", "env", "units", "native", "ports"}
 PLANNERS = {  # pure plans: they run in milliseconds, without torch
     "zerokern/memory/layout.py", "zerokern/zero/partition.py", *(f"zerokern/schedule/{name}.py" for name in (

@@ -43,7 +43,7 @@ def refused(world: World) -> None:
 
         for divided in (fully_shard(model()), nn.Sequential(FullyShardedDataParallel(model(), device_id=CPU))):
             said = refusal(lambda one=divided, at=stage: zk.shard(one, stage=at), zk.StateError)
-            says(said, ["fully_shard", "zk.shard"])
+            says(said, ["already (fully_shard): remove that call", "or keep it and remove zk.shard"])
         says(refusal(lambda at=stage: zk.shard(nn.DataParallel(model()), stage=at), zk.StateError), ["DataParallel"])
 
 

@@ -202,6 +202,7 @@ def test_what_is_shown_of_it() -> None:
     body = part(torch.ones(SHAPE, dtype=torch.float32), 12, 13, kind="gradient", dtype=torch.bfloat16)
     says = "Sharded(gradient 'w', shape (5, 7), elements 12:25 of 35 here, torch.bfloat16 (kept as torch.float32))"
     assert repr(body) == str(body) == f"{body}" == says
+    assert "all 35 elements, " in repr(part(torch.ones(SHAPE), 0, 35))
     assert (body.ndim, body.numel(), len(body), body.stride()) == (2, 35, 5, (7, 1))
     assert body.is_contiguous() and body.device == torch.device("cpu") and body.is_floating_point()
     assert body.contiguous() is body and body.cpu() is body and body.to(torch.bfloat16) is body

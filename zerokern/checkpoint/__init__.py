@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerokern.checkpoint.background import Saving
+    from zerokern.checkpoint.folder import latest
     from zerokern.checkpoint.loader import load
     from zerokern.checkpoint.saver import save
 
-__all__ = ["Saving", "load", "save"]
+__all__ = ["Saving", "latest", "load", "save"]
 
-_FILES = {"Saving": "background", "load": "loader", "save": "saver"}
+_FILES = {"Saving": "background", "latest": "folder", "load": "loader", "save": "saver"}
 
 
 def __getattr__(name: str) -> Any:

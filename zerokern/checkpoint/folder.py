@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,17 +182,41 @@ class Published:
         return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
 
 
-def latest(parent: Path) -> Path | None:
-    """Finds the newest published checkpoint among the children of a folder.
+def latest(run: str | os.PathLike[str]) -> Path | None:
+    """Finds the newest complete checkpoint among the folders within `run`; None if there is none.
 
-    >>> latest(Path("no such folder")) is None
-    True
+    Newer ones that are damaged (an index that cannot be read, files that are missing or have another length) or were
+    never published are skipped, with a warning in the log that says why. Checksums are compared by `zk.load`.
+
+    >>> import tempfile, torch, zerokern as zk
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     zk.latest(run)
+    ...     zk.save(f"{run}/step-1", torch.nn.Linear(2, 2))
+    ...     zk.latest(run).name
+    'step-1'
     """
-    by_age = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
-    for _, folder in sorted(by_age, reverse=True):
-        with suppress(OSError, IoError):
-            if not _length_errors(folder, Index.load((folder / NAME).read_bytes(), folder / NAME)):
-                return folder
+    return _newest(Path(run), lambda folder, why: _log.warning("%s is skipped: %s", folder, why))
+
+
+def _newest(run: Path, skip: Callable[[Path, str], None] = lambda folder, why: None) -> Path | None:
+    """Returns the newest complete checkpoint within the folder; `skip` is called for newer ones that are none."""
+    ages: list[tuple[int, Path]] = []
+    for child in filter(Path.is_dir, list_files(run)):
+        with suppress(OSError):  # gone meanwhile
+            place = child / NAME
+            ages.append(((place if place.exists() else child).stat().st_mtime_ns, child))
+    for _, folder in sorted(ages, reverse=True):
+        if not (folder / NAME).exists():
+            if unfinished := describe_unfinished(folder):
+                skip(folder, unfinished)
+            continue
+        try:
+            wrong = _length_errors(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
+        except (OSError, IoError) as error:
+            wrong = str(error)
+        if not wrong:
+            return folder
+        skip(folder, wrong)
     return None
 
 
@@ -269,10 +293,10 @@ def _no_checkpoint(folder: Path) -> IoError:
 
 
 def _suggest_other(folder: Path) -> str:
-    below = latest(folder) if folder.is_dir() else None
+    below = _newest(folder) if folder.is_dir() else None
     if below is not None:
         return f"The newest checkpoint within it is {below}: load that"
-    beside = latest(folder.parent) if folder.parent.is_dir() else None
+    beside = _newest(folder.parent) if folder.parent.is_dir() else None
     if beside is not None and beside != folder:
         return f"The newest published checkpoint beside it is {beside}: load that"
     return "No other checkpoint was ever published in it or beside it"

@@ -1,4 +1,4 @@
-"""`zerokern checkpoint show` and `verify`: what a checkpoint holds, and whether its bytes are what was written."""
+"""`zerokern checkpoint`: what a checkpoint holds, whether its bytes are what was written, and its model as one file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerokern import pages
+from zerokern.arguments import Parser
 from zerokern.core.errors import IoError
+from zerokern.pages import columns, width_here
 
 if TYPE_CHECKING:
     from zerokern.checkpoint.source import Source
@@ -22,18 +25,42 @@ KINDS = {
     "torch": "a file of torch.save",
 }
 
+EXAMPLES = (
+    "zerokern checkpoint show run",
+    "zerokern checkpoint verify run/step-1000",
+    "zerokern checkpoint export run/step-1000 m.safetensors",
+)
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: Parser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
     show = verbs.add_parser("show", help="step, ranks, formats, tensors by role; or the checkpoints in a folder")
     show.add_argument("path", metavar="PATH", help="a checkpoint, or a folder with checkpoints in it")
+    show.add_examples("zerokern checkpoint show run", "zerokern checkpoint show run/step-1000 --json")
     show.add_argument("--json", action="store_true", help="print JSON, with every tensor and value")
     verify = verbs.add_parser("verify", help="read every block and compare its checksum; 1 where one is broken")
+    verify.add_examples("zerokern checkpoint verify run/step-1000")
     verify.add_argument("path", metavar="PATH", help="a checkpoint")
+    export = verbs.add_parser("export", help="write the model's tensors into one new safetensors file")
+    export.add_examples("zerokern checkpoint export run/step-1000 m.safetensors")
+    export.add_argument("path", metavar="PATH", help="a checkpoint, of any number of ranks")
+    export.add_argument("out", metavar="OUT", help="a file that does not exist, such as model.safetensors")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verb == "export":
+        return _export(args.path, args.out)
     return _verify(args.path) if args.verb == "verify" else _show(Path(args.path), args.json)
+
+
+def _export(path: str, out: str) -> int:
+    from zerokern.interop.from_checkpoint import export_checkpoint
+
+    done = export_checkpoint(path, out)
+    print(f"{out}: {done.tensors:,} tensors, {_amount(done.nbytes)}")
+    if done.left_out:
+        print(f"not in it, for it is no tensor: the extra state of {', '.join(done.left_out)}", file=sys.stderr)
+    return 0
 
 
 def _show(path: Path, as_json: bool) -> int:
@@ -46,10 +73,13 @@ def _show(path: Path, as_json: bool) -> int:
         children = [] if describe_unfinished(path) else _children(path)
         if not children:
             raise
-        print(json.dumps(children, indent=1) if as_json else _listing(path, children))
+        print(json.dumps(children, indent=1)) if as_json else pages.show(_listing(path, children))
         return 0
     facts = _facts(source)
-    print(json.dumps({**facts, "values": source.values}, indent=1, default=str) if as_json else _page(facts))
+    if as_json:
+        print(json.dumps({**facts, "values": source.values}, indent=1, default=str))
+    else:
+        pages.show(_page(facts))
     return 0
 
 
@@ -63,7 +93,7 @@ def _verify(path: str) -> int:
     with Progress("verifying", source.nbytes) as progress:
         for error in source.find_damage(report=progress):
             broken += 1
-            print(f"broken: {error}", file=sys.stderr)
+            pages.show(f"broken: {error}", sys.stderr)
     took = max(time.monotonic() - began, 1e-9)
     if broken:
         print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {_amount(source.nbytes)}", file=sys.stderr)
@@ -73,7 +103,7 @@ def _verify(path: str) -> int:
         if source.has_checksums
         else "can be read; not all have checksums to compare them with"
     )
-    print(f"{path}: {_amount(source.nbytes)} {said} ({source.nbytes / took / 1e9:.2f} GB/s)")
+    pages.show(f"{path}: {_amount(source.nbytes)} {said} ({source.nbytes / took / 1e9:.2f} GB/s)")
     return 0
 
 
@@ -135,18 +165,23 @@ def _page(facts: dict[str, Any]) -> str:
         ranks = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
         lines.append(f"  saved {facts['saved']} by {ranks} ({versions})")
     lines.append(f"  step {facts['step'] if facts['step'] is not None else 'unknown'}, {_amount(facts['nbytes'])}")
-    lines += ["", f"  {'role':<16}{'tensors':>8}{'elements':>16}{'bytes':>12}  dtypes"]
-    for role, counts in facts["roles"].items():
-        sizes = f"{counts['tensors']:>8,}{counts['numel']:>16,}{_amount(counts['nbytes']):>12}"
-        lines.append(f"  {role:<16}{sizes}  {', '.join(counts['dtypes'])}")
+    rows = [
+        [role, f"{of['tensors']:,}", f"{of['numel']:,}", _amount(of["nbytes"]), ", ".join(of["dtypes"])]
+        for role, of in facts["roles"].items()
+    ]
+    lines += [
+        "",
+        *_indented(["role", "tensors", "elements", "bytes", "dtypes"], rows, [False, True, True, True, False]),
+    ]
     groups = [group for entry in facts["groups"] for group in (entry if isinstance(entry, list) else [entry])]
     for number, group in enumerate(groups):  # of all optimizers
         options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
         lines.append(f"  group {number}: {len(group.get('params', ()))} parameters, {options}")
     if facts["extra"]:
         lines.append(f"  extra: {', '.join(facts['extra'])}")
-    rows = [(key, row) for key, row in facts["tensors"].items() if key.startswith("model.")]
-    lines += ["", *(f"  {key:<48} {dtype:<10} {shape}" for key, (dtype, shape, _) in rows[:MOST_SHOWN])]
+    rows = [[key, row[0], str(row[1])] for key, row in facts["tensors"].items() if key.startswith("model.")]
+    if rows:
+        lines += ["", *_indented(["tensor", "dtype", "shape"], rows[:MOST_SHOWN], [False, False, False])]
     if len(rows) > MOST_SHOWN:
         lines.append(f"  and {len(rows) - MOST_SHOWN} more; --json shows all")
     return "\n".join(lines)
@@ -180,11 +215,22 @@ def _children(parent: Path) -> list[dict[str, Any]]:
 
 def _listing(parent: Path, children: list[dict[str, Any]]) -> str:
     lines = [f"{parent}: {len(children)} checkpoint{'s' if len(children) > 1 else ''}"]
-    lines.append(f"  {'name':<28}{'age':>12}{'size':>12}  state")
-    for row in children:
-        state = row["state"] if row["state"] == "published" else f"{row['state']}: {row['why']}"
-        lines.append(f"  {row['name']:<28}{_age(row['seconds']):>12}{_amount(row['nbytes']):>12}  {state}")
+    rows = [
+        [
+            row["name"],
+            _age(row["seconds"]),
+            _amount(row["nbytes"]),
+            row["state"] + (f": {row['why']}" if "why" in row else ""),
+        ]
+        for row in children
+    ]
+    lines += _indented(["name", "age", "size", "state"], rows, [False, True, True, False])
     return "\n".join(lines)
+
+
+def _indented(header: list[str], rows: list[list[str]], right: list[bool]) -> list[str]:
+    width = width_here()
+    return [f"  {line}" if line else "" for line in columns(header, rows, right=right, width=width and width - 2)]
 
 
 def _amount(nbytes: int) -> str:

@@ -10,6 +10,8 @@ import textwrap
 from shutil import get_terminal_size
 from typing import Any
 
+EXAMPLES = ("zerokern info", "zerokern info --path /mnt/nvme", "zerokern info --json")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for bug reports and scripts")

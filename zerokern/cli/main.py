@@ -27,21 +27,22 @@ COMMANDS = {
 }
 
 
-def parser() -> tuple[Parser, dict[str, Parser]]:
-    """Returns the parser of all commands, and that of each."""
-    tagline = "ZeRO training on fused kernels: every byte of training state moves once."
+def parser() -> Parser:
+    """Returns the parser of all commands."""
+    tagline = "ZeRO training on fused kernels: each step reads and writes optimizer state once."
     top = Parser(prog="zerokern", description=tagline)
     top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
     if importlib.util.find_spec("zerokern.bench") is None:  # a source tree: it and examples lie beside the package
         zerokern.__path__.append(str(Path(zerokern.__file__).resolve().parents[1]))
     commands = top.add_subparsers(dest="command", metavar="command")
-    made = {}
+    top.add_examples("zerokern info", "zerokern plan --model llama-3-8b --world 8", "zerokern bench adam --help")
     for name, (place, summary) in COMMANDS.items():
         module = importlib.import_module(f"zerokern.{place}")
-        below = made[name] = commands.add_parser(name, help=summary, description=summary)
+        below = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(below)
+        below.add_examples(*module.EXAMPLES)
         below.set_defaults(run=module.run, mismatch=getattr(module, "mismatch", None))
-    return top, made
+    return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,13 +87,11 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    top, commands = parser()
-    arguments, unknown = top.parse_known_args(argv)
+    top = parser()
+    arguments = top.parse_args(argv)
     if arguments.command is None:
         top.print_help()
         return 0
-    if unknown:
-        commands[arguments.command].refuse_unknown(unknown)
     says = arguments.mismatch(arguments) if arguments.mismatch is not None else ""
     if says:
         print(f"zerokern {arguments.command}: {says}", file=sys.stderr)

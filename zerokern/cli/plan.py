@@ -7,15 +7,12 @@ import argparse
 import importlib
 import json
 import sys
-import textwrap
-from collections.abc import Iterator
-from itertools import groupby
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
-from zerokern import arguments
+from zerokern import arguments, pages
 from zerokern.core.errors import ZerokernError, got
 from zerokern.core.units import BINARY
+from zerokern.pages import text_page, width_here
 from zerokern.planner.amounts import parse_numel
 from zerokern.planner.transformer import ATTENTIONS, PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
@@ -30,6 +27,12 @@ SETTINGS = (  # options that are keywords of `zk.plan`
     "master_format", "tier", "update", "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync",
     "device", "device_memory", "host_memory", "disk", "ranks_per_host",
 )  # fmt: skip
+EXAMPLES = (
+    "zerokern plan --numel 7.5B --world 1,8,64",
+    "zerokern plan --model llama-3-8b --world 8 \\",
+    "    --device-memory 80GB --batch 1 --seq 4096",
+    "zerokern plan --config config.json --tier cpu",
+)
 _META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
 
 
@@ -107,14 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", metavar="SIZE", help="what a host has for its ranks: 128GiB, 2TB, ...")
     add("--disk", metavar="SIZE", help="what the disks of a host have for its ranks: 4TB, ...")
     add("--ranks-per-host", **count, help="(all ranks, at most 8)")
-    timed = "how long a step takes, without offload and with the update on the host"
-    add = parser.add_argument_group(timed).add_argument
+    timed = "without offload, and with the update on the host"
+    add = parser.add_argument_group("how long a step takes", timed).add_argument
     add("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
     add("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
     add = parser.add_argument_group("output").add_argument
     add("--all", action="store_true", help="also what was asked for, at every stage and in every format")
     add("--program", action="store_true", help="the step at --stage, operation by operation")
-    add("--markdown", action="store_true", help="Markdown on a terminal too, as it is in a file or a pipe")
+    add("--markdown", action="store_true", help="print Markdown")
     add("--json", action="store_true", help="print JSON")
     add("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw it")
 
@@ -135,7 +138,10 @@ def run(args: argparse.Namespace) -> int:
         page = shown(plans, args)
         if forecast is not None:
             page += f"\n\n{forecast}"
-        print(page if args.markdown or not sys.stdout.isatty() else plain(page, get_terminal_size().columns))
+        if args.markdown:
+            print(page)
+        else:
+            pages.show(text_page(page, width_here()))
     if args.plot:
         from zerokern.cli import plan_plot
 
@@ -164,39 +170,6 @@ def shown(plans: list[Plan], args: argparse.Namespace) -> str:
         parts.append(f"A step at stage {last.stage}:")
         parts.append("\n".join(f"    {line_of(op)}" for op in last.program.ops))
     return "\n\n".join(parts)
-
-
-def plain(page: str, columns: int) -> str:
-    r"""Turns Markdown into text for a terminal: tables by spaces, text within the columns. A table is never cut.
-
-    >>> print(plain("### A title\n\n| a | b |\n| --- | --: |\n| **x** | 10 |", 80))
-    A title
-    <BLANKLINE>
-    a   b
-    x  10
-    """
-    lines: list[str] = []
-    for is_table, group in groupby(page.replace("**", "").splitlines(), key=lambda line: line.startswith("|")):
-        if is_table:
-            lines += _aligned([[cell.strip() for cell in line.strip("|").split("|")] for line in group])
-            continue
-        for line in group:
-            if line.startswith(("    ", "Code: ")) or not line:
-                lines.append(line)
-            else:
-                indent = "  " * line.startswith("*")
-                lines += textwrap.wrap(line.lstrip("# "), max(columns, 20), subsequent_indent=indent)
-    return "\n".join(lines)
-
-
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    """Aligns the rows of a table, whose second says which columns are numbers."""
-    right = [cell.endswith(":") for cell in rows[1]]
-    shown = [rows[0], *rows[2:]]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for row in shown:
-        cells = zip(row, widths, right, strict=True)
-        yield "  ".join(cell.rjust(width) if number else cell.ljust(width) for cell, width, number in cells).rstrip()
 
 
 def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:

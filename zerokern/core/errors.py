@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 
 __all__ = [
     "BackendError", "BudgetError", "CommError", "IoError", "KernelError", "ShardError", "StateError", "ZerokernError",
-    "got", "say_once",
+    "adapter_of_caller", "got", "say_once",
 ]  # fmt: skip
+
+OURS = "zerokern.integrations."
+ADAPTERS = {  # by the module that called; the first that matches is the one that the user has written
+    "transformers.trainer": "transformers.Trainer takes models of zk.shard as zerokern.integrations.transformers."
+    "Trainer, and Trainers made from it behind TrainerMixin of the same module",
+    "lightning.pytorch": 'Lightning takes models of zk.shard with Trainer(strategy="zerokern"), which '
+    "zerokern.integrations.lightning registers",
+    "accelerate": "Accelerate takes models of zk.shard as zerokern.integrations.accelerate.Accelerator",
+}
+FRAMEWORKS = {module.partition(".")[0] for module in ADAPTERS}
 
 
 class ZerokernError(Exception):
@@ -112,3 +123,23 @@ def say_once(logger: str, text: str) -> None:
     >>> say_once("zerokern.example", "a slower path is taken")
     """
     logging.getLogger(logger).warning(text)
+
+
+def adapter_of_caller() -> str:
+    """Returns what to say of a training framework that is calling, whose adapter is not in use; empty without one.
+
+    >>> adapter_of_caller()
+    ''
+    """
+    modules: set[str] = set()
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        # the adapter is in use where it is calling, or what is calling is an object of it
+        classes = type(frame.f_locals.get("self")).__mro__ if name.partition(".")[0] in FRAMEWORKS else ()
+        if name.startswith(OURS) or any(one.__module__.startswith(OURS) for one in classes):
+            return ""
+        modules.add(name)
+        frame = frame.f_back  # type: ignore[assignment]
+    called = (says for module, says in ADAPTERS.items() if any(f"{one}.".startswith(f"{module}.") for one in modules))
+    return next(called, "")

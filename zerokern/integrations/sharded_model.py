@@ -1,7 +1,9 @@
-"""Checks of a model that `zk.shard` has divided, before a framework wraps it, moves it or steps it."""
+"""Checks of a model that `zk.shard` has divided, before a framework wraps it, moves it or steps it; and of options of
+ours that came through a framework's configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.chained import unchained
 from zerokern.zero import shard_of
 
-__all__ = ["check_model", "check_optimizer", "is_ours", "is_sharded", "trains"]
+__all__ = ["check_model", "check_optimizer", "check_settings", "is_ours", "is_sharded", "trains"]
+
+OURS = {"tier", "schedule", "update", "state_format", "master_format", "stochastic_seed"}
 
 ALLOWED = ("NO", "MULTI_CPU", "MULTI_GPU")  # where Accelerate lets each rank run the model by itself
 
@@ -83,3 +87,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     if strangers and not getattr(optimizer, "_zk_shards", False):
         what = f"{type(optimizer).__name__} for {strangers[0].name!r}, which zk.shard has divided"
         raise StateError(got("optimizer", what, "zk.AdamW, Adam, Lion, Adagrad, SGD or Muon on its parameters"))
+
+
+def check_settings(settings: Mapping[str, Any], do: str) -> None:
+    """Raises for an option of our optimizers that the framework has in its own configuration, and for unknown ones.
+
+    >>> check_settings({"tier": "cpu"}, "")
+    >>> check_settings({"lr": 1e-3}, "The rate is learning_rate.")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    TypeError: settings='lr': must be master_format, schedule, state_format,... The rate is learning_rate.
+    """
+    unknown = sorted(set(settings) - OURS)
+    if unknown:
+        raise TypeError(got("settings", ", ".join(unknown), ", ".join(sorted(OURS)), do))

@@ -26,12 +26,14 @@ try:
 except ImportError as error:
     raise ImportError(
         "zerokern.integrations.torchtitan stands on the TrainSpec of torchtitan 0.2, which later ones do not have; "
-        "allowed: pip install 'torchtitan>=0.2.2,<0.3'"
+        "allowed: pip install 'torchtitan>=0.2.2,<0.3', or with 0.3, for the optimizer alone, "
+        "--override.imports zerokern.integrations.torchtitan_override.optimizers"
     ) from error
 
 import zerokern as zk
 from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
+from zerokern.integrations.sharded_model import check_settings
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero import shard_of
 from zerokern.zero.kinds import is_placed
@@ -42,7 +44,6 @@ __all__ = ["exchanged", "train_spec", "use"]
 KINDS: dict[type, type[FusedOptimizer]] = {torch.optim.AdamW: zk.AdamW, torch.optim.Adam: zk.Adam}
 KEPT = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"}
 OF_MUON = {"lr", "weight_decay", "maximize"}  # of these, what is the same for Muon
-OURS = {"tier", "schedule", "update", "state_format", "master_format", "stochastic_seed"}
 ALONE = (
     "data_parallel_replicate_degree alone makes copies: each rank has all of the model's state (stage 0), where "
     "stage={stage} was asked for. data_parallel_shard_degree is what zk.shard divides along"
@@ -96,10 +97,10 @@ def train_spec(
     >>> spec.model_cls.__name__
     'Qwen3Model'
     """
-    unknown = sorted(set(settings) - OURS)
-    if unknown:
-        do = "The rate, betas, eps and weight decay come from torchtitan's [optimizer]; it clips by training.max_norm"
-        raise TypeError(got("settings", ", ".join(unknown), ", ".join(sorted(OURS)), do))
+    check_settings(
+        settings,
+        "The rate, betas, eps and weight decay come from torchtitan's [optimizer]; it clips by training.max_norm",
+    )
     built: Callable[..., OptimizersContainer] = spec.build_optimizers_fn
 
     def build_optimizers(*arguments: Any, **keywords: Any) -> OptimizersContainer:

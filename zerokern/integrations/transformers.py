@@ -24,9 +24,11 @@ from zerokern import interop
 from zerokern.checkpoint import load, save
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
-from zerokern.integrations.sharded_model import check_model, is_ours, is_sharded
+from zerokern.integrations.sharded_model import check_model, check_settings, is_ours, is_sharded
 
-__all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs"]
+__all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs", "use"]
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 _NOTHING = (
     "the model of this Trainer is not sharded and its optimizer is torch's {}, so that zerokern does nothing here: "
@@ -47,6 +49,38 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, **settings: Any) -> tuple[
     """
     betas = (args.adam_beta1, args.adam_beta2)
     return zk.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, **settings}
+
+
+def use(trainer: Any = transformers.Trainer, **settings: Any) -> None:
+    """Makes all Trainers of this process train with `zk.AdamW(**settings)` in the place of torch's AdamW.
+
+    For what constructs a Trainer out of a configuration, such as LLaMA-Factory: call it before that. The rate, betas,
+    eps, weight decay, its groups and clipping are the configuration's; `optim` must be "adamw_torch" or
+    "adamw_torch_fused". `trainer`: a Trainer, or a class of them, for which alone it is.
+
+    >>> class Own(transformers.Trainer): ...
+    >>> use(Own, tier="cpu", state_format="int8")
+    >>> kind, settings = Own.get_optimizer_cls_and_kwargs(TrainingArguments(learning_rate=3e-4))
+    >>> kind.__name__, settings["lr"], settings["tier"]
+    ('AdamW', 0.0003, 'cpu')
+    """
+    check_settings(settings, "The rest is the configuration's: learning_rate, adam_beta1, weight_decay, max_grad_norm")
+    if isinstance(trainer, transformers.Trainer):
+        _check_optim(trainer.args)
+
+    def chosen(args: TrainingArguments, model: Any = None) -> tuple[type[zk.AdamW], dict[str, Any]]:
+        _check_optim(args)
+        # a class of somebody else's that is given these keywords, as GaLore's is, fails on `tier`
+        return optimizer_cls_and_kwargs(args, **{"tier": "device", **settings})
+
+    trainer.get_optimizer_cls_and_kwargs = staticmethod(chosen)
+
+
+def _check_optim(args: TrainingArguments) -> None:
+    asked = getattr(args.optim, "value", args.optim)
+    if asked not in ADAMW:
+        do = "Leave zerokern.integrations.transformers.use out, and it is another's optimizer"
+        raise ValueError(got("optim", asked, f"{' or '.join(ADAMW)}, in whose place zk.AdamW is used", do))
 
 
 class TrainerMixin(_Any):
@@ -89,7 +123,7 @@ class TrainerMixin(_Any):
         """Creates Trainer's optimizer; a divided model gets `zk.AdamW` for AdamW, and nothing else by name."""
         asked = getattr(self.args.optim, "value", self.args.optim)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_sharded(self.model):
-            if asked not in ("adamw_torch", "adamw_torch_fused"):
+            if asked not in ADAMW:
                 do = (
                     "Others: Trainer(optimizer_cls_and_kwargs=(zk.Lion, {...})), with zk.Adam, Lion, Adagrad or SGD; "
                     "zk.Muon: Trainer(optimizers=(zk.ChainedOptimizer([zk.Muon(matrices), zk.AdamW(rest)]), None))"

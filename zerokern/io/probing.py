@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -100,7 +101,9 @@ def cached(folder: str | os.PathLike[str]) -> Probe | None:
 
 
 def probes() -> dict[str, Probe]:
-    """Returns all that is in the cache, by the folder that was probed.
+    """Returns all that is in the cache, by the folder that was probed, or what is left of its path on that disk.
+
+    Disks that are not here any more are left out.
 
     >>> all(found.depth >= 1 for found in probes().values())
     True
@@ -109,7 +112,20 @@ def probes() -> dict[str, Probe]:
         paths = sorted(env.cache_folder().glob("disk-*.json"))
     except OSError:
         return {}
-    return dict(kept for path in paths if (kept := _load(path)) is not None)
+    found = ((path, *kept) for path in paths if (kept := _load(path)) is not None)
+    return {str(there): probed for path, folder, probed in found if (there := _still_there(path, folder)) is not None}
+
+
+def _still_there(place: Path, folder: str) -> Path | None:
+    """Returns the folder, or the nearest above it that exists, if it lies on the disk whose place in the cache this
+    is."""
+    nearest = Path(folder)
+    while not nearest.is_dir() and nearest != nearest.parent:
+        nearest = nearest.parent
+    with contextlib.suppress(OSError):
+        if nearest.is_dir() and _place(nearest) == place:
+            return nearest
+    return None
 
 
 def _place(folder: str | os.PathLike[str]) -> Path:

@@ -192,7 +192,8 @@ class NvmeTier:
                 self.swap.delete(part.key)
             if isinstance(error, ZerokernError):
                 roles = " and ".join(dict.fromkeys(one.role for one in wanted))
-                error.args = (f"{error}\nThe {roles} needs {sum(one.nbytes for one in wanted):,} bytes on disk",)
+                needed = sum(one.nbytes for one in wanted)
+                error.args = (f"{error}\n{needed:,} bytes are needed on disk for {roles}",)
             raise
         self._parts.update((part.key, part) for part in made)
         return made

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
+_FROM_NUMPY = "allowed: a tensor (torch.from_numpy(array) is one over the same memory)"
 
 
 def number(name: str, value: object, least: float | None = None) -> float:
@@ -74,6 +75,8 @@ def as_list(
     """One tensor or a list of them as a list, as long as the parameters are, or what else `of` names."""
     if value is None:
         return None
+    if type(value).__module__ == "numpy":  # a list of its rows, or of its numbers, would be refused one by one
+        raise TypeError(f"{name} is a numpy array; {_FROM_NUMPY}")
     tensors = [value] if isinstance(value, Tensor) else list(value)
     if like is not None and len(tensors) != like:
         raise ValueError(f"{name} has {len(tensors)} tensors, {of} has {like}; allowed: one for each")
@@ -95,6 +98,8 @@ def tensor(
     """
     allowed = _FLOATS if dtypes is None else " or ".join(str(d) for d in dtypes)
     if not isinstance(value, Tensor):
+        if type(value).__module__ == "numpy":
+            raise TypeError(f"{name} is a numpy array; {_FROM_NUMPY}")
         raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {allowed}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} has layout {value.layout}; allowed: dense tensors (call .to_dense())")

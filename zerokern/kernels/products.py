@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.kernels.triton.backend import capturing
+
 __all__ = ["add_product", "multiply"]
 
 _Layout = tuple[torch.Size, tuple[int, ...]]
@@ -17,8 +19,8 @@ _SEED = 24
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Writes a @ b, of two matrices or of each pair in two batches.
 
-    On a CPU every product of a batch has the bits of `torch.mm` on its own: whether matrices are multiplied alone or
-    with others must not show. A GPU multiplies a batch by `torch.bmm`.
+    Every product of a batch has the bits of `torch.mm` on its own: whether matrices are multiplied alone or with others
+    must not show.
 
     >>> a, out = torch.ones(2, 3, 4), torch.empty(2, 3, 3)
     >>> multiply(a, a.mT, out); out[1]
@@ -28,7 +30,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """
     if a.dim() == 2:
         torch.mm(a, b, out=out)
-    elif a.device.type != "cpu" or _batch_is_exact(a.dtype, None, _layout(a), _layout(b), 0.0, 1.0, _way()):
+    elif _may_be_tried(a.device) and _batch_is_exact(a.dtype, None, _layout(a), _layout(b), 0.0, 1.0, _way(a.device)):
         torch.bmm(a, b, out=out)
     else:
         for one, other, to in zip(a, b, out, strict=True):
@@ -45,8 +47,8 @@ def add_product(addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: floa
     """
     if a.dim() == 2:
         torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
-    elif a.device.type != "cpu" or _batch_is_exact(
-        a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha, _way()
+    elif _may_be_tried(a.device) and _batch_is_exact(
+        a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha, _way(a.device)
     ):
         torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
     else:
@@ -58,9 +60,18 @@ def _layout(x: Tensor) -> _Layout:
     return x.shape, x.stride()
 
 
-def _way() -> tuple[object, ...]:
-    """What else torch chooses a kernel by: its threads, and settings that a program may change."""
-    return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+def _may_be_tried(device: torch.device) -> bool:
+    """Whether the host may wait for a product; not what is captured in a CUDA graph."""
+    return not capturing(device)
+
+
+def _way(device: torch.device) -> tuple[object, ...]:
+    """What else torch chooses a kernel by: the device, its threads, and settings that a program may change."""
+    if device.type == "cpu":
+        return device, torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32
+    return device, torch.get_float32_matmul_precision(), torch.backends.cuda.preferred_blas_library(), *reduced
 
 
 @lru_cache(maxsize=4096)
@@ -76,8 +87,11 @@ def _batch_is_exact(
     """Multiplies a batch of these layouts at once and one by one; returns whether all bits are the same.
 
     Libraries choose the order of a sum by layouts, not by values, and values are such here that another order shows
-    in every element: large terms cancel, and what is added between two of them loses its last bits.
+    in every element: large terms cancel, and what is added between two of them loses its last bits. On a GPU the host
+    waits, once for each layout.
     """
+    device = way[0]
+    assert isinstance(device, torch.device)
     generator = torch.Generator().manual_seed(_SEED)
     usual: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     width = a[0][-1]
@@ -87,11 +101,11 @@ def _batch_is_exact(
     left[..., some] *= 2.0 ** torch.randint(0, 12, (len(some),), **usual)
     left[..., opposite] = left[..., some]
     right[..., opposite, :] = -right[..., some, :]
-    left, right = _laid_out(left, a, dtype), _laid_out(right, b, dtype)
+    left, right = _laid_out(left, a, dtype, device), _laid_out(right, b, dtype, device)
     added = None
     if addend is not None:
-        added = _laid_out(torch.randn(addend[0], **usual), addend, dtype)
-    out = torch.empty(a[0][0], a[0][1], b[0][2], dtype=dtype, device="cpu")
+        added = _laid_out(torch.randn(addend[0], **usual), addend, dtype, device)
+    out = torch.empty(a[0][0], a[0][1], b[0][2], dtype=dtype, device=device)
     single = torch.empty_like(out[0])
     if added is None:
         torch.bmm(left, right, out=out)
@@ -109,8 +123,8 @@ def _batch_is_exact(
     return True
 
 
-def _laid_out(values: Tensor, layout: _Layout, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(*layout, dtype=dtype, device="cpu").copy_(values)
+def _laid_out(values: Tensor, layout: _Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(*layout, dtype=dtype, device=device).copy_(values)
 
 
 def _alone(batch: Tensor, number: int) -> Tensor:

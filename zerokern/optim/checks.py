@@ -29,6 +29,12 @@ _REFUSED = {
 }
 
 
+_ELSEWHERE = {  # what other libraries call these options
+    "learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas", "wd": "weight_decay",
+    "clip_grad_norm": "max_grad_norm", "grad_clip": "max_grad_norm", "offload": "tier",
+}  # fmt: skip
+
+
 def number(name: str, value: Any, *, below: float = math.inf, positive: bool = False) -> float:
     """Returns `value` as a float in [0, below), or (0, below). A tensor of one element is read now.
 
@@ -38,6 +44,7 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
     if isinstance(value, Tensor) and device.serves(value.device):
         do = "only lr is read where it lies; reading this one would wait for the device"
         raise TypeError(got(name, value, "a number or a tensor on the CPU", do))
+    no_text(name, value)
     try:
         found = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -46,6 +53,19 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
         finite = "a finite number > 0" if positive else "a finite number >= 0"
         raise ValueError(got(name, found, finite if below == math.inf else f"a number in [0, {below:g})"))
     return found
+
+
+def no_text(name: str, value: Any) -> None:
+    """Raises for text, which float() would read: a configuration file's "3e-4" shows itself here.
+
+    >>> no_text("lr", "3e-4")
+    Traceback (most recent call last):
+    ...
+    TypeError: lr='3e-4': must be a number. Pass lr=float('3e-4') if it comes from a file (YAML reads 3e-4 as text)
+    """
+    if isinstance(value, str | bytes):
+        do = f"Pass {name}=float({value!r}) if it comes from a file (YAML reads 3e-4 as text)"
+        raise TypeError(got(name, value, "a number", do))
 
 
 def rate(name: str, value: Any) -> float | Tensor:
@@ -87,6 +107,8 @@ def coefficients(name: str, value: Any) -> tuple[float, float, float]:
     (3.4445, -4.775, 2.0315)
     """
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
+        for each in value:
+            no_text(name, each)
         a, b, c = map(float, value)
         if all(map(math.isfinite, (a, b, c))):
             return a, b, c
@@ -128,6 +150,9 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups
     tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
+        if type(tensor).__module__ == "numpy":  # an array, or the rows or numbers of one
+            do = "torch.nn.Parameter(torch.from_numpy(array)) is one over the same memory"
+            raise TypeError(got("params", "what numpy made", "torch.nn.Parameters", do))
         if sharded_parameter_of(tensor) is not None:
             do = "A forward was broken off, by Ctrl-C perhaps: run one to its end, and list the parameters then"
             what = f"what stands for a parameter while its module computes, at {index}"
@@ -160,7 +185,11 @@ def misspelt(name: str, options: Collection[str]) -> str | None:
 
     >>> misspelt("state_fmt", ["lr", "state_format"]), misspelt("max_momentum", ["momentum"])
     ('state_format', None)
+    >>> misspelt("learning_rate", ["lr", "betas"])
+    'lr'
     """
+    if _ELSEWHERE.get(name) in options:
+        return _ELSEWHERE[name]
     for option in get_close_matches(name, options, n=1, cutoff=0.75):
         made_of_it = f"_{option}_" in f"_{name}_"
         return None if made_of_it else option
@@ -177,6 +206,12 @@ def parameter(name: str, param: Tensor, other: str, device_of_other: torch.devic
         raise TypeError(got(name, type(param).__name__, "an initialised parameter", "run a forward pass first"))
     if param.dtype not in DTYPES:
         raise TypeError(got(f"{name}.dtype", param.dtype, DTYPES_TEXT))
+    if param.is_meta:
+        do = (
+            "It has no values yet: construct the model by zk.build(fn, ...), or materialize it before the optimizer "
+            'is made, by model.to_empty(device="cpu") and loading its weights'
+        )
+        raise ValueError(got(f"{name}.device", param.device, "cpu or cuda", do))
     if param.device.type != "cpu" and not device.serves(param.device):
         raise ValueError(got(f"{name}.device", param.device, "cpu or cuda", "move the model there"))
     if param.device != device_of_other:

@@ -184,11 +184,20 @@ def widths_of(slots: Sequence[Slot]) -> tuple[Width, ...]:
     return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in slots)
 
 
+_NO_INT8 = {  # why: codes of 8 bits are for Adam, AdamW and Lion, whose steps are bounded, and for Muon's directions
+    "sgd": "SGD subtracts momentum_buffer as it is, so that the rounding of 8 bits would go into the parameter; 'bf16' "
+    "takes half of fp32's bytes",
+    "adagrad": "its sum only grows, and what is added to it would soon be less than a step of 8 bits; 'bf16' takes "
+    "half of fp32's bytes",
+}
+
+
 def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
     """Raises if a format does not exist, before any parameter is read."""
     state_format, master_format = group["state_format"], group["master_format"]
     if state_format not in algorithm.state_formats:
-        raise ValueError(got("state_format", state_format, " | ".join(map(repr, algorithm.state_formats))))
+        do = _NO_INT8.get(algorithm.name, "") if state_format == "int8" else ""
+        raise ValueError(got("state_format", state_format, " | ".join(map(repr, algorithm.state_formats)), do))
     if master_format is not None and master_format not in MASTER_FORMATS:
         raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
     seed = group["stochastic_seed"]

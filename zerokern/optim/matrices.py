@@ -21,7 +21,7 @@ from zerokern.optim import device
 from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, parts_of_matrices, rounds_of
 from zerokern.optim.formats import Layout
 from zerokern.optim.records import StateSpan
-from zerokern.optim.small_matrices import SmallMatrices, batches_of, is_small
+from zerokern.optim.small_matrices import SmallMatrices, batches_of, most_together
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
@@ -177,7 +177,7 @@ class MatrixTable:
     """Rows of an update that are matrices, or parts of them, with the face of the tables that it is made of.
 
     Of one row after the other it moves the average and writes the matrix that is to be orthogonalized, orthogonalizes
-    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds; in host memory equal
+    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds; equal
     small ones are updated together (`small_matrices`). Rows of its parts follow each other: first those that move
     averages, then those that apply the result. Of matrices that ranks have cut (`cut_matrices`) a round is updated
     together; what is here of them has memory of its own from the first row that a record has of it to the last one.
@@ -188,9 +188,10 @@ class MatrixTable:
     ) -> None:
         self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
         self._open_table = open_table
-        place = getattr(open_table(1, 1), "device", None)
+        place = getattr(open_table(1, 1), "device", _HOST)
+        self._most = most_together(place)
         # rows that are updated with others like them
-        self._small = {row for row, part in enumerate(parts) if place is None and _is_small(part)}
+        self._small = {row for row, part in enumerate(parts) if _is_small(part, self._most)}
         # of the others the table of the average, and that of the parameter, whose learning rate depends on its shape
         others = [row for row in range(len(parts)) if row not in self._small]
         self._tables = {row: (open_table(1, 1), open_table(1, 1)) for row in others}
@@ -200,7 +201,7 @@ class MatrixTable:
         self._iterations: list[dict[str, Any]] = [{}] * self.nseg
         names = ("group", "numel", "grad", *_OF_PARAMETERS, "exp_avg", "exp_avg_scale", *_UNUSED)
         self.columns = {name: memoryview(bytearray(8 * max(self.nseg, 1))).cast("Q")[: self.nseg] for name in names}
-        self.spare = SpareMatrix(place or _HOST)
+        self.spare = SpareMatrix(place)
         self._decides = lambda: open_table(1, 1)  # on a device: a table without elements, which counts the step
         self._decided: Any = None
         self._nothing: list[Tensor] = []
@@ -265,7 +266,7 @@ class MatrixTable:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything had been written."""
         with self._prepared(range(begin, self.nseg if end is None else end)) as (rows, rounds):
             for batch in self._batches_of(rows):
-                self._update_small(batch, scale)
+                self._update_small(batch, partial(self._average, scale), self._apply)
             for row in rows:
                 if row not in self._small:
                     self._update(row, scale)
@@ -323,21 +324,24 @@ class MatrixTable:
             witness = [control.witnesses[self.columns["group"][row]]]
             return {"steps": control.steps, "increments": still, "witnesses": witness, "outcome": outcome}
 
-        def average(row: int) -> None:
+        def average(row: int, table: Any = None) -> None:
             nonlocal skips
             self.begun = True
-            self._tables[row][0].run(scale, type(control)(**{**vars(control), **counting(row)}))
+            (table or self._tables[row][0]).run(scale, type(control)(**{**vars(control), **counting(row)}))
             skips = outcome[2:3].float() if skips is None else skips
 
-        def apply(row: int) -> None:
+        def apply(row: int, table: Any = None) -> None:
             of_sums = {"max_norm": None, "sums": None, "grad_scale": None, "found_inf": skips}
-            self._tables[row][1].run(1.0, type(control)(**counting(row), **of_sums))
+            (table or self._tables[row][1]).run(1.0, type(control)(**counting(row), **of_sums))
 
+        for batch in self._batches_of(rows):
+            self._update_small(batch, average, apply)
         for row in rows:
-            matrix, sums = self._arrange(row)
-            average(row)
-            self._orthogonalize(row, matrix, sums)
-            apply(row)
+            if row not in self._small:
+                matrix, sums = self._arrange(row)
+                average(row)
+                self._orthogonalize(row, matrix, sums)
+                apply(row)
         for one in rounds:
             self._update_together(one, average, apply)
         if self._decided is None:
@@ -368,16 +372,18 @@ class MatrixTable:
         small = tuple(row for row in rows if row in self._small)
         if small not in self._batches:
             groups = self.columns["group"]
-            found = batches_of(small, lambda row: (groups[row], *_matrix_of(self._parts[row])[1:]))
+            found = batches_of(small, lambda row: (groups[row], *_matrix_of(self._parts[row])[1:]), self._most)
             shapes = [_matrix_of(self._parts[some[0]])[1:] for some in found]
             made = [
-                SmallMatrices(self._open_table, some, (height, width), _OF_PARAMETERS)
+                SmallMatrices(self._open_table, some, (height, width), _OF_PARAMETERS, self.spare.place)
                 for some, (height, width) in zip(found, shapes, strict=True)
             ]
             self._batches[small] = made
         return self._batches[small]
 
-    def _update_small(self, batch: SmallMatrices, scale: float) -> None:
+    def _update_small(
+        self, batch: SmallMatrices, average: Callable[[int, Any], None], apply: Callable[[int, Any], None]
+    ) -> None:
         row = batch.rows[0]
         settings = self._settings[self.columns["group"][row]]
         if batch.settings is not settings:
@@ -385,11 +391,10 @@ class MatrixTable:
             batch.set_group(of_averages, {**formats, **applied(_matrix_of(self._parts[row]))})
             batch.settings = settings
         how = self._iterations[row]
-        memory = self.spare.memory(batch.numel, how["dtype"])
-        batch.average(scale, self.columns, memory)
-        self.begun = True
-        iterate_(*batch.matrices(memory), how["coefficients"], how["steps"], how["eps"])
-        batch.apply(self.columns, memory)
+        matrices, sums = batch.arrange(self.columns, self.spare.memory(batch.numel, how["dtype"]))
+        average(row, batch.averages)
+        iterate_(matrices, sums, how["coefficients"], how["steps"], how["eps"])
+        apply(row, batch.parameters)
 
     def _update_cut(self, row: int, part: MatrixPart, scale: float) -> None:
         """Updates what a record has of a cut matrix: on the way to the matrix's round, or back from it."""
@@ -407,12 +412,12 @@ class MatrixTable:
         if self._applied_by[key] == row:
             del kept[key]
 
-    def _average(self, scale: float, row: int) -> None:
-        self._tables[row][0].run(scale)
+    def _average(self, scale: float, row: int, table: Any = None) -> None:
+        (table or self._tables[row][0]).run(scale)
         self.begun = True
 
-    def _apply(self, row: int) -> None:
-        self._tables[row][1].run(1.0)
+    def _apply(self, row: int, table: Any = None) -> None:
+        (table or self._tables[row][1]).run(1.0)
 
     def _update_together(self, one: Round, average: Callable[[int], None], apply: Callable[[int], None]) -> None:
         """Updates this rank's parts of the matrices of a round; one of them it orthogonalizes for all ranks."""
@@ -537,11 +542,11 @@ class SpareMatrix:
         return self._sums[: -(-numel // SUMSQ_CHUNK)]
 
 
-def _is_small(part: MatrixPart | CutMatrix) -> bool:
+def _is_small(part: MatrixPart | CutMatrix, most: int) -> bool:
     """Whether a row is a whole matrix of which several are orthogonalized together."""
     if isinstance(part, CutMatrix) or isinstance(part.matrix, CutMatrix):
         return False
-    return part.averages and part.applies and part.start == 0 and part.ends and is_small(part.numel)
+    return part.averages and part.applies and part.start == 0 and part.ends and 0 < 2 * part.numel <= most
 
 
 def _matrix_of(part: MatrixPart | CutMatrix) -> Matrix:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from zerokern.core.errors import got
 from zerokern.core.units import MOST, in_units, parse_nbytes
 
-__all__ = ["DEVICES", "Memory", "count", "gigabytes", "in_seconds", "parse_device_memory", "parse_numel", "table_of"]
+__all__ = ["DEVICES", "Memory", "count", "gigabytes", "in_seconds", "parse_device_memory", "parse_numel"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
@@ -142,21 +142,3 @@ def in_seconds(seconds: float) -> str:
     ('12.3 ms', '12.3 s')
     """
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Formats rows as aligned columns, the first `left` of them to the left.
-
-    >>> print(table_of(["role", "GB"], [["gradients", "4"]]))
-    | role      | GB |
-    | --------- | -: |
-    | gradients |  4 |
-    """
-    widths = [max(2, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
-    rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-
-    def line(cells: Sequence[str]) -> str:
-        sides = [str.ljust if i < left else str.rjust for i in range(len(cells))]
-        return f"| {' | '.join(side(c, w) for side, c, w in zip(sides, cells, widths, strict=True))} |"
-
-    return "\n".join([line(header), line(rule), *map(line, rows)])

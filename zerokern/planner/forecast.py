@@ -11,7 +11,8 @@ from typing import Any
 
 from zerokern.core.errors import got
 from zerokern.core.units import itemsize
-from zerokern.planner.amounts import gigabytes, in_seconds, table_of
+from zerokern.pages import markdown_table
+from zerokern.planner.amounts import gigabytes, in_seconds
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import StatePiece, lanes_to
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
@@ -225,10 +226,10 @@ class Forecast:
         shares = ["the device computes", *(f"{share:.0%} from" for share in SHARES)]
         parts = [
             "\n\n".join(line for line in lines if line),
-            table_of(header, rows, left=2),
+            markdown_table(header, rows, left=2),
             *_hiding_table(self.hidings),
             "Tokens in a step from which on the device computes nearly all of the time, so that the update is hidden:",
-            table_of(shares, needed, left=1),
+            markdown_table(shares, needed, left=1),
             "\n".join(f"* {note}" for note in self._notes()),
         ]
         return "\n\n".join(parts)
@@ -247,7 +248,7 @@ def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
             rows[key] = [link.what, gigabytes(link.nbytes), in_seconds(link.seconds), f"{link.tokens:,.0f}"]
     told = [["all" if len(whose[key]) == len(found) else ", ".join(whose[key]), *row] for key, row in rows.items()]
     header = ["schedule", "what moves in a step", "GB", "takes", "hides from T* tokens"]
-    return ["What has to hide beside compute, alone and at the machine's rates:", table_of(header, told, left=2)]
+    return ["What has to hide beside compute, alone and at the machine's rates:", markdown_table(header, told, left=2)]
 
 
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:

@@ -13,6 +13,7 @@ from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.chained import unchained
 from zerokern.optim.disk import on_disk_of
+from zerokern.pages import html_page
 from zerokern.planner import table
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import STATES, WORKING, HeldMemory, Holding
@@ -62,6 +63,9 @@ class Measured(HeldMemory):
 
     def __str__(self) -> str:
         return table.held_page(self.title, self)
+
+    def _repr_html_(self) -> str:
+        return html_page(str(self))
 
 
 def measure(model: nn.Module, opt: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> Measured:

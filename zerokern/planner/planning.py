@@ -11,6 +11,7 @@ from typing import Any
 
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import AUTO, RING_NBYTES
+from zerokern.pages import html_page
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, in_seconds, parse_device_memory, parse_memory
 from zerokern.planner.filling import filling, would_fit
@@ -156,6 +157,9 @@ class Plan(Footprint):
 
     def __str__(self) -> str:
         return self.page()
+
+    def _repr_html_(self) -> str:
+        return html_page(str(self))
 
 
 def plan(

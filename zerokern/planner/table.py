@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zerokern.planner.amounts import count, gigabytes, table_of
+from zerokern.pages import markdown_table
+from zerokern.planner.amounts import count, gigabytes
 from zerokern.planner.filling import would_fit
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
@@ -81,7 +82,7 @@ def worlds_page(plans: Sequence[Footprint]) -> str:
         rows.append([f"{plan.ranks:,}", *(gigabytes(stage.states) for stage in stages), *fits])
     said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
     header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
-    parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
+    parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", markdown_table(header, rows, left=0)]
     if first.device_memory:
         parts.append("What fits is counted with what collectives and computing need besides.")
     return "\n\n".join(parts)
@@ -96,7 +97,7 @@ def held_page(heading: str, memory: HeldMemory) -> str:
     ]
     rows.append(["**model states**", "", gigabytes(memory.states)])
     rows.append(["**total**", "", f"**{gigabytes(sum(holding.nbytes for holding in memory.held))}**"])
-    return f"### {heading}\n\n" + table_of(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
+    return f"### {heading}\n\n" + markdown_table(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
 
 
 def compared_page(plan: Footprint, measured: HeldMemory) -> str:
@@ -116,7 +117,7 @@ def compared_page(plan: Footprint, measured: HeldMemory) -> str:
     name = "**total on the device**" if not in_a_step else "**total on the device, at rest**"
     rows.append([name, _gb(total), _gb(measured.total), _difference(total, measured.total)])
     header = [f"stage {plan.stage}, on each rank", "planned", "measured", "difference"]
-    return f"### {title(plan)}\n\nIn GB (10^9 bytes), with {settings(plan)}:\n\n{table_of(header, rows)}"
+    return f"### {title(plan)}\n\nIn GB (10^9 bytes), with {settings(plan)}:\n\n{markdown_table(header, rows)}"
 
 
 def _difference(expected: int, actual: int) -> str:
@@ -320,7 +321,7 @@ def _stages(plan: Footprint) -> str:
     for name in [name for name in plan.sent if name != "dp"]:
         sent = [stage.sent[name] for stage in stages]
         rows.append([f"sent along {name}", "", *(_UNKNOWN if nbytes is None else _gb(nbytes) for nbytes in sent)])
-    return table_of(["on each rank", "format", *_STAGE_HEADS], rows, left=2)
+    return markdown_table(["on each rank", "format", *_STAGE_HEADS], rows, left=2)
 
 
 def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
@@ -366,7 +367,7 @@ def _tiers(plan: Footprint) -> str:
             tier: f"{_fit(plan.tiers.get(tier, 0), most)} of {gigabytes(most)}" for tier, most in plan.budget.items()
         }
         rows.append(["fits what a rank has", "", *(fits.get(tier, "") for tier in tiers)])
-    return table_of(["on each rank", "format", *(TIERS[tier] for tier in tiers)], rows, left=2)
+    return markdown_table(["on each rank", "format", *(TIERS[tier] for tier in tiers)], rows, left=2)
 
 
 def _lanes(plan: Footprint) -> str:
@@ -388,7 +389,7 @@ def _lanes(plan: Footprint) -> str:
     own = plan.numel / plan.world
     if plan.recipe.rests:
         rows.append(["bytes per parameter of its own", *(f"{nbytes / own:.3g}" for nbytes in sums.values())])
-    return table_of(["moved", *(LANES[lane] for lane in lanes)], rows)
+    return markdown_table(["moved", *(LANES[lane] for lane in lanes)], rows)
 
 
 def _placement(plan: Footprint) -> str:
@@ -458,7 +459,7 @@ def _refusal(plan: Footprint) -> list[str]:
         said = _placement(alternative) + (_LOSSY if alternative.recipe.is_lossy() else "")
         rows.append([said, *(gigabytes(alternative.tiers.get(tier, 0)) for tier in TIERS)])
     said = f"It does not fit: {lacks(plan)} are missing. What would fit at stage 3:"
-    return [said, table_of(["arguments", *TIERS.values()], rows)]
+    return [said, markdown_table(["arguments", *TIERS.values()], rows)]
 
 
 def _other_formats(plan: Footprint) -> str:
@@ -480,7 +481,7 @@ def _other_formats(plan: Footprint) -> str:
             totals = [other.at(stage).total for stage in STAGES]
             row += map(gigabytes, [other.at(stage).pinned for stage in STAGES] if plan.pinned else totals)
             row += [_fitting(totals, most) for most in plan.device_memory.values()]
-    return table_of([*_FORMAT_HEADS, *heads], rows, left=2)
+    return markdown_table([*_FORMAT_HEADS, *heads], rows, left=2)
 
 
 def _formats(plan: Footprint) -> list[str]:

@@ -15,6 +15,7 @@ from zerokern.core import native
 from zerokern.core.errors import StateError, got
 from zerokern.memory.staging import Ticket
 from zerokern.schedule.program import LANES, Key, Op
+from zerokern.schedule.ranges import named
 from zerokern.schedule.recorder import Recorder
 
 __all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "OpFailure", "RunState", "Task", "Worker"]
@@ -349,7 +350,8 @@ class Worker:
 def started(op: Op, action: Action | None, step: int, program: str, recorder: Recorder | None) -> tuple[Any, Any]:
     """Runs the action of an op. Returns its ticket, if any, and the recorder's entry for it."""
     begin = 0 if recorder is None else time.perf_counter_ns()
-    ticket = None if action is None else action()
+    with named(op.verb, op.what):
+        ticket = None if action is None else action()
     if ticket is None:
         if recorder is not None:
             recorder.note(step, op.lane, op.verb, op.what, begin, time.perf_counter_ns(), op.nbytes, op.turn)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, got
+from zerokern.core.errors import ShardError, StateError, adapter_of_caller, got
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
@@ -115,8 +115,8 @@ def no_other_wrapper(module: nn.Module) -> None:
             )
         if isinstance(one, divided):
             raise StateError(
-                f"{where} is divided by FSDP already (fully_shard); call either that or zk.shard. zk.AdamW and the "
-                "other optimizers take FSDP2's parameters as they are"
+                f"{where} is divided by FSDP already (fully_shard): remove that call, and zk.shard divides the model; "
+                "or keep it and remove zk.shard: zk.AdamW(model.parameters()) takes FSDP2's parameters as they are"
             )
 
 
@@ -134,8 +134,8 @@ def not_reduced_by_ddp(module: nn.Module) -> None:
     if any(id(param) in reduced for param in module.parameters()):
         raise StateError(
             "this model was given to zk.shard, and is called by DistributedDataParallel, which would replace the "
-            "gradients by zeros: zk.shard reduces them at every stage. Call the model that zk.shard returned, without "
-            "DistributedDataParallel"
+            "gradients by zeros: zk.shard reduces them at every stage. "
+            + (adapter_of_caller() or "Call the model that zk.shard returned, without DistributedDataParallel")
         )
 
 
@@ -301,10 +301,10 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
             name = different[0]
             if name == PLACE:
                 raise ShardError(
-                    f"parameters are DTensors on a mesh in which rank 0 of those that zk.shard divides them among is "
-                    f"at {found[0][0][name]}, and rank {rank} at {theirs[name]}: they have different parts already; "
-                    'allowed: ranks at one place of it, as zk.shard(model, mesh=mesh["dp"]) names them where '
-                    'parallelize_module was given mesh["tp"]'
+                    "the parameters are DTensors, already divided among the ranks that zk.shard is to divide them "
+                    f"among (on their mesh, rank 0 is at {found[0][0][name]} and rank {rank} at {theirs[name]}). "
+                    "Remove what divided them (fully_shard, distribute_tensor). Under tensor parallelism, name the "
+                    'other dimension: zk.shard(model, mesh=mesh["dp"]) beside parallelize_module(.., mesh["tp"])'
                 )
             raise ShardError(
                 f"the ranks do not shard alike: {name} is {found[0][0][name]!r} on rank 0 and {theirs[name]!r} "

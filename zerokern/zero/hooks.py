@@ -228,6 +228,14 @@ class _Own:
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
+    @property
+    def __name__(self) -> str:
+        """There is none, as of other objects that are called; torch.jit.script asks for it first of all."""
+        raise AttributeError(
+            "torch.jit.script cannot compile a model of zk.shard or zk.build, whose hooks run in Python; allowed: "
+            "torch.compile(model), or torch.jit.script of a plain model that zk.load has filled"
+        )
+
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _of_a_copy, ()
 

@@ -189,6 +189,7 @@ class BucketMemory:
     """
 
     recorder: SpanRecorder | None = None  # of the optimizer that steps it
+    label = "bucket"  # in profiles: the name of its unit where that is gathered, else its number
 
     def __init__(
         self,

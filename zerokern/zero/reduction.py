@@ -26,6 +26,7 @@ from zerokern.core.units import BUFFERS
 from zerokern.kernels.triton.backend import capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import TensorBodies
+from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.publishing import without_waiting
@@ -312,9 +313,8 @@ class Reduction:
             return
         if self._needs_scratch:
             self._make_way()
-        with during(
-            BACKWARD, of=bucket.called + ", added to those of an earlier pass" if bucket.held else bucket.called
-        ):
+        of = bucket.called + ", added to those of an earlier pass" if bucket.held else bucket.called
+        with during(BACKWARD, of=of), named("reduce", bucket.memory.label):
             handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
         if (recorder := bucket.memory.recorder) is not None:
             handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)

@@ -212,7 +212,8 @@ class Sharded(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = f" {self.name!r}" if self.name else ""
-        here = f"elements {self.start}:{self.start + self.span.numel()} of {self.numel()} here"
+        part, whole = self.span.numel(), self.numel()
+        here = f"elements {self.start}:{self.start + part} of {whole} here" if part < whole else f"all {whole} elements"
         kept = f" (kept as {self.span.dtype})" if self.span.dtype != self.dtype else ""
         return f"Sharded({self.kind}{name}, shape {tuple(self.shape)}, {here}, {self.dtype}{kept})"
 

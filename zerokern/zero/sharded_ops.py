@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerokern.comm import during
+from zerokern.core.errors import adapter_of_caller
 from zerokern.zero.hooks import in_backward
 from zerokern.zero.tiers import fetched, in_turns
 
@@ -55,7 +56,8 @@ def refuse(op: str, tensor: Any, topic: str, detail: str = "") -> NoReturn:
     """
     says, advice = TOPICS[topic]
     whole = WHOLE[tensor.kind]
-    raise ShardedUseError(f"{op} {says}: {tensor!r}{detail}. {advice.format(whole=whole)}")
+    advice = adapter_of_caller() or advice.format(whole=whole)
+    raise ShardedUseError(f"{op} {says}: {tensor!r}{detail}. {advice}")
 
 
 def advice_for(name: str, random: bool) -> str:

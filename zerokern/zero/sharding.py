@@ -174,6 +174,7 @@ class Sharding:
                     materialize(unit)
             group = self.groups.each[bucket.ranks].group
             memory = BucketMemory(bucket, group, sharded=divided, pool=pool, **room)
+            memory.label = (units[bucket.unit].name or "root") if divided else f"bucket {bucket.index}"
             there = [(spot, *named[spot.param]) for spot in bucket.places]
             entries = [BucketEntry.of(name, param, spot) for spot, name, param, _ in there]
             lost = memory.fill(entries, keeps_initial=bucket.trainable, replicated=self.replicated)

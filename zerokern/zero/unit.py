@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Handle, during
 from zerokern.core.errors import IoError, StateError
+from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.hooks import in_backward
 from zerokern.zero.params import BucketEntry, BucketMemory, mark_gathered, mark_released
@@ -149,7 +150,7 @@ class Unit:
             return
         self.state = GATHERING
         kept = False
-        with during(self.called, of=self.called), hooks.outside_of_transforms():
+        with during(self.called, of=self.called), hooks.outside_of_transforms(), named("unshard", self.name or "root"):
             for memory in self.sharded:
                 if not memory.gathered:  # where one could not be launched, it is tried again
                     kept |= memory.allocate()
@@ -220,7 +221,7 @@ class Unit:
     def _wait(self) -> None:
         if not self._handles and not self._in_place:
             return
-        with hooks.outside_of_transforms():
+        with hooks.outside_of_transforms(), named("wait for", self.name or "root"):
             while self._handles:  # where one fails, it fails again for whoever waits again
                 try:
                     self._handles[0].wait()
