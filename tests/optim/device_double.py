@@ -84,7 +84,7 @@ class Double:
 
     def _kernels(self) -> device.Kernels:
         def table(place: torch.device, nseg: int, ngroups: int) -> Table:
-            return Table(self, nseg, ngroups)
+            return Table(self, place, nseg, ngroups)
 
         def sums(place: torch.device, numels: Sequence[int], dtype: torch.dtype) -> Sums:
             return Sums(self, numels, dtype)
@@ -93,8 +93,8 @@ class Double:
 
 
 class Table:
-    def __init__(self, double: Double, nseg: int, ngroups: int) -> None:
-        self.double, self.table = double, UpdateTable(nseg, ngroups)
+    def __init__(self, double: Double, place: torch.device, nseg: int, ngroups: int) -> None:
+        self.double, self.device, self.table = double, place, UpdateTable(nseg, ngroups)
         self.columns = self.table.columns
         self.groups: list[dict[str, Any]] = [{}] * ngroups
         self.begun = False

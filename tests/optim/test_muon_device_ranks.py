@@ -170,7 +170,7 @@ def through_the_kernels(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; a GPU multiplies in another order")
 def test_the_kernels_have_these_bits_too() -> None:
     on_ranks(2, through_the_kernels)
 
