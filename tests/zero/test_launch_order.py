@@ -48,7 +48,7 @@ class Wires:
         def sent(name: str) -> Callable[..., Any]:
             return lambda *args, group, **how: getattr(group.world, name)(*args, group=group, **how)
 
-        there = {name: sent(name) for name in ("all_reduce", "broadcast")}
+        there = {name: sent(name) for name in ("all_reduce", "all_to_all", "broadcast")}
         there |= {"all_gather_single": sent("gather"), "reduce_scatter_single": sent("scatter")}
         there |= {"get_rank": lambda pg: pg.rank, "get_world_size": lambda pg: pg.size}
         there |= {"ReduceOp": dist.ReduceOp, "distributed_c10d": dist.distributed_c10d, "PrefixStore": dist.PrefixStore}

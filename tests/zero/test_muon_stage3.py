@@ -149,7 +149,7 @@ def test_a_rank_that_lacks_a_gradient_is_refused_on_all_ranks(world: World) -> N
     kept = model.blocks[0].flat.weight.grad
     if world.rank == 1:
         model.blocks[0].flat.weight.grad = None
-    says(refusal(opt.step, StateError), ["parameters with a gradient", "all but blocks.0.flat.weight"])
+    says(refusal(opt.step, StateError), ["parameters with a gradient", "all 6 (names ", ") but blocks.0.flat.weight"])
     assert all(torch.equal(value, before[name]) for name, value in full(model).items())
     model.blocks[0].flat.weight.grad = kept
     opt.step()
@@ -205,6 +205,24 @@ def test_ranks_with_other_settings_are_told_so(world: World) -> None:
     opt = zk.Muon([block.qkv.weight for block in model.blocks], ns_coefficients=(3.0, -4.0, 1.0 + world.rank))
     model(torch.ones(2, 8)).square().mean().backward()
     says(refusal(opt.step, StateError), ["ns_coefficients", "not so on others"])
+
+
+@everywhere(2)
+def test_ranks_with_other_matrices_are_told_so(world: World) -> None:
+    """Of equal sizes, which would be mixed."""
+    model = world.shard(built(Model), stage=3)
+    opt = zk.Muon([model.blocks[world.rank].qkv.weight])
+    model(torch.ones(2, 8)).square().mean().backward()
+    says(refusal(opt.step, StateError), ["parameters with a gradient", "all 1 (names ", "not so on others"])
+
+
+@everywhere(2)
+def test_ranks_with_other_schedules_are_told_so(world: World) -> None:
+    """Which make rounds of other matrices."""
+    model = world.shard(built(Model), stage=3)
+    opt = zk.Muon([block.qkv.weight for block in model.blocks], schedule="overlap" if world.rank else "sync")
+    model(torch.ones(2, 8)).square().mean().backward()
+    says(refusal(opt.step, StateError), ["schedule of param_groups[0] is overlap", "not so on others"])
 
 
 class Wide(nn.Module):

@@ -14,7 +14,9 @@ meet once more.
 What is checked when. An update in host memory needs the answer before it begins: the host waits once for each meeting,
 however many groups of ranks meet, and for these sums alone, on a stream that the program does not launch on. An update
 on a device needs none: norm and skipping are added up and decided there (`Shards.total_there`), and nobody waits; that
-a rank cannot take part, and other settings, are found where ranks next compare what they do (`Group.agree`).
+a rank cannot take part, and other settings, are found where ranks next compare what they do (`Group.agree`). Ranks that
+also bring matrices together in the step compare first what they are about to exchange: hosts wait for each other where
+that has changed, and for no device (`Accord.compare_exchange`).
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Outcome(enum.Enum):
 
 
 WHOLE, TORN, UNTOLD, OWED = Outcome
+_OF_SCHEDULES = ("lr", "weight_decay", "momentum")  # what a step may have another value of than the last one
+_AS_BEFORE = "a step with the matrices and settings of the last one"
 _WORDS = 6  # of what a rank says: its sum, whether it failed, is torn, makes state, its settings and their square
 
 
@@ -84,10 +88,12 @@ class Accord:
         shardings: Sequence[Any],
         party: Group | MeshGroups | None = None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        last: Accord | None = None,
     ) -> None:
         """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline.
 
         `aside` makes a stream current that has nothing of the program's, so that waiting for it waits for nothing else.
+        `last`: the one of the steps before.
         """
         self._aside = aside
         divided = [team for sharding in shardings for team in sharding.teams]
@@ -103,6 +109,8 @@ class Accord:
         self.groups_of: list[list[int]] = [[] for _ in self.teams]  # those whose parameters a team shares
         self._marked: Sequence[dict[str, Any]] = ()
         self._marks = [0] * len(self.teams)
+        # what ranks exchange beside a step, as they have compared it
+        self._exchanged: dict[str, Any] | None = None if last is None else last._exchanged
         self.begin()
 
     def begin(self) -> None:
@@ -130,6 +138,30 @@ class Accord:
         if self.agreed:
             raise StateError(_told(said, self.agreed))
         return added(terms)
+
+    def compare_exchange(self, groups: Sequence[Group]) -> None:
+        """Compares what these ranks exchange in a step that a device decides on, and all settings, where that changed.
+
+        Raises where ranks differ, on all of them: StateError where it changed on all, before anything else has,
+        CommError, which ends the groups, where it changed on some of them alone. Else hosts do not wait. What
+        schedules change from step to step (learning rates, weight decay, momentum) is compared with the rest alone.
+        """
+        own = self._settings_of(range(len(self.settings)))
+        now = {name: value for name, value in own.items() if name.split(" of ")[0] not in _OF_SCHEDULES}
+        known = self._exchanged
+        if now == known:
+            for group in groups:
+                group.follow(_AS_BEFORE)
+            return
+        others = [name for name in now | (known or {}) if known is not None and now.get(name) != known.get(name)]
+        key = f"a step whose {', '.join(others)} changed since the last one" if others else "the first step"
+        for group in groups:
+            group.agree(key)
+        said = _different(_exchanged(_groups_of(groups), {_own_name(groups[0]): own}))
+        if said:
+            self._agree(said, torn=False)
+            raise StateError(_told(said, WHOLE))
+        self._exchanged = now
 
     def share_out(self, homes: Sequence[Any]) -> list[int]:
         """For each parameter the number of its sum: 0 is what counts here alone, others are by team and copies.

@@ -228,10 +228,13 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 self.runner.read_gradients(shards, unscaled=unscaled)
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
                     pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
-                    shards.accord.settings = [{**one, "parameters with a gradient": which} for one, which in pairs]
-                if shards.cut and self._algorithm.whole:  # in rounds of a bucket, or of all of them
-                    known = {"'state or parameters are on a disk'": self.holdings.moves_on_disk}
-                    shards.accord.settings = [{**one, **known} for one in shards.accord.settings]
+                    when = {"schedule": "delayed" if self.holdings.delays else self.schedule}
+                    if shards.cut:  # in rounds of a bucket, or of all of them
+                        when["'state or parameters are on a disk'"] = self.holdings.moves_on_disk
+                    told = [{**one, "parameters with a gradient": which, **when} for one, which in pairs]
+                    shards.accord.settings = told
+                    if shards.exchanges and shards.are_decided_there:
+                        shards.accord.compare_exchange(shards.exchanges)
                 done = self._update(shards.groups(self.param_groups), settings)
                 shards.accord.begin()  # what is raised from here on is no failure of the step
             finally:

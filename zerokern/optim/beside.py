@@ -15,6 +15,7 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.memory import HostTier
 from zerokern.optim import device
 from zerokern.optim.binding import HostCompute, Member, TableGroup, set_groups, table_of
+from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.hosted import HostCopies
 from zerokern.optim.state import SpanRow, StateTier, room_of
 from zerokern.optim.streamed import Passage, StreamedRows
@@ -38,6 +39,7 @@ class SplitCompute(HostCompute):
         self._place, self._host, self._room = host.driver.device, host, room
         self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
         self._there: Any = None  # the table of what stays, with its state
+        self._cut: set[int] = set()  # ids of parameters whose matrices ranks have cut
         self._groups_there: list[TableGroup] = []
         self._open_table = partial(_open_table, self._place)  # no method: a cycle would keep host memory past close()
         self.streamed = StreamedRows(host.link, self._place, self._open_table, beside=schedule == "overlap")
@@ -58,7 +60,8 @@ class SplitCompute(HostCompute):
         return self.streamed.nbytes
 
     def streams_state_of(self, param: Tensor) -> bool:
-        return bool(self.streamed.pieces) and self.stays(param) and room_of(param, self._room) is not None
+        there = room_of(param, self._room) is not None or id(param) in self._cut
+        return bool(self.streamed.pieces) and self.stays(param) and there
 
     def lay_out(
         self,
@@ -72,16 +75,19 @@ class SplitCompute(HostCompute):
         steps = self.book.choose(survey.numbers)
         self.table, self.groups = table_of(survey, groups, members[:here], rows[:here], steps)
         pairs = list(zip(members, rows, strict=True))[here:]
-        far = [bool(row.layout.columns) and room_of(survey.params[i], self._room) is not None for (i, _), row in pairs]
+        rooms = [room_of(survey.params[i], self._room) for (i, _), _ in pairs]
+        moved = [bool(row.layout.columns) and room is not None for (_, row), room in zip(pairs, rooms, strict=True)]
+        self._cut = {id(survey.params[i]) for (i, place), _ in pairs if isinstance(place, CutMatrix)}
+        far = [moves or isinstance(place, CutMatrix) for ((_, place), _), moves in zip(pairs, moved, strict=True)]
         order = sorted(range(len(far)), key=far.__getitem__)  # those whose state streams come last
         self._here, self._streams_from = here, here + far.count(False)
         self._order = [*range(here), *(here + at for at in order)]
         members, rows = [pairs[at][0] for at in order], [pairs[at][1] for at in order]
-        turns = [turns[at] for at in order]
+        turns, moved = [turns[at] for at in order], [moved[at] for at in order]
         near = far.count(False)
         self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
         mine, some = members[near:], rows[near:]
-        self.streamed.lay_out(survey, groups, mine, some, steps, self._streams_from, turns[near:])
+        self.streamed.lay_out(survey, groups, mine, some, steps, self._streams_from, turns[near:], moved[near:])
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         pointers = array("Q", map(pointers.__getitem__, self._order))

@@ -13,7 +13,6 @@ from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Updat
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
-from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
 from zerokern.optim.survey import Groups, names_of
@@ -116,12 +115,12 @@ class Muon(FusedOptimizer):
 
     def _check_shard(self, shard: Shard, split: int) -> None:
         check_shard(shard, split)
-        if group_of(shard) is None:
+        if (group := group_of(shard)) is None:
             return
         do = "stages 1 and 2 with whole= leave matrices whole"
-        if self.tier != "device" and is_apart(shard.piece):
-            do = f"Matrices that stage 3 cuts do not stream to a GPU yet; {do}"
-            raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
+        if group.device.type != shard.piece.device.type or getattr(shard.sharding, "splits", False):
+            what = f"parameters off {group.device}, of which stage 3 cuts {shard.name}"
+            raise ValueError(got("tier of zk.shard", what, "'device' for matrices on GPUs, which exchange them", do))
 
     def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
         found: list[Sequence[Matrix | CutMatrix]] = []

@@ -5,6 +5,7 @@ An update changes this rank's piece of each parameter, or a copy of that in host
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm import during, user_group
+from zerokern.comm import Group, during, user_group
 from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import AddressRecord, TensorBodies
-from zerokern.optim import checks
+from zerokern.optim import checks, device
 from zerokern.optim.accord import Accord, norm_of_all
-from zerokern.optim.cut_matrices import group_of
+from zerokern.optim.cut_matrices import exchange_groups, group_of
 from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
@@ -94,7 +95,8 @@ class Shards:
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
         self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
         party = user_group(group, self.local[0].device if self.local else "cpu")
-        self.accord = Accord(self.shardings, party, self._aside())
+        self.accord: Accord = Accord(self.shardings, party, self._aside(), None if last is None else last.accord)
+        self.exchanges: list[Group] = exchange_groups(self.shards)  # for what updates whole matrices
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
@@ -129,6 +131,7 @@ class Shards:
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
         self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
+        self._cut: tuple[list[int], list[str]] | None = None  # by group, the parameters that ranks have parts of
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
 
@@ -265,15 +268,27 @@ class Shards:
                 self.grads = self._local_gradients(landed=False)
         self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
+    @property
+    def are_decided_there(self) -> bool:
+        """Whether steps are decided on the device that the parameters lie on, and no rank's host adds up."""
+        return not self.is_hosted and device.holds(self.updated)
+
     def with_gradients(self, groups: Groups) -> list[str]:
-        """Says of each group which of the parameters whose matrices ranks bring together have gradients in this step.
+        """Says of each group which parameters there are whose matrices ranks bring together, and which of them have
+        gradients in this step.
 
         Others may have some on one rank and none on another.
         """
+        sizes = [len(group["params"]) for group in groups]
+        if self._cut is None or self._cut[0] != sizes:
+            each = iter(self.shards)
+            names = [sorted(_named(one) for one in islice(each, size) if group_of(one) is not None) for size in sizes]
+            self._cut = sizes, [f"all {len(some)} (names {zlib.crc32(repr(some).encode()):08x})" for some in names]
         pairs = zip(self.shards, self.grads, strict=True)
         lacks = iter([shard.name if grad is None and group_of(shard) is not None else None for shard, grad in pairs])
-        said = [[name for name in islice(lacks, len(group["params"])) if name is not None] for group in groups]
-        return ["all" + (" but " + ", ".join(names) if names else "") for names in said]
+        said = [sorted(name for name in islice(lacks, size) if name is not None) for size in sizes]
+        cut = zip(self._cut[1], said, strict=True)
+        return [everyone + (" but " + ", ".join(names) if names else "") for everyone, names in cut]
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
@@ -497,6 +512,10 @@ def _refuse_int8(shards: Iterable[Shard]) -> None:
         if shard.here.misaligned:
             do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
             raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
+
+
+def _named(shard: Shard) -> str:
+    return f"{shard.name} {tuple(shard.shape)}"
 
 
 def in_place(shown: Any, value: Any) -> bool:

@@ -236,7 +236,9 @@ class StepRunner:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
                 return
-        with shards.accord.prepared():
+        # where a device decides, nobody asks others before they wait for this rank's matrices
+        untold = shards.exchanges if survey.matrices and shards.are_decided_there else ()
+        with together(untold), shards.accord.prepared():
             binding = bind() if survey.params else None
         if binding is None:
             with self._reported(lambda: False):
@@ -507,8 +509,7 @@ class StepRunner:
             if self.agrees or (here.moves_on_disk and here.torn):
                 say_outcome(error, here.outcome)
             return
-        decided_there = not shards.is_hosted and device.holds(shards.updated)  # nobody here has added up
-        if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
+        if isinstance(error, Exception) and not isinstance(error, CommError) and not shards.are_decided_there:
             with contextlib.suppress(CommError):
                 self._publish_with_others(shards)
                 accord.refuse(here.reason or str(error), torn=here.torn, reports=self.agrees)

@@ -18,6 +18,7 @@ from zerokern.io.pieces import columns as columns_of
 from zerokern.memory import DeviceTier, Wanted
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim.binding import Member, TableGroup, set_groups, table_of
+from zerokern.optim.cut_matrices import CutMatrix, rounds_of
 from zerokern.optim.formats import TAKES_LESS
 from zerokern.optim.matrices import Matrix, MatrixTable, SpareMatrix
 from zerokern.optim.state import SpanRow, pointer_words
@@ -44,12 +45,30 @@ def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tup
     return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
 
 
-def whole_pieces(matrices: Sequence[Matrix], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Any], int, int]:
-    """Returns what `pieces_of` does, where the state of a matrix is moved at once."""
-    sizes = [columns_of(mine, one.numel)[1] for mine, one in zip(widths, matrices, strict=True)]
-    segments = [Segment(span, one.start, one.numel, 0) for span, one in enumerate(matrices)]
-    pieces = [Piece((segment,), nbytes) for segment, nbytes in zip(segments, sizes, strict=True)]
-    return pieces, min(SLOTS, len(pieces)), max(sizes, default=0)
+def whole_pieces(
+    matrices: Sequence[Matrix | CutMatrix], widths: Sequence[tuple[Width, ...]], turns: Sequence[int] = ()
+) -> tuple[list[Any], int, int]:
+    """Returns what `pieces_of` does, where the state of a matrix is moved at once, that of a round of matrices, which
+    ranks have cut, together. A round is of one turn (`turns`: those of the matrices), and the same on all ranks.
+
+    >>> two = Width(2, 1), Width(4, 1)
+    >>> [piece.nbytes for piece in whole_pieces([Matrix(0, 8, 4), Matrix(32, 16, 4)], [two] * 2)[0]]
+    [192, 384]
+    """
+    turns = turns or [0] * len(matrices)
+    cut = [(row, one) for row, one in enumerate(matrices) if isinstance(one, CutMatrix)]
+    found = [[row] for row, one in enumerate(matrices) if not isinstance(one, CutMatrix)]
+    for turn in sorted({turns[row] for row, _ in cut}):
+        mine = [(row, one, torch.float32) for row, one in cut if turns[row] == turn]
+        found += [list(one.rows) for one in rounds_of(mine)]
+    pieces = []
+    for rows in sorted(found, key=lambda rows: turns[rows[0]]):
+        segments, end = [], 0
+        for row in rows:
+            segments.append(Segment(row, matrices[row].start, matrices[row].numel, end))
+            end += columns_of(widths[row], matrices[row].numel)[1]
+        pieces.append(Piece(tuple(segments), end))
+    return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
 
 
 @dataclass
@@ -134,12 +153,20 @@ class StreamedRows:
         steps: Sequence[int],
         first: int,
         turns: Sequence[int],
+        moved: Sequence[bool],
     ) -> None:
-        """Cuts the rows into pieces. `first`: the number of the first one's gradient. `turns`: those of the rows."""
+        """Cuts the rows into pieces. `first`: the number of the first one's gradient. `turns`: those of the rows.
+
+        `moved`: whether the state of a row is in host memory; else it lies on the device, and is updated there among
+        the others of a round, for ranks need not have the same in host memory.
+        """
         self.wait()
-        widths = [row.layout.widths for row in rows]
+        widths = [row.layout.widths if moves else () for row, moves in zip(rows, moved, strict=True)]
         if survey.matrices:
-            pieces, count, nbytes = whole_pieces([matrix for _, matrix in members], widths)
+            if not self._beside:  # nobody waits for a turn by itself: rounds have matrices of any
+                pairs = zip(members, turns, strict=True)
+                turns = [0 if isinstance(place, CutMatrix) else turn for (_, place), turn in pairs]
+            pieces, count, nbytes = whole_pieces([matrix for _, matrix in members], widths, turns)
         else:
             pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
         if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
@@ -155,6 +182,9 @@ class StreamedRows:
             spans: list[SpanRow] = []
             for segment in piece.segments:
                 row, i = rows[segment.span], members[segment.span][0]
+                if not moved[segment.span]:
+                    spans.append(row)
+                    continue
                 shift = segment.start * survey.param_dtypes[i].itemsize
                 pointers = {row.layout.param_column: survey.param_pointers[i] + shift}
                 for column, kept, near in _parts(row, widths[segment.span], segment, slot):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
-from zerokern.optim.cut_matrices import exchange_groups, together
+from zerokern.optim.cut_matrices import together
 from zerokern.optim.parts import Part
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
@@ -53,7 +53,7 @@ class Update:
             zip((part.name for part in parts), accumulate(map(_count, parts), initial=0), strict=False)
         )
         binding.arrange(turns, [name for part in parts for name in part.names])
-        self.exchanges = exchange_groups(shards.shards) if binding.survey.matrices else []
+        self.exchanges = shards.exchanges if binding.survey.matrices else []
         # whether gradients are read where the user's program has them, and could be edited
         self.in_place = not shards.is_hosted
         self.reads_in_place = self.in_place or shards.host.has_near
@@ -125,7 +125,8 @@ class Update:
     def stream_part(self, name: str) -> Any:
         """Launches one turn of the update on the device; returns its ticket."""
         scale = self.decision.scale
-        tickets = None if scale is None else self.binding.take_turn(self._turn_of[name], scale)
+        with together(self.exchanges):
+            tickets = None if scale is None else self.binding.take_turn(self._turn_of[name], scale)
         updated, self._stored[name] = tickets or (None, None)
         return updated
 
