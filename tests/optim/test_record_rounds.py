@@ -324,8 +324,9 @@ def failing(op: int, number: int) -> Faults:
     return Faults(fail_op=op, fail_begin=at, fail_end=at + 1, fail_count=1, fail_errno=errno.EIO)
 
 
-@each("op, number", [(READ, 0), (READ, 2), (WRITE, 0), (WRITE, 2)])
-@each("schedule", ["sync", "overlap", "delayed"])
+@each("op, number, schedule", [
+    (READ, 0, "sync"), (READ, 2, "overlap"), (READ, 2, "delayed"), (WRITE, 0, "overlap"), (WRITE, 2, "sync"),
+])  # fmt: skip
 def test_a_disk_that_fails_on_one_rank_ends_the_step_on_all(
     op: int, number: int, schedule: str, folders: Folders
 ) -> None:
