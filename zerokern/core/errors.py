@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from types import FrameType
 
 __all__ = [
     "BackendError", "BudgetError", "CommError", "IoError", "KernelError", "ShardError", "StateError", "ZerokernError",
@@ -132,7 +133,7 @@ def adapter_of_caller() -> str:
     ''
     """
     modules: set[str] = set()
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         # the adapter is in use where it is calling, or what is calling is an object of it
@@ -140,6 +141,6 @@ def adapter_of_caller() -> str:
         if name.startswith(OURS) or any(one.__module__.startswith(OURS) for one in classes):
             return ""
         modules.add(name)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     called = (says for module, says in ADAPTERS.items() if any(f"{one}.".startswith(f"{module}.") for one in modules))
     return next(called, "")
