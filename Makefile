@@ -3,10 +3,12 @@
 #   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
 #   EXTRAS=dev,peers           which extras of pyproject.toml to install (default: dev; `make demo` alone: demo)
 #   WORKERS=2                  how many processes run the tests
+#   TORCH=2.10.0+cpu           another torch than that of constraints.txt, in a virtual environment of its own
 #   MINUTES=15 SEED=0          when `make test-rest` stops (0: when all has run), and which tests come first
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(addprefix -torch-,$(TORCH))
 EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),dev,demo)
 WORKERS ?= 2
 MINUTES ?= 15
@@ -34,12 +36,19 @@ export PATH := $(bin):$(PATH)
 # where images switch this off, an interpreter compiles all of torch that it imports: 4.2 s instead of 1.7 s
 export PYTHONDONTWRITEBYTECODE :=
 
+# the same versions of all the rest; Triton, which wheels for GPUs ask for by version, is as torch has it
+pins = constraints.txt
+ifneq ($(TORCH),)
+pins = $(VENV)/constraints.txt
+endif
+
 offline := --no-build-isolation --no-deps --no-index
 build = $(python) -m pip install $(offline) .
 define fetch
 $(PYTHON) -m venv $(VENV)
-$(python) -m pip install --no-compile -c constraints.txt scikit-build-core cmake ninja setuptools wheel
-$(python) -m pip install --no-compile -c constraints.txt --no-build-isolation '.$(EXTRAS:%=[%])'
+$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(pins))
+$(python) -m pip install --no-compile -c $(pins) scikit-build-core cmake ninja setuptools wheel
+$(python) -m pip install --no-compile -c $(pins) --no-build-isolation '.$(EXTRAS:%=[%])'
 endef
 
 # the tests run on the installed package; `python -m pytest` would put this folder's sources first

@@ -112,10 +112,37 @@ def test_one_rank_saves_and_goes_on(tmp_path: Path) -> None:
     assert losses_of(said[1])[-1] < losses_of(said[0])[0]
 
 
+def test_accelerates_loop_goes_on(tmp_path: Path) -> None:
+    from hf_cases import fresh
+
+    told = []
+    for _ in range(2):
+        with fresh():
+            told += re.findall(r"1 processes: loss ([\d.]+) to ([\d.]+)", ran("accelerated.py", tmp_path))
+    (begin, end), (again, last) = [tuple(map(float, one)) for one in told]
+    assert last < end < begin and again < begin
+
+
 def test_an_example_without_its_folder_says_how_it_is_used() -> None:
-    for name, *words in (["resume.py"], ["resume.py", "out"], ["llama.py"], ["trainer.py"], ["to_tensorboard.py"]):
+    for name, *words in (
+        ["resume.py"],
+        ["resume.py", "out"],
+        ["llama.py"],
+        ["trainer.py"],
+        ["to_tensorboard.py"],
+        ["accelerated.py"],
+    ):
         with pytest.raises(SystemExit, match=rf"^usage: .*{name}"):
             ran(name, *words)
+
+
+@pytest.mark.slow
+def test_accelerates_loop_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*command, str(EXAMPLES / "accelerated.py"), str(tmp_path)]
+    told = [subprocess.run(words, capture_output=True, text=True, timeout=400, check=True).stdout for _ in range(2)]
+    assert all("2 processes: loss" in one for one in told)
+    assert losses_of(told[1])[0] < losses_of(told[0])[0]
 
 
 @pytest.mark.slow

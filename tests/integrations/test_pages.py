@@ -57,6 +57,16 @@ def test_a_block_runs(text: str, folder: Path) -> None:
     run(SETUP, text)
 
 
+def test_the_loops_of_frameworks_run(folder: Path) -> None:
+    from hf_cases import fresh
+
+    shown = [text for language, text in doc_pages.blocks("frameworks.md") if language == "python"]
+    assert len(shown) >= 4
+    for text in shown:
+        with fresh():
+            run(text)
+
+
 def test_the_format_is_as_described(folder: Path) -> None:
     run(*(text for language, text in doc_pages.blocks("checkpoint-format.md") if language == "python"))
 

@@ -29,13 +29,18 @@ LAYERS = {
     "planner": 9,
     "arguments": 9,  # what words on a command line mean
     "report": 9,  # zk.info(): what the layers below say of themselves
-    "examples": 10,  # the demo, and the small GPT that it and the benchmarks train
+    "examples": 11,  # the demo, and the small GPT that it and the benchmarks train
     "integrations": 10,
-    "bench": 11,
-    "cli": 12,
+    "bench": 12,
+    "cli": 13,
 }
 EDGES = {"examples", "bench", "integrations", "cli"}
-SHOWN = {("cli", "bench"), ("cli", "examples"), ("bench", "examples")}  # edges that an edge above them may import
+SHOWN = {
+    ("cli", "bench"),
+    ("cli", "examples"),
+    ("bench", "examples"),
+    ("examples", "integrations"),
+}  # edges that an edge above them may import
 # What trains needs the core alone. What stands beside it may be left out, exchanged and tested by itself, so the core
 # reaches it through ports only: arguments that api.py fills, and the table PLUGS of zerokern/__init__.py.
 CORE_LAYERS = ("core", "kernels", "memory", "io", "comm", "schedule", "zero", "optim", "checkpoint")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerokern.integrations import without
-
 try:
     from axolotl.integrations.base import BasePlugin
     from pydantic import BaseModel
-except ImportError as error:
-    raise without("axolotl", error) from error
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("axolotl is not installed; pip install axolotl brings it", name="axolotl") from error
 
 from zerokern.integrations.transformers import use
 

@@ -10,9 +10,10 @@ try:
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.config.override import derive, override
 except ImportError as error:
-    raise ImportError(
+    raise ModuleNotFoundError(
         "zerokern.integrations.torchtitan_override stands on the overrides of torchtitan 0.3; allowed: pip install "
-        "'torchtitan>=0.3'; for 0.2 there is zerokern.integrations.torchtitan"
+        "'torchtitan>=0.3'; for 0.2 there is zerokern.integrations.torchtitan",
+        name="torchtitan",
     ) from error
 
 import torch
@@ -21,21 +22,28 @@ import zerokern as zk
 from zerokern.core.errors import got
 from zerokern.integrations.sharded_model import check_settings
 
-__all__ = ["ZerokernOptimizers", "optimizers"]
+__all__ = ["ZerokernOptimizers", "ZerokernOptimizersConfig", "optimizers"]
 
 KINDS = {"Adam": zk.Adam, "AdamW": zk.AdamW}
+
+
+@dataclass(kw_only=True, slots=True)
+class ZerokernOptimizersConfig(OptimizersContainer.Config):
+    """torchtitan's own; `optimizer_factory_kwargs_by_name` has the options of ours.
+
+    >>> ZerokernOptimizersConfig().optimizer_factory_kwargs_by_name
+    {}
+    """
 
 
 class ZerokernOptimizers(OptimizersContainer):
     """A container of torchtitan that builds `zk.AdamW` and `zk.Adam` for groups of torch's of that name.
 
-    >>> ZerokernOptimizers.Config.__mro__[1] is OptimizersContainer.Config
+    >>> ZerokernOptimizers.Config is ZerokernOptimizersConfig
     True
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """torchtitan's own; `optimizer_factory_kwargs_by_name` has the options of ours."""
+    Config = ZerokernOptimizersConfig
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -49,7 +57,7 @@ class ZerokernOptimizers(OptimizersContainer):
 
 
 @override(target=OptimizersContainer.Config, exact=True, description="zk.AdamW and zk.Adam")
-def optimizers(config: OptimizersContainer.Config, **settings: Any) -> ZerokernOptimizers.Config:
+def optimizers(config: OptimizersContainer.Config, **settings: Any) -> ZerokernOptimizersConfig:
     """Returns the container's configuration with optimizers of ours, which take `settings`; groups stay as they are.
 
     `--override.imports 'zerokern.integrations.torchtitan_override.optimizers={"state_format": "int8"}'` is all that a
@@ -64,4 +72,4 @@ def optimizers(config: OptimizersContainer.Config, **settings: Any) -> ZerokernO
         do = "state_format='bf16' of this override is that"
         raise ValueError(got("optimizer.implementation", config.implementation, "fused, foreach or for-loop", do))
     given = {name: {**config.optimizer_factory_kwargs_by_name.get(name, {}), **settings} for name in KINDS}
-    return derive(config, ZerokernOptimizers.Config, optimizer_factory_kwargs_by_name=given)
+    return derive(config, ZerokernOptimizersConfig, optimizer_factory_kwargs_by_name=given)
