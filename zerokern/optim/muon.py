@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.memory.order import TierOrder
@@ -17,6 +16,7 @@ from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
+from zerokern.optim.placing import check_whole
 from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
 from zerokern.zero.kinds import is_placed
@@ -119,13 +119,8 @@ class Muon(FusedOptimizer):
         check_shard(shard, split)
         if group_of(shard) is None:
             return
-        do = "stages 1 and 2 with whole= leave matrices whole"
-        if self.tier != "device" and is_apart(shard.piece):
-            do = f"Matrices that stage 3 cuts do not stream to a GPU yet; {do}"
-            raise ValueError(got("tier", self.tier, f"'device' for {shard.name}", do))
-        if TierOrder.of("tier", self.tier, auto=True).config is not None:
-            do = f"Records on a disk hold whole matrices, and stage 3 cuts them; {do}"
-            raise ValueError(got("tier", self.tier, f"'device' or 'cpu' for {shard.name}", do))
+        disk = TierOrder.of("tier", self.tier, auto=True).config is not None
+        check_whole(self.tier, "device", disk=disk, apart=is_apart(shard.piece), cut=shard.name)
 
     def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
         found: list[Sequence[Matrix | CutMatrix]] = []

@@ -25,19 +25,18 @@ def filling(run: _F) -> _F:
     """
     recipe = run.recipe
     budgets: list[tuple[str, int]] = []
-    if recipe.tier == "device" or recipe.optimizer in ("none", "muon") or recipe.is_on_both_sides(run.settings.device):
+    if recipe.tier == "device" or recipe.optimizer == "none" or recipe.is_on_both_sides(run.settings.device):
         return run
 
     def room(tier: str, nbytes: int) -> None:
-        if (whole := nbytes // _GB * _GB) > 0:
+        if (whole := run.filled(budgets).each(nbytes) // _GB * _GB) > 0:
             budgets.append((tier, whole))
 
     if run.settings.device != "cpu" and not recipe.rests and not recipe.delays:
         room("device", free_for_state(run))
     if recipe.tier == "nvme" and "cpu" in run.budget:
-        beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
-        room("cpu", run.budget["cpu"] - host_nbytes(beside))
-    return replace(run, recipe=replace(recipe, budgets=tuple(budgets)))
+        room("cpu", run.budget["cpu"] - host_nbytes(run.filled(budgets)))  # copies of what stays are none
+    return run.filled(budgets)
 
 
 def would_fit(run: _F) -> list[_F]:
@@ -59,12 +58,13 @@ def would_fit(run: _F) -> list[_F]:
     for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
         memory = {(param_tier, "cpu")} if tier == "nvme" else set()  # where there is no need of the disk
         memory |= {("cpu", tier)} if param_tier == "nvme" else set()
-        if not recipe.can_rest_in(param_tier, tier):
+        there = recipe.placed(tier, param_tier, keep)
+        if not there.is_taken(run.settings.device, 3, run.world):
             continue
         if any((recipe, keep, *places) in fitting for places in memory):
             fitting.add((recipe, keep, param_tier, tier))
             continue
-        candidate = with_recipe(run, recipe.placed(tier, param_tier, keep).on(run.settings.device, 3), 3)
+        candidate = with_recipe(run, there.on(run.settings.device, 3), 3)
         if candidate.missing:
             continue
         fitting.add((recipe, keep, param_tier, tier))

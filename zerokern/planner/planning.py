@@ -261,18 +261,17 @@ def plan(
     if any(budget == AUTO for _, budget in recipe.budgets) and not memory and settings.device != "cpu":
         do = "It fills what a plan leaves of the device"
         raise ValueError(got("device_memory", device_memory, "the device's memory for tier='device:auto'", do))
+    if recipe.is_muon and any(budget == AUTO for _, budget in recipe.budgets) and settings.device != "cpu":
+        do = "zk.Muon and zk.AdamW would each take what is free"
+        raise ValueError(got("tier", "device:auto", "bytes ('device:8GiB') with optimizer='muon'", do))
     recipe = recipe.on(settings.device, stage)
+    recipe.check_matrices(settings.device, stage, settings.world)
     if recipe.rests and settings.no_sync:
         allowed = "False for parameters at rest, whose gradients would gather on the device"
         raise ValueError(got("no_sync", no_sync, allowed, "micro=M has one pass over the parameters for all slices"))
     made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
-    if recipe.is_muon and made.settings.device != "cpu":
-        if recipe.delays:
-            raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with optimizer='muon' on a GPU"))
-        if recipe.tier != "device" and made.world > 1 and shards_parameters(stage):
-            raise ValueError(got("tier", tier, "'device' at stage 3 on several GPUs with optimizer='muon'"))
     recipe.has_host_copies(made.settings.device)
     return made.spilling()
 
@@ -374,8 +373,6 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     for (param_tier, tier), keep in product(_PLACES, keeps):
         if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
             continue  # the device is the host
-        if not plan.recipe.can_rest_in(param_tier, tier):
-            continue
         here = replace(
             recipe.placed(tier, param_tier, keep),
             keep_ring_nbytes=recipe.keep_ring_nbytes,
@@ -385,8 +382,10 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
         if param_tier != "device":
             stages = (3,)
         elif tier != "device" and plan.world > 1:
-            stages = (1, 2) if plan.recipe.is_muon else (1, 2, 3)  # where state streams, stage 3 cuts no matrices
+            stages = (1, 2, 3)
         for stage in stages:
+            if not here.is_taken(plan.settings.device, stage, plan.world):
+                continue
             yield filling(with_recipe(plan, here.on(plan.settings.device, stage), stage))
 
 
