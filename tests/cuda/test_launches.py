@@ -107,6 +107,28 @@ def test_other_addresses_cost_no_upload(machine: MACHINE, monkeypatch: pytest.Mo
     assert [name for name, _, _ in played.launched] == ["flatten_f32_bf16_few", "flatten_bf16_f32_few"] * 3
 
 
+def test_arguments_are_made_once_and_other_addresses_filled_in(
+    machine: MACHINE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients lie elsewhere in each backward pass. Two dtypes, and more rows than a launch takes."""
+    machine()
+    made = []
+    laid_out = bucket.BucketLaunches._laid_out
+    monkeypatch.setattr(
+        bucket.BucketLaunches, "_laid_out", lambda self, *given: made.append(1) or laid_out(self, *given)
+    )
+    sizes = [(1 + i % 3, FP32 if i % 7 else BF16) for i in range(1700)]
+    flattener = flat.Flattener([torch.empty(n, dtype=kind) for n, kind in sizes], FP32, impl="cuda")
+    for seed in range(3):
+        tensors = [values(n, kind) + seed for n, kind in sizes]
+        one = torch.zeros(flattener.numel + seed)
+        flattener.flatten(tensors, one)
+        assert same_bits(one[: flattener.numel], torch.cat([t.float() for t in tensors]))
+        flattener.unflatten(one, tensors, scale=2.0)
+        assert same_bits(torch.cat([t.float() for t in tensors]), one[: flattener.numel] * 2.0)
+    assert len(made) == 2  # one for each direction
+
+
 def test_a_span_that_is_in_its_place_is_scaled_there(machine: MACHINE) -> None:
     machine()
     bucket = torch.arange(10.0)

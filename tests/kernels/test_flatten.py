@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kernel_cases import every_impl, same_bits, spread_values
 from tables import each, pairwise
 from torch import Tensor
 
-from zerokern.kernels import flat, ops
+from zerokern.kernels import checks, flat, ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = list(itertools.product(DTYPES, DTYPES))
@@ -227,3 +228,27 @@ def test_what_a_graph_may_launch_again_stays_when_another_kernel_comes() -> None
     for kind in (Table, Other, Table):
         flattener._launch(kind, True, [torch.ones(2)], bucket, 1.0, None)
     assert launched[0] is launched[2] and launched[1] is not launched[0]
+
+
+def test_what_lies_apart_by_its_addresses_is_what_the_long_check_allows() -> None:
+    """Random lists in one memory: the quick answer is yes only where nothing is refused, and for most of these."""
+    generator, agreed, refused = random.Random(0), 0, 0
+    memory = torch.zeros(4096)
+    for _ in range(600):
+        sizes = [generator.randint(0, 40) for _ in range(generator.randint(1, 6))]
+        begins = [generator.randint(0, 3000 if generator.random() < 0.8 else 300) for _ in sizes]
+        tensors = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        start = generator.choice([0, 100, 3500])
+        bucket = memory[start : start + sum(sizes)]
+        spans = checks.SpanList(tensors, None)
+        into = generator.random() < 0.5
+        quick = spans._lie_apart(into, tensors, bucket)
+        spans._plain = False
+        try:
+            spans.check_memory(into, tensors, bucket)
+        except ValueError:
+            assert not quick
+            refused += 1
+        else:
+            agreed += quick
+    assert agreed > 200 and refused > 50

@@ -18,7 +18,7 @@ from kernel_cases import (
     assert_margins_intact,
     assert_published,
     assert_same,
-    cases,
+    cases_of,
     hyperparameters,
     make_rows,
     run_op,
@@ -56,15 +56,10 @@ def on_cpu(rows: list[Row]) -> list[Row]:
     return [Row({name: tensor.cpu() for name, tensor in row.tensors.items()}) for row in rows]
 
 
-def every_case(algorithm: str) -> list[Case]:
-    return cases(STATES[algorithm], every=True)
-
-
+@pytest.mark.parametrize("algorithm", STATES)  # each compiles kernels for half a minute
 @each("misaligned", [False, True])
-@each("algorithm", STATES)
 def test_every_format_has_the_bits_of_the_reference(algorithm: str, misaligned: bool, every: bool) -> None:
-    chosen = every_case(algorithm) if every else cases(STATES[algorithm], every=False)
-    for case in chosen:
+    for case in cases_of(algorithm, every):
         before = make_rows(algorithm, case, GPU_SIZES, seed=7, misaligned=misaligned)
         rows, hyper = on_gpu(before), hyperparameters(algorithm, case)
         expected = [row.clone() for row in before]

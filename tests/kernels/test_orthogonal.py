@@ -18,6 +18,7 @@ from zerokern.kernels.orthogonal import (
     STEPS,
     adjusted_lr,
     apply_settings,
+    iterate_,
     orthogonalize_,
     workspace_numel,
 )
@@ -94,17 +95,65 @@ def test_a_batch_has_the_bits_of_its_matrices(shape: tuple[int, int, int], dtype
             assert same_bits(mine, orthogonalize_(one.clone(), sums_of(one)))
 
 
-@each("shape", [(3, 40, 90), (3, 90, 40)])
-def test_a_batch_of_products_as_a_gpu_has_it(shape: tuple[int, int, int]) -> None:
-    """`_iterate` on the whole batch, its norms as a tensor: the way of tensors on a GPU, on this CPU."""
-    from zerokern.kernels import orthogonal
+@each("dtype", DTYPES)
+@each("shape", [(5, 91, 91), (5, 91, 320), (5, 320, 91), (5, 64, 64), (9, 16, 1024), (9, 1024, 16), (3, 7, 1)])
+def test_a_batch_at_once_has_the_bits_of_its_matrices(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Of these some are multiplied at once, and some are not, because a library adds in another order then."""
+    x = matrix(shape, dtype)
+    found = x.clone()
+    iterate_(found, sums_of(x), COEFFICIENTS, STEPS, EPS)
+    for one, mine in zip(x, found, strict=True):
+        assert same_bits(mine, orthogonalize_(one.clone(), sums_of(one)))
 
+
+def test_a_batch_whose_bits_differ_is_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever libraries do: here a product of a batch adds its terms in two halves."""
+    from zerokern.kernels import products
+
+    mm, baddbmm = torch.mm, torch.baddbmm
+    calls: list[str] = []
+
+    def halves(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+        calls.append("bmm")
+        middle = a.shape[-1] // 2
+        for one, other, to in zip(a, b, out, strict=True):
+            to.copy_(mm(one[:, :middle], other[:middle]) + mm(one[:, middle:], other[middle:]))
+
+    monkeypatch.setattr(torch, "bmm", halves)
+    monkeypatch.setattr(torch, "baddbmm", lambda *given, **named: calls.append("baddbmm") or baddbmm(*given, **named))
+    products._batch_is_exact.cache_clear()
+    x = matrix((4, 48, 48), torch.float32)
+    for _ in range(2):
+        found = x.clone()
+        iterate_(found, sums_of(x), COEFFICIENTS, STEPS, EPS)
+        for one, mine in zip(x, found, strict=True):
+            assert same_bits(mine, orthogonalize_(one.clone(), sums_of(one)))
+    assert calls.count("bmm") == 1, "tried once"
+    products._batch_is_exact.cache_clear()
+
+
+@each("steps", [0, 1, 4, STEPS])
+@each("shape", [(3, 40, 90), (3, 90, 40), (40, 90), (90, 40), (300, 300)])
+def test_products_as_a_gpu_has_them(shape: tuple[int, ...], steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_iterate` with norms as a tensor, a batch at once: the way of tensors on a GPU, on this CPU."""
+    from zerokern.kernels import orthogonal, products
+
+    monkeypatch.setattr(products, "_batch_is_exact", lambda *given: True)
     x = matrix(shape, torch.float32)
     room = torch.empty(3 * workspace_numel(x))
-    norms = orthogonal._norms(sums_of(x), EPS).view(-1, 1, 1)
     found = x.clone()
-    orthogonal._iterate(found, norms, room, STEPS, COEFFICIENTS)
-    torch.testing.assert_close(found, orthogonalize_(x, sums_of(x)), rtol=1e-4, atol=1e-5)
+    orthogonal._iterate(found, orthogonal._norms(sums_of(x), EPS), room, steps, COEFFICIENTS)
+    torch.testing.assert_close(found, orthogonalize_(x, sums_of(x), steps=steps), rtol=1e-4, atol=1e-5)
+
+
+@each("shape", [(40, 90), (90, 40), (300, 300)])
+def test_one_matrix_of_a_device_keeps_its_shape(shape: tuple[int, int]) -> None:
+    """Shapes alone, on torch's meta device: what a CPU cannot run of the way of tensors on a GPU."""
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    sums = torch.empty(-(-x.numel() // reference.SUMSQ_CHUNK), dtype=torch.float64, device="meta")
+    for steps in (0, 1, STEPS):
+        iterate_(x, sums, COEFFICIENTS, steps, EPS)
+    assert x.shape == shape
 
 
 def test_a_tensor_as_divisor_has_the_bits_of_a_number() -> None:

@@ -27,6 +27,7 @@ from zerokern.optim import Muon
 
 __all__ = ["makers"]
 SHAPES = ((8, 8), (12, 20), (6, 5))
+ON_GPU = ((256, 128), (128, 256), (300, 300), (64, 1000), (512, 2048))
 FORMATS = [
     (FP32, {}), (BF16, {"state_format": "bf16", "master_format": "split16"}), (BF16, {"master_format": "fp32"}),
     (BF16, {"master_format": "none", "stochastic_seed": 3}), (FP32, {"split": 2, "shapes": ((8, 8), (12, 20))}),
@@ -71,6 +72,78 @@ def test_what_is_launched_has_the_bits_of_the_cpu(dtype: torch.dtype, settings: 
 @each("dtype, settings", FORMATS[:2])
 def test_the_kernels_have_the_bits_of_the_cpu(dtype: torch.dtype, settings: dict[str, Any]) -> None:
     follow(partial(Double().on, interpreted=True), dtype, **settings)
+
+
+def muons_on_gpu(settings: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], Muon]:
+    straight = make_params(ON_GPU, dtype)
+    params = [nn.Parameter(param.detach().cuda()) for param in straight]
+    optimizer = Muon(params, lr=0.05, **settings)
+    for step in range(5):
+        set_grads(straight, seed=step)
+        for mine, other in zip(params, straight, strict=True):
+            mine.grad = other.grad.cuda()
+        optimizer.step()
+    if settings.get("schedule") == "overlap":
+        optimizer.flush()
+    return [param.detach().cpu() for param in params], optimizer
+
+
+@pytest.mark.gpu
+@each("state_format", ["fp32", "bf16", "int8"])
+@each("more", [{"tier": "cpu"}, {"tier": "cpu", "schedule": "overlap"}, {"tier": ["device:64KiB", "cpu"]}])
+def test_every_tier_has_the_bits_of_state_on_the_gpu(more: dict[str, Any], state_format: str) -> None:
+    """The products are the GPU's on both sides."""
+    settings = {"state_format": state_format, "max_grad_norm": 1.0}
+    left, there = muons_on_gpu(settings, BF16)
+    right, here = muons_on_gpu({**settings, **more}, BF16)
+    assert same_bits(left + averages(there), right + averages(here))
+
+
+def averages(optimizer: Muon) -> list[Tensor]:
+    states = optimizer.state_dict()["state"].values()
+    return [value.cpu() for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+@pytest.mark.gpu
+def test_averages_on_a_gpu_have_the_bits_of_the_cpu() -> None:
+    """What no product of matrices decides. Gradients do not depend on the parameters here."""
+    _, ours = muons_on_gpu({}, FP32)
+    params = make_params(ON_GPU, FP32)
+    theirs = Muon(params, lr=0.05)
+    for step in range(5):
+        set_grads(params, seed=step)
+        theirs.step()
+    assert same_bits(averages(ours), averages(theirs))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_as_near_to_float64_as_torch() -> None:
+    """One step from the same gradients, in bf16 products, which decide: a mean over all matrices."""
+    found = []
+    for kind in (Muon, torch.optim.Muon):
+        straight = make_params(ON_GPU, FP32)
+        set_grads(straight)
+        params = [nn.Parameter(param.detach().cuda()) for param in straight]
+        before = [param.detach().clone() for param in params]
+        grads = [param.grad.cuda() for param in straight]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        kind(params, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+        found.append(sum(map(distance, grads, before, params)) / len(params))
+    assert found[0] <= found[1] * 1.02, found
+
+
+def distance(grad: Tensor, before: Tensor, after: Tensor) -> float:
+    """Of an update from torch's iteration in float64, as a share of that."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = grad.shape[0] > grad.shape[1]
+    x = grad.double().T if tall else grad.double()
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    update = (x.T if tall else x) * max(1.0, grad.shape[0] / grad.shape[1]) ** 0.5
+    return float(((before - after.detach()).double() - update).norm() / update.norm())
 
 
 def test_a_graph_is_refused_and_changes_nothing() -> None:

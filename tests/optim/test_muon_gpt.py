@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import torch
+from tables import each
 from torch import Tensor, nn
 from torch.nn import functional
 
 import zerokern as zk
-from zerokern.optim import matrices
+from zerokern.optim import matrices, small_matrices
 
 WIDTH, WORDS, LENGTH, STEPS = 16, 13, 8, 200
 
@@ -107,8 +108,13 @@ def test_no_further_from_float64_than_torch() -> None:
     assert distance(one) <= distance(other)
 
 
-def test_one_matrix_is_there_at_a_time(monkeypatch: Any) -> None:
-    """Of many of them: what is allocated during a step is as much as for the largest alone, and is given back."""
+@each("together", [0, 65536])
+def test_one_matrix_or_one_batch_is_there_at_a_time(together: int, monkeypatch: Any) -> None:
+    """Of many: a step allocates as much as for the largest alone, or for the equal ones below the bound, and frees it.
+
+    0: none are small.
+    """
+    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", together)
     held: list[int] = []
     iterate_ = matrices.iterate_
 
@@ -132,4 +138,5 @@ def test_one_matrix_is_there_at_a_time(monkeypatch: Any) -> None:
         param.grad = torch.randn_like(param)
     monkeypatch.setattr(matrices, "iterate_", measured)
     optimizer.step()
-    assert held == [4 * 300 * 96 + 8] * 4 and optimizer.held.nbytes == 0
+    assert held == ([4 * 2 * 300 * 96 + 8] * 3 if together else [4 * 300 * 96 + 8] * 4)
+    assert optimizer.held.nbytes == 0

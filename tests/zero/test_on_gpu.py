@@ -35,6 +35,7 @@ from zerokern.zero.publishing import Publisher
 LATE = 5_000_000  # cycles: milliseconds, so that whoever does not wait is too early
 STEPS = 6
 BUCKET_NBYTES = 4096  # several buckets
+BLOCK_NBYTES = 512  # what torch's allocator gives at least
 STAGES = (0, 1, 2, 3)
 
 
@@ -180,7 +181,10 @@ def test_shards_in_host_memory_have_the_bits_of_plain_training(place: Place, alo
 
 @pytest.mark.parametrize("place", [CUDA], indirect=True)
 def test_shards_in_host_memory_leave_nothing_on_the_device(place: Place) -> None:
-    """Between steps: what a step has allocated there is given back, and no more is reserved in later steps."""
+    """Between steps: what a step has allocated there is given back, and no more is reserved in later steps.
+
+    Copies that have ended keep their tensors until the next ones are requested: the sums of squares, one block.
+    """
     there: list[tuple[int, int]] = []
 
     def look(step: int) -> None:
@@ -188,7 +192,9 @@ def test_shards_in_host_memory_leave_nothing_on_the_device(place: Place) -> None
         there.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
 
     run(place, 3, rests="cpu", between=look)
-    assert there[2:] == [there[2]] * (STEPS - 2)
+    allocated, reserved = zip(*there[2:], strict=True)
+    assert len(set(reserved)) == 1, there
+    assert max(allocated) - min(allocated) <= BLOCK_NBYTES, there
 
 
 CLIPPED: dict[str, Any] = {"tier": "cpu", "max_grad_norm": 0.3, "accumulate": 3}
@@ -215,6 +221,24 @@ def test_the_bits_of_state_in_host_memory(place: Place, stage: int, name: str, t
     if more.get("tier") == "nvme":
         more["tier"] = zk.Nvme(tmp_path, ring_nbytes="1M")
     same(run(place, stage, **{**CLIPPED, **more}), run(place, stage, **CLIPPED, **kept))
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_muon_has_the_bits_of_plain_training(place: Place, stage: int, tier: str) -> None:
+    """Whole matrices through the library, at stage 3 round by round."""
+    trained = []
+    for chosen, rests in ((None, "device"), (stage, tier)):
+        model = built(Net).to(device=place.device, dtype=torch.bfloat16)
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        rest = [param for param in model.parameters() if param.dim() != 2]
+        if chosen is not None:
+            whole = {"whole": matrices} if chosen in (1, 2) else {}
+            zk.shard(model, stage=chosen, mesh=place.group, bucket_bytes=BUCKET_NBYTES, **whole)
+        muon = zk.Muon(matrices, lr=0.02, tier=rests)
+        trained.append(train(place, model, zk.ChainedOptimizer([muon, zk.AdamW(rest, lr=1e-2)])))
+    same(*trained)
 
 
 @pytest.mark.usefixtures("everything_late")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -173,6 +174,8 @@ class SpanList:
         self._shapes = [t.shape for t in tensors]
         self._strides = [m.strides for m in self.members]
         self._dtypes = [m.dtype for m in self.members]
+        self._nbytes = [n * t.itemsize for t, n in zip(tensors, numels, strict=True)]
+        self._plain = all(m.is_contiguous for m in self.members)
 
     def check_bucket(self, bucket: Tensor) -> None:
         """It is one-dimensional and long enough."""
@@ -209,6 +212,8 @@ class SpanList:
 
         Strided targets may interleave, as columns of one matrix do; which element of which lies where is not compared.
         """
+        if self._plain and self._lie_apart(into, tensors, bucket):
+            return
         spans: list[tuple[str, Tensor]] = []
         others: list[tuple[str, Tensor]] = []
         strided: list[tuple[str, Tensor]] = []
@@ -234,6 +239,21 @@ class SpanList:
                     f"tensors[{i}] of shape {m.shape} has strides {m.strides}, which put several elements in one place"
                     "; allowed: elements that each have memory of their own (call .clone())"
                 )
+
+    def _lie_apart(self, into: bool, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
+        """Whether contiguous tensors lie beside the bucket, and beside each other where they are written: by their
+        addresses alone, for gradients have new ones in each backward pass."""
+        if any(t.is_neg() for t in tensors):
+            return False
+        begin = bucket.data_ptr()
+        end = begin + self.numel * bucket.itemsize
+        places = [(t.data_ptr(), nbytes) for t, nbytes in zip(tensors, self._nbytes, strict=True) if nbytes]
+        if any(place < end and begin < place + nbytes for place, nbytes in places):
+            return False
+        if not into:
+            places.sort()
+            return all(place + nbytes <= after for (place, nbytes), (after, _) in itertools.pairwise(places))
+        return True
 
 
 def _back_to_back(numels: Sequence[int]) -> list[int]:

@@ -219,11 +219,8 @@ class Copies:
     ) -> Copy:
         if capturing(self.driver.device):
             raise StateError(_IN_GRAPH)
-        pinned: dict[int, bool] = {}
-        for i, (dst, src) in enumerate(pairs if not checked else ()):
-            self._check(i, dst, src, leaves=stream is self._out)
-            if src.numel():
-                self._check_pinned(i, dst if stream is self._out else src, pinned)
+        if not checked:
+            self._check_all(pairs, leaves=stream is self._out)
         pairs = [(dst, src) for dst, src in pairs if src.numel()]
         for ticket in (ready, after):
             if ticket is not None and not isinstance(ticket, Copy):
@@ -246,6 +243,29 @@ class Copies:
             finally:
                 copy._marked()
             return copy
+
+    def _check_all(self, pairs: list[tuple[Tensor, Tensor]], leaves: bool) -> None:
+        """Raises for the first pair that cannot be copied. A list has thousands of pairs, nearly always of plain
+        tensors over one block of host memory, and a question to each costs the host as much as its copy."""
+        host = torch.device("cpu")
+        source, target = (self.driver.device, host) if leaves else (host, self.driver.device)
+        begin = end = 0  # of the host memory that was found to be pinned last
+        for i, (dst, src) in enumerate(pairs):
+            plain = (
+                dst.dtype is src.dtype
+                and dst.numel() == src.numel()
+                and src.device == source
+                and dst.device == target
+                and _is_plain(src)
+                and _is_plain(dst)
+            )
+            if not plain:
+                self._check(i, dst, src, leaves)
+            there = dst if leaves else src
+            if there.numel() and not begin <= there.data_ptr() < end:
+                self._check_pinned(i, there)
+                memory = there.untyped_storage()
+                begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
 
     def _check(self, i: int, dst: Tensor, src: Tensor, leaves: bool) -> None:
         if dst.dtype != src.dtype:
@@ -270,12 +290,8 @@ class Copies:
                     "contiguous tensors"
                 )
 
-    def _check_pinned(self, i: int, host: Tensor, known: dict[int, bool]) -> None:
-        """Checks that host memory is pinned, once for each storage that a list of views lies in."""
-        memory = host.untyped_storage().data_ptr()
-        if memory not in known:
-            known[memory] = self.driver.pinned(host)
-        if not known[memory]:
+    def _check_pinned(self, i: int, host: Tensor) -> None:
+        if not self.driver.pinned(host):
             raise ValueError(
                 f"the host side of copy {i} is not pinned; allowed: leases of a zerokern.memory.Arena taken while CUDA "
                 "is in use, or tensors made with pin_memory=True"
@@ -286,6 +302,11 @@ class Copies:
         if copy._failure is not None and not copy._reported:
             self._unreported.append(copy)
         self._pending.remove(copy)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory holds what it means, element by element."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, rounds_of
+from zerokern.optim.small_matrices import SmallMatrices, batches_of, is_small
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
@@ -158,22 +159,30 @@ class MatrixTable:
     """Rows of an update that are matrices, or parts of them, with the face of the tables that it is made of.
 
     Of one row after the other it moves the average and writes the matrix that is to be orthogonalized, orthogonalizes
-    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds. Rows of its parts
-    follow each other: first those that move averages, then those that apply the result. Of matrices that ranks have cut
-    (`cut_matrices`) a round is updated together.
+    it, and applies the result. There is one such matrix at a time, in memory that `spare` holds; in host memory equal
+    small ones are updated together (`small_matrices`). Rows of its parts follow each other: first those that move
+    averages, then those that apply the result. Of matrices that ranks have cut (`cut_matrices`) a round is updated
+    together.
     """
 
     def __init__(
         self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart | CutMatrix], ngroups: int
     ) -> None:
         self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
-        # for each row the table of its average, and that of its parameter, whose learning rate depends on its shape
-        self._tables = [(open_table(1, 1), open_table(1, 1)) for _ in parts]
+        self._open_table = open_table
+        place = getattr(open_table(1, 1), "device", None)
+        # rows that are updated with others like them
+        self._small = {row for row, part in enumerate(parts) if place is None and _is_small(part)}
+        # of the others the table of the average, and that of the parameter, whose learning rate depends on its shape
+        others = [row for row in range(len(parts)) if row not in self._small]
+        self._tables = {row: (open_table(1, 1), open_table(1, 1)) for row in others}
+        self._batches: dict[tuple[int, ...], list[SmallMatrices]] = {}
+        self._settings: dict[int, tuple[Any, ...]] = {}
         self._arranged: list[Any] = [None] * self.nseg
         self._iterations: list[dict[str, Any]] = [{}] * self.nseg
         names = ("group", "numel", "grad", *_OF_PARAMETERS, "exp_avg", "exp_avg_scale", *_UNUSED)
         self.columns = {name: memoryview(bytearray(8 * max(self.nseg, 1))).cast("Q")[: self.nseg] for name in names}
-        self.spare = SpareMatrix(getattr(self._tables[0][0], "device", _HOST) if self._tables else _HOST)
+        self.spare = SpareMatrix(place or _HOST)
         self._decides = lambda: open_table(1, 1)  # on a device: a table without elements, which counts the step
         self._decided: Any = None
         self._nothing: list[Tensor] = []
@@ -215,19 +224,25 @@ class MatrixTable:
         }
         formats = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
         iteration = {"dtype": dtype, "coefficients": ns_coefficients, "steps": ns_steps, "eps": eps}
+        applied = partial(_applied, lr, weight_decay, adjust_lr_fn)
+        self._settings[index] = of_averages, formats, applied
         for row, group in enumerate(self.columns["group"]):
             if group == index and (matrix := _matrix_of(self._parts[row])).numel:
-                averages, parameters = self._tables[row]
-                averages.set_group(0, **of_averages)
-                parameters.set_group(0, **formats, **_applied(lr, weight_decay, adjust_lr_fn, matrix))
                 self._iterations[row] = iteration
+                if row not in self._small:
+                    averages, parameters = self._tables[row]
+                    averages.set_group(0, **of_averages)
+                    parameters.set_group(0, **formats, **applied(matrix))
         self._decided_as = of_averages
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything had been written."""
         with self._prepared(range(begin, self.nseg if end is None else end)) as (rows, rounds):
+            for batch in self._batches_of(rows):
+                self._update_small(batch, scale)
             for row in rows:
-                self._update(row, scale)
+                if row not in self._small:
+                    self._update(row, scale)
             for one in rounds:
                 self._update_together(one, partial(self._average, scale), self._apply)
 
@@ -240,6 +255,7 @@ class MatrixTable:
         self.begun = self.carried_out = False
         there = [row for row in rows if isinstance(part := self._parts[row], MatrixPart) and part.numel]
         wanted = [(_matrix_of(self._parts[row]).numel, self._iterations[row]["dtype"]) for row in there]
+        wanted += [(batch.numel, self._iterations[batch.rows[0]]["dtype"]) for batch in self._batches_of(there)]
         rounds = self._rounds_of(rows)
         wanted += [(one.numel, one.dtype) for one in rounds]
         with whole("the step"), self.spare.lent(wanted):
@@ -311,6 +327,34 @@ class MatrixTable:
         if part.applies:
             self._apply(row)
         self._next = -1 if part.applies and part.ends else row + 1
+
+    def _batches_of(self, rows: Sequence[int]) -> list[SmallMatrices]:
+        """Returns those of the rows that are updated with others like them, in batches that are made once."""
+        small = tuple(row for row in rows if row in self._small)
+        if small not in self._batches:
+            groups = self.columns["group"]
+            found = batches_of(small, lambda row: (groups[row], *_matrix_of(self._parts[row])[1:]))
+            shapes = [_matrix_of(self._parts[some[0]])[1:] for some in found]
+            made = [
+                SmallMatrices(self._open_table, some, (height, width), _OF_PARAMETERS)
+                for some, (height, width) in zip(found, shapes, strict=True)
+            ]
+            self._batches[small] = made
+        return self._batches[small]
+
+    def _update_small(self, batch: SmallMatrices, scale: float) -> None:
+        row = batch.rows[0]
+        settings = self._settings[self.columns["group"][row]]
+        if batch.settings is not settings:
+            of_averages, formats, applied = settings
+            batch.set_group(of_averages, {**formats, **applied(_matrix_of(self._parts[row]))})
+            batch.settings = settings
+        how = self._iterations[row]
+        memory = self.spare.memory(batch.numel, how["dtype"])
+        batch.average(scale, self.columns, memory)
+        self.begun = True
+        iterate_(*batch.matrices(memory), how["coefficients"], how["steps"], how["eps"])
+        batch.apply(self.columns, memory)
 
     def _average(self, scale: float, row: int) -> None:
         self._tables[row][0].run(scale)
@@ -420,6 +464,12 @@ class SpareMatrix:
     def sums(self, numel: int) -> Tensor:
         """Returns room for the sums of squares of as many elements."""
         return self._sums[: -(-numel // SUMSQ_CHUNK)]
+
+
+def _is_small(part: MatrixPart | CutMatrix) -> bool:
+    """Whether a row is a whole matrix of which several are orthogonalized together."""
+    alone = isinstance(part, CutMatrix) or not (part.averages and part.applies and part.start == 0 and part.ends)
+    return not alone and is_small(part.numel)
 
 
 def _matrix_of(part: MatrixPart | CutMatrix) -> Matrix:

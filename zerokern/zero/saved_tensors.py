@@ -85,7 +85,7 @@ class SavedTensors:
     def end() -> None:
         hooks.pop_saved_hooks()
 
-    @torch._disable_dynamo
+    @hooks.untraced
     def pack(self, saved: Tensor) -> Any:
         local = local_of(saved) if is_placed(saved) else saved
         if type(local) not in PLAIN:
@@ -106,7 +106,7 @@ def _lazy(saved: Tensor) -> bool:
     return saved.is_neg() or saved.is_conj()
 
 
-@torch._disable_dynamo
+@hooks.untraced
 def unpack(packed: Any) -> Tensor:
     if type(packed) is Note:
         return packed.read()

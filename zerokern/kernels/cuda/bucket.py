@@ -33,11 +33,14 @@ class _Group(NamedTuple):
     numels: list[int]
 
 
-class _Made(NamedTuple):
-    """Launches for the addresses that they were made for."""
+Launches = list[tuple[_Group, list[tuple[LaunchRows, Any]]]]
 
-    addresses: tuple[bool, int, list[int]]
-    launches: list[tuple[_Group, list[tuple[LaunchRows, Any]]]]
+
+class _Made(NamedTuple):
+    """Launches in one direction, and the addresses of the bucket and of the tensors that their arguments hold."""
+
+    addresses: tuple[int, list[int]]
+    launches: Launches
 
 
 class BucketLaunches:
@@ -72,9 +75,9 @@ class BucketLaunches:
         stats: Tensor | None = None,
     ) -> None:
         """Moves all of them, `into` the bucket or out of it, times `scale` and times what `factor` holds."""
-        own = scratch(self._device) if stats is not None else None
         follows = False
-        with placed(self._device):
+        with placed(self._device) as stream:
+            own = scratch(self._device, stream) if stats is not None else None
             for group, launches in self._for(into, addresses, bucket.data_ptr()):
                 source, target = (group.dtype, self._dtype) if into else (self._dtype, group.dtype)
                 count = sum(part.tasks for part, _ in launches)
@@ -95,19 +98,44 @@ class BucketLaunches:
         for group, members in self._strided:
             self._run_strided(group, members, into, addresses, bucket, scale, factor, stats)
 
-    def _for(self, into: bool, addresses: list[int], bucket: int) -> list[tuple[_Group, list[tuple[LaunchRows, Any]]]]:
+    def _for(self, into: bool, addresses: list[int], bucket: int) -> Launches:
         made = self._made.get(into)
-        if made is None or made.addresses != (into, bucket, addresses):
-            launches = []
-            for group in self._groups:
-                tensors = [addresses[i] for i in group.which]
-                spans = [bucket + self._dtype.itemsize * offset for offset in group.offsets]
-                to, source = (spans, tensors) if into else (tensors, spans)
-                widths = (self._dtype.itemsize, group.dtype.itemsize)
-                parts = parts_of(to, source, group.numels, widths if into else widths[::-1], TILE_NBYTES // max(widths))
-                launches.append((group, [(part, parameters("flatten", part)) for part in parts]))
-            made = self._made[into] = _Made((into, bucket, addresses), launches)
+        if made is None or made.addresses != (bucket, addresses):
+            launches = self._laid_out(into, addresses, bucket) if made is None else made.launches
+            if made is not None and not self._filled_in(into, addresses, bucket, launches):
+                launches = self._laid_out(into, addresses, bucket)
+            made = self._made[into] = _Made((bucket, addresses), launches)
         return made.launches
+
+    def _laid_out(self, into: bool, addresses: list[int], bucket: int) -> Launches:
+        launches = []
+        for group in self._groups:
+            to, source = self._ends(group, into, addresses, bucket)
+            widths = (self._dtype.itemsize, group.dtype.itemsize)
+            parts = parts_of(to, source, group.numels, widths if into else widths[::-1], TILE_NBYTES // max(widths))
+            launches.append((group, [(part, parameters("flatten", part)) for part in parts]))
+        return launches
+
+    def _filled_in(self, into: bool, addresses: list[int], bucket: int, launches: Launches) -> bool:
+        """Puts addresses into arguments that exist, as gradients have others in each backward pass; False where rows
+        are more than tensors. A launch has copied its arguments."""
+        for group, parts in launches:
+            if sum(len(part.rows) for part, _ in parts) != len(group.which):
+                return False
+            to, source = self._ends(group, into, addresses, bucket)
+            begin = 0
+            for part, given in parts:
+                end = begin + len(part.rows)
+                rows = given["row"][0, : len(part.rows)]
+                rows["to"], rows["from"] = to[begin:end], source[begin:end]
+                begin = end
+        return True
+
+    def _ends(self, group: _Group, into: bool, addresses: list[int], bucket: int) -> tuple[list[int], list[int]]:
+        """To where and from where each tensor of a group goes."""
+        tensors = [addresses[i] for i in group.which]
+        spans = [bucket + self._dtype.itemsize * offset for offset in group.offsets]
+        return (spans, tensors) if into else (tensors, spans)
 
     def _run_strided(
         self,

@@ -168,7 +168,8 @@ def _kernel(
 
 
 def _launch(found: Any, shared: int, grid: int, block: int, parameters: Any) -> None:
-    found((grid,), (block,), (parameters,), shared_mem=shared)  # an array of one element is passed by value
+    # An array of one element is passed by value; for one with fields CuPy has numpy list them all, at each launch.
+    found((grid,), (block,), (parameters.view(f"V{parameters.nbytes}"),), shared_mem=shared)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.cuda.loader import placed
 from zerokern.kernels.triton.backend import capturing
 
 __all__ = ["FEW", "MANY", "NAMES", "LaunchRows", "Scratch", "parameters", "parts_of", "scratch"]
@@ -134,13 +133,12 @@ def _scratch(device: torch.device, address: int) -> Scratch:
     return Scratch(device)
 
 
-def scratch(device: torch.device) -> Scratch:
-    """Returns the scratch memory of the current stream, made once: what runs on one stream is ordered.
+def scratch(device: torch.device, stream: int) -> Scratch:
+    """Returns the scratch memory of a stream, made once and within `placed`: what runs on one stream is ordered.
 
     What is captured in a CUDA graph has its own, which the graph keeps: the stream's may grow, and so move.
 
-    >>> scratch(torch.device("cpu")) is scratch(torch.device("cpu"))
+    >>> scratch(torch.device("cpu"), 0) is scratch(torch.device("cpu"), 0)
     True
     """
-    with placed(device) as address:
-        return Scratch(device) if capturing(device) else _scratch(device, address)
+    return Scratch(device) if capturing(device) else _scratch(device, stream)

@@ -1,0 +1,89 @@
+"""Equal small matrices are updated together, with the bits that each has by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from muon_cases import Slowly
+from optim_cases import BF16, FP32, make_params, set_grads
+from tables import each
+
+from zerokern.optim import Muon, matrices, small_matrices
+
+SHAPES = ((40, 24), (16, 16), (24, 130), (40, 24), (300, 260), (16, 16), (40, 24), (300, 260), (600, 500), (16, 1024))
+
+
+@each(
+    "dtype, master_format, state_format, ns_dtype, bound",
+    [
+        (FP32, None, "fp32", "fp32", 1 << 19),
+        (FP32, None, "int8", "bf16", 0),
+        (BF16, "split16", "bf16", "bf16", 1 << 19),
+        (BF16, "split8", "int8", "bf16", 2000),
+    ],
+)
+def test_the_bits_of_the_rule_written_out(
+    dtype: torch.dtype,
+    master_format: str | None,
+    state_format: str,
+    ns_dtype: str,
+    bound: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two groups, of which one changes its rates, and a parameter that has no gradient in between."""
+    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", bound)
+    params, others = make_params(SHAPES, dtype), make_params(SHAPES, dtype)
+    how = {"master_format": master_format, "state_format": state_format, "ns_dtype": ns_dtype}
+    ours = Muon([{"params": params[:4]}, {"params": params[4:], "momentum": 0.8}], lr=0.02, **how)
+    halves = [
+        Slowly(some, master_format, state_format, ns_dtype, lr=0.02, momentum=momentum)
+        for some, momentum in ((others[:4], 0.95), (others[4:], 0.8))
+    ]
+    for step in range(3):
+        set_grads(params, others, seed=step)
+        if step == 1:
+            ours.param_groups[1]["lr"] = halves[1].settings["lr"] = 0.05
+        ours.step()
+        for half in halves:
+            half.step()
+    assert halves[0].agrees(ours, params[:4]) and halves[1].agrees(ours, params[4:])
+
+
+def test_equal_ones_of_a_group_go_through_one_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, iterate_ = [], matrices.iterate_
+
+    def counted(*given: Any) -> None:
+        shapes.append(tuple(given[0].shape))
+        iterate_(*given)
+
+    monkeypatch.setattr(matrices, "iterate_", counted)
+    params = make_params(SHAPES, FP32)
+    ours = Muon(params, ns_dtype="bf16")
+    set_grads(params)
+    ours.step()
+    assert sorted(shapes, key=str) == sorted(
+        [(3, 40, 24), (2, 16, 16), (24, 130), (2, 300, 260), (600, 500), (16, 1024)], key=str
+    )
+    shapes.clear()
+    params[3].grad = None
+    ours.step()
+    assert (2, 40, 24) in shapes and (3, 40, 24) not in shapes
+
+
+def test_a_batch_has_at_most_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", 3000)
+    lent: list[int] = []
+    memory = matrices.SpareMatrix.memory
+
+    def watched(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        lent.append(numel)
+        return memory(self, numel, dtype)
+
+    monkeypatch.setattr(matrices.SpareMatrix, "memory", watched)
+    params = make_params([(40, 24)] * 7, BF16)
+    ours = Muon(params)
+    set_grads(params)
+    ours.step()
+    assert lent == [3 * 960, 3 * 960, 960]
