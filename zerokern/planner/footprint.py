@@ -8,7 +8,7 @@ the last unit of forward, and parameters of no unit. A test compares the bytes o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -113,13 +113,16 @@ class Footprint(HeldMemory):
         """One rank's bytes, item by item. No other rank has more, except for the padding at a cut: rank 0, or the one
         with most elements of matrices that are not cut."""
         working = _working_at_rest if self.recipe.rests else _working
-        ring = self.recipe.ring_nbytes * self.rings
+        ring = self.recipe.ring_nbytes
+        if self.subject.members and (self.recipe.is_muon or self.recipe.budgets):
+            ring *= sum(1 for some in by_optimizer(self.recipe, self.on_disk) if some)  # each opens one, if it has to
         if self.settings.device != "cpu":
             ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
         rings = [Holding("ring", "", "cpu", ring), Holding("ring", "", "device", self.slots_nbytes)]
         found = [*_states(self), *working(self), *rings, *_activations(self)]
         if self.muon is not None:
-            found.append(Holding("iteration", "", "cpu" if self.iterates_on_host else "device", self.muon.workspace))
+            on_host = self.recipe.iterates_on_host(self.settings.device)
+            found.append(Holding("iteration", "", "cpu" if on_host else "device", self.muon.workspace))
         return tuple(part for part in found if part.nbytes)
 
     @cached_property
@@ -148,24 +151,14 @@ class Footprint(HeldMemory):
 
     @cached_property
     def records(self) -> list[int]:
-        """Bytes on the disk of each optimizer's state, in whole pages: a step reads and writes them.
+        """Bytes on the disk of Muon's state and of AdamW's beside it, in whole pages, which a step reads and writes.
+
+        None with another optimizer: it has records of one size, so that pages add nothing that counts.
 
         >>> zk.plan("gpt2", optimizer="muon", tier="nvme", device="cpu").records  # of 84,934,656 and 39,505,152
         [509607936, 395071488]
         """
-        return records_nbytes(self.recipe, self.on_disk) if self.on_disk else []
-
-    @property
-    def rings(self) -> int:
-        """How many optimizers stream state through a ring: one is opened where there is something for it."""
-        if self.subject.members and self.recipe.tier == "nvme":
-            return sum(1 for nbytes in self.records if nbytes)
-        return 1
-
-    @property
-    def iterates_on_host(self) -> bool:
-        """Whether matrices are multiplied on the host beside a device, where parameters rest."""
-        return self.recipe.is_muon and self.recipe.rests and self.settings.device != "cpu"
+        return records_nbytes(self.recipe, self.on_disk) if self.on_disk and self.recipe.is_muon else []
 
     @cached_property
     def muon(self) -> Iteration | None:
@@ -185,7 +178,8 @@ class Footprint(HeldMemory):
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
             most = sum(sorted((one.each.work for one in whole for _ in range(one.split)), reverse=True)[::world])
             sent = subject.exchanged(world, self.settings.bucket_bytes)
-        dtype = self.recipe.iterates_in("cpu" if self.iterates_on_host else self.settings.device)
+        device, cut = self.settings.device, shards_parameters(self.stage) and world > 1
+        dtype, on_host = self.recipe.iterates_in(device), device == "cpu" or self.recipe.iterates_on_host(device)
         return Iteration(
             dtype,
             len(whole),
@@ -196,7 +190,7 @@ class Footprint(HeldMemory):
             rank_flops=steps * most,
             imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
-            workspace=workspace_nbytes(whole, dtype, cut=shards_parameters(self.stage) and world > 1),
+            workspace=workspace_nbytes(whole, dtype, cut=cut, together=on_host),
             exchanged=sum(sent) * itemsize(dtype),
             rank_exchanged=max(sent) * itemsize(dtype),
         )
@@ -238,27 +232,6 @@ class Footprint(HeldMemory):
         if any(budget == AUTO for _, budget in asked):
             free = max(0, free_for_state(self))
         return tuple((tier, free if budget == AUTO else budget) for tier, budget in asked)
-
-    def filled(self: _F, budgets: Sequence[tuple[str, int]]) -> _F:
-        """Returns the same run with other budgets."""
-        return replace(self, recipe=replace(self.recipe, budgets=tuple(budgets)))
-
-    def each(self, nbytes: int) -> int:
-        """Returns the budget with which optimizers together have room for so many bytes of the state that is in the
-        last tier: Muon and AdamW each fill one.
-
-        >>> run = zk.plan("gpt2", optimizer="muon", tier="nvme", device="cpu")  # 510 and 395 MB
-        >>> [run.each(nbytes * 10**6) for nbytes in (100, 1000)]
-        [50000000, 605000000]
-        """
-        if not self.recipe.is_muon:
-            return nbytes
-        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
-        left = self.placed or place_state(self.recipe, pieces, ())
-        sizes = [0, 0]
-        for one in left:
-            sizes[one.part.matrix is None] += one.nbytes * (one.tier == self.recipe.tier)
-        return max(nbytes // 2, nbytes - min(sizes))
 
     @cached_property
     def placed(self) -> list[StatePiece]:

@@ -269,10 +269,10 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
-    left = _MUON_ON_HOST if plan.iterates_on_host else left
+    left = _MUON_ON_HOST if plan.recipe.iterates_on_host(plan.settings.device) else left
     moving = names if shape.has_transfers else []
     hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
-    muon_flops = 0 if plan.muon is None or plan.iterates_on_host else plan.muon.rank_flops
+    muon_flops = 0 if plan.muon is None or plan.recipe.iterates_on_host(plan.settings.device) else plan.muon.rank_flops
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left, muon_flops)
 
 
@@ -497,7 +497,7 @@ class StepShape:
         moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype, part.in_matrices)
         muon, step_flops = self.plan.muon, 0.0
         if muon is not None and part.work:
-            step_flops = 0.0 if self.plan.iterates_on_host else muon.rank_flops * part.work / self.work
+            step_flops = 0.0 if recipe.iterates_on_host(settings.device) else muon.rank_flops * part.work / self.work
             if shards_parameters(stage):
                 reduced += muon.rank_exchanged * part.work / self.work
         streamed = 0

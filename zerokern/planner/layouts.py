@@ -80,13 +80,14 @@ def _spans_of(recipe: Recipe, part: OwnedPart) -> list[tuple[int, Layout]]:
     import torch
 
     from zerokern import optim
+    from zerokern.optim.base import algorithm_of
     from zerokern.optim.formats import layout_of
 
     matrix, dtype = part.matrix if recipe.is_muon else None, getattr(torch, part.dtype)
     name = "Muon" if matrix is not None else recipe.optimizer_class.rpartition(".")[2].split()[0]
     has_moments = recipe.is_muon or bool(OPTIMIZERS[recipe.optimizer])
     formats = has_moments, recipe.state_format, recipe.master_format, False
-    algorithm = getattr(optim, name)._algorithm
+    algorithm = algorithm_of(getattr(optim, name))
     if matrix is None or part.numel == matrix.numel:
         return [(part.numel, layout_of(algorithm, dtype, *formats, 0 if matrix is None else matrix.split))]
     return [(numel, layout_of(algorithm, dtype, *formats, 1)) for numel in part.by_matrix() if numel]

@@ -538,8 +538,8 @@ def _code(plan: Plan) -> str:
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
-    options = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
-    options += ', update="device"' if recipe.streams(plan.settings.device) else ""
+    tier = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    options = ', update="device"' if recipe.streams(plan.settings.device) else ""
     options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
@@ -548,8 +548,12 @@ def _code(plan: Plan) -> str:
     if recipe.is_muon:
         if keeps_whole(plan.stage) and lines:
             lines = [f"{shard.removesuffix(')')}, whole=matrices)"]
-        classes = (f"zk.Muon(matrices{options})", f"zk.AdamW(rest{options})")
+        folders = (tier.replace("(path)", f'(path + "/{name}")') for name in ("muon", "adamw"))  # they share none
+        names = "zk.Muon(matrices", "zk.AdamW(rest"
+        classes = [f"{name}{folder}{options})" for name, folder in zip(names, folders, strict=True)]
         lines = ["matrices, rest = zk.muon_groups(model)", *lines, f"opts = {', '.join(classes)}"]
         return "; ".join(lines)
-    lines += [f"opt = {recipe.optimizer_class}(model.parameters(){options})"] if recipe.optimizer != "none" else []
+    lines += (
+        [f"opt = {recipe.optimizer_class}(model.parameters(){tier}{options})"] if recipe.optimizer != "none" else []
+    )
     return "; ".join(lines) or "none, the model is trained as it is"

@@ -192,13 +192,22 @@ class Recipe:
         """Whether matrices are updated by Muon, and the rest by AdamW."""
         return self.optimizer == "muon"
 
+    def iterates_on_host(self, device: str) -> bool:
+        """Returns whether Muon multiplies on the host beside a device, where parameters rest.
+
+        >>> Recipe("muon", tier="cpu", param_tier="cpu").iterates_on_host("cuda")
+        True
+        """
+        return self.is_muon and self.rests and device != "cpu"
+
     def iterates_in(self, device: str) -> str:
         """Returns the dtype that Muon orthogonalizes in.
 
         >>> Recipe("muon").iterates_in("cuda"), Recipe("muon", ns_dtype="float32").iterates_in("cuda")
         ('bfloat16', 'float32')
         """
-        if self.ns_dtype is not None or device != "cpu":
+        on_host = device == "cpu" or self.iterates_on_host(device)
+        if self.ns_dtype is not None or not on_host:
             return self.ns_dtype or "bfloat16"
         import torch
 

@@ -227,7 +227,7 @@ def _notes_on_muon(plan: Footprint) -> Iterator[str]:
     if plan.budgets:
         yield "Muon and AdamW have budgets of their own: each fills a tier up to what is said."
     flops = f"Newton-Schulz: {_flops(muon.flops)} in a step, in {short(muon.dtype)}"
-    flops += ", on the host, where parameters rest" if plan.iterates_on_host else ""
+    flops += ", on the host, where parameters rest" if plan.recipe.iterates_on_host(plan.settings.device) else ""
     if world == 1:
         yield f"{flops}."
     elif not shards_state(stage):
