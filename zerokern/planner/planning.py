@@ -210,8 +210,8 @@ def plan(
         mp_policy: as in `zk.shard`.
         param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
-        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`. With "muon" both optimizers
-            have these tiers, with budgets of their own.
+        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`. With "muon" both
+            optimizers have these tiers, with budgets of their own.
         update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`. Default: "host",
             and "device" with "muon", whose iteration runs where parameters are.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
