@@ -285,13 +285,8 @@ class TestPlanned:
         "model, asked, says",
         [
             ("7.5B", {}, "a number alone does not say which there are"),
-            ("gpt2", {"tier": "nvme"}, "tier='nvme': must be 'device' or 'cpu'"),
-            ("gpt2", {"tier": ["device:1GB", "cpu"]}, "budgets of their own"),
-            ("gpt2", {"update": "host"}, "runs where parameters are"),
-            ("gpt2", {"stage": 3, "param_tier": "cpu", "tier": "cpu"}, "param_tier='cpu': must be 'device'"),
             ("gpt2", {"mesh": {"dp": 2, "tp": 2}}, "zk.Muon refuses DTensors"),
             ("gpt2", {"tier": "cpu", "schedule": zk.Delayed()}, "'sync' or 'overlap'"),
-            ("gpt2", {"tier": "cpu", "stage": 3, "world": 2}, "tier='cpu': must be 'device' at stage 3"),
             ("gpt2", {"whole": ["*"]}, "unless a module is planned"),
             ("gpt2", {"ns_dtype": "fp16"}, "None | 'bf16' | 'fp32'"),
             ("gpt2", {"ns_steps": 100}, "from 0 to 99"),

@@ -16,12 +16,22 @@ from zerokern.memory.ring import Ring, Slot
 from zerokern.memory.staging import Ticket
 from zerokern.memory.tier import OpenedTier, Wanted
 
-__all__ = ["SLOTS", "Record", "Stream"]
+__all__ = ["SLOTS", "Record", "Stream", "slot_nbytes_of"]
 
 SLOTS = 8
 # Two columns of 4 MiB side by side take turns on the same banks of memory: 0.61 ns per parameter, 0.56 with slots that
 # are no power of two (fp32 Adam).
 LARGE, SKEW = 4 << 20, 16 << 10
+
+
+def slot_nbytes_of(ring_nbytes: int) -> int:
+    """Returns the size of the slots of a ring of so many bytes.
+
+    >>> slot_nbytes_of(2 << 20), slot_nbytes_of(64 << 20)
+    (262144, 8372224)
+    """
+    nbytes = ring_nbytes // SLOTS // PAGE * PAGE
+    return nbytes - SKEW if nbytes >= LARGE else nbytes
 
 
 class Record:
@@ -55,8 +65,7 @@ class Stream:
 
     def __init__(self, tier: OpenedTier[Any], ring_nbytes: int, owner: str) -> None:
         """`owner`: who takes the memory."""
-        nbytes = ring_nbytes // SLOTS // PAGE * PAGE
-        self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
+        self.slot_nbytes = slot_nbytes_of(ring_nbytes)
         self.tier, self._owner = tier, owner
         self.records: dict[int, Record] = {}  # by id
         self.ahead: dict[Record, tuple[Slot, Any]] = {}  # records read ahead: their slots and tickets

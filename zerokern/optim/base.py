@@ -60,6 +60,16 @@ _PENDING = ", with an update that zk.Delayed had yet to publish"
 _NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "update", "max_grad_norm", "group")
 
 
+def algorithm_of(kind: type[FusedOptimizer]) -> Algorithm:
+    """Returns the update rule of a class of optimizers.
+
+    >>> from zerokern.optim import Muon
+    >>> algorithm_of(Muon).whole
+    True
+    """
+    return kind._algorithm
+
+
 class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 

@@ -15,7 +15,7 @@ from zerokern.kernels.formats import BLOCK
 from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
-from zerokern.memory.stream import SLOTS, Record, Stream
+from zerokern.memory.stream import SLOTS, Record, Stream, slot_nbytes_of
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
 from zerokern.optim.matrices import state_span
@@ -35,7 +35,7 @@ from zerokern.optim.state import (
 from zerokern.optim.survey import Groups, names_of
 from zerokern.zero.kinds import present
 
-__all__ = ["Disk", "OnDisk", "RecordReader", "RecordWriter", "StateOnDisk"]
+__all__ = ["Disk", "OnDisk", "RecordReader", "RecordWriter", "StateOnDisk", "check_slots"]
 
 _PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
@@ -163,6 +163,15 @@ def on_disk_of(entry: Any) -> OnDisk | None:
     return found if isinstance(found, OnDisk) else None
 
 
+def check_slots(ring_nbytes: int, name: str) -> None:
+    """Raises if slots are too small for matrices, whose records end where sums of squares do.
+
+    >>> check_slots(64 << 20, "Muon")
+    """
+    if slot_nbytes_of(ring_nbytes) < LEAST_SLOT:
+        raise ValueError(got("ring_nbytes", ring_nbytes, f"at least {SLOTS * LEAST_SLOT} bytes for {name}"))
+
+
 class Disk(Stream):
     """Streams optimizer state through a ring, by parameter.
 
@@ -171,14 +180,7 @@ class Disk(Stream):
 
     def __init__(self, config: TierConfig, name: str) -> None:
         super().__init__(config.open(name, "optimizer state"), config.ring_nbytes, "optimizer state")
-        self._ring_nbytes = config.ring_nbytes
         self.cut: Mapping[int, Any] = {}
-
-    def check_slots(self, name: str) -> None:
-        """Raises if slots are too small for matrices, whose records end where sums of squares do."""
-        if self.slot_nbytes < LEAST_SLOT:
-            least = SLOTS * LEAST_SLOT
-            raise ValueError(got("ring_nbytes", self._ring_nbytes, f"at least {least} bytes for {name}"))
 
     def hold(self, spans: Sequence[StateSpan]) -> None:
         """Reserves room for state that is made next, so that a full disk shows beforehand."""

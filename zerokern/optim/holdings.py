@@ -21,11 +21,11 @@ from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
-from zerokern.optim.disk import Disk, StateOnDisk, in_memory
+from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
-from zerokern.optim.placing import Placing, check_update
+from zerokern.optim.placing import Placing, check_update, check_whole
 from zerokern.optim.rates import amounts_of, compute_of, measured_rates
 from zerokern.optim.shards import LATE, PENDING, Shards, sharded
 from zerokern.optim.state import StateTier
@@ -128,8 +128,8 @@ class Holdings:
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
-        if algorithm.whole and self.disk is not None:
-            self.disk.check_slots(name)
+        if algorithm.whole and config is not None:
+            check_slots(config.ring_nbytes, name)
         self.placing = Placing(self.order, self.room)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
@@ -248,7 +248,7 @@ class Holdings:
         if self.schedule == "sync" and self.rests_on_device:
             return False
         there = is_apart(first)
-        self._refuse_disk(first)
+        self._check_whole(first)
         if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
@@ -259,12 +259,9 @@ class Holdings:
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
         return self.delays or (there and not self.rests_on_device)
 
-    def _refuse_disk(self, trained: Tensor) -> None:
-        """Raises for matrices on a device whose state may be on a disk, from where it would be updated on the host."""
-        if self.algorithm.whole and self.disk is not None and is_apart(trained):
-            allowed = "'device', 'cpu' or both, with budgets, for matrices on a GPU"
-            do = "They are never orthogonalized on the host, and state streams to a GPU from host memory alone"
-            raise ValueError(got("tier", self.tier, allowed, do))
+    def _check_whole(self, trained: Tensor) -> None:
+        if self.algorithm.whole:
+            check_whole(self.tier, self.update, disk=self.disk is not None, apart=is_apart(trained))
 
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
@@ -288,10 +285,7 @@ class Holdings:
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
-        if self.algorithm.whole and self.update == "host" and is_apart(trained):
-            do = "Matrices are never orthogonalized on the host where parameters are on a GPU"
-            raise ValueError(got("update", self.update, "'device'", do))
-        self._refuse_disk(trained)
+        self._check_whole(trained)
         if self.update == "device" and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
             raise ValueError(got("update", self.update, "'host' or 'auto'", do))

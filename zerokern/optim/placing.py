@@ -17,7 +17,7 @@ from zerokern.memory.order import TierOrder, place
 from zerokern.optim.device import is_apart
 from zerokern.optim.disk import on_disk_of
 
-__all__ = ["UPDATES", "Placing", "check_update"]
+__all__ = ["UPDATES", "Placing", "check_update", "check_whole"]
 
 UPDATES = ("host", "device", "auto")
 
@@ -36,6 +36,27 @@ def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str
         do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
         raise ValueError(got("update", value, "'host' or 'auto' where tier= has a disk", do))
     return value
+
+
+def check_whole(tier: object, update: str, *, disk: bool, apart: bool) -> None:
+    """Raises where matrices that are updated whole cannot have their state in `tier`, or be updated there.
+
+    `disk`: it has one. `apart`: they are on a device with memory of its own.
+
+    >>> check_whole("cpu", "device", disk=False, apart=True)
+    >>> check_whole("cpu", "host", disk=False, apart=True)
+    Traceback (most recent call last):
+    ...
+    ValueError: update='host': must be 'device'. Matrices are never orthogonalized on the host where parameters are on \
+a GPU
+    """
+    if apart and disk:  # from where it would be updated on the host
+        allowed = "'device', 'cpu' or both, with budgets, for matrices on a GPU"
+        do = "They are never orthogonalized on the host, and state streams to a GPU from host memory alone"
+        raise ValueError(got("tier", tier, allowed, do))
+    if apart and update == "host" and tier != "device":
+        do = "Matrices are never orthogonalized on the host where parameters are on a GPU"
+        raise ValueError(got("update", update, "'device'", do))
 
 
 _GROWN = (

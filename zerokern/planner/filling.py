@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
 from zerokern.planner.footprint import Footprint, free_for_state, host_nbytes, with_recipe
+from zerokern.planner.layouts import place_state
 from zerokern.planner.recipe import Recipe
 
 __all__ = ["filling", "would_fit"]
@@ -25,19 +27,39 @@ def filling(run: _F) -> _F:
     """
     recipe = run.recipe
     budgets: list[tuple[str, int]] = []
-    if recipe.tier == "device" or recipe.optimizer in ("none", "muon") or recipe.is_on_both_sides(run.settings.device):
+    if recipe.tier == "device" or recipe.optimizer == "none" or recipe.is_on_both_sides(run.settings.device):
         return run
 
     def room(tier: str, nbytes: int) -> None:
-        if (whole := nbytes // _GB * _GB) > 0:
+        if (whole := _of_each(_filled(run, budgets), nbytes) // _GB * _GB) > 0:
             budgets.append((tier, whole))
 
     if run.settings.device != "cpu" and not recipe.rests and not recipe.delays:
         room("device", free_for_state(run))
     if recipe.tier == "nvme" and "cpu" in run.budget:
-        beside = replace(run, recipe=replace(recipe, budgets=tuple(budgets)))  # copies of what stays are none
-        room("cpu", run.budget["cpu"] - host_nbytes(beside))
-    return replace(run, recipe=replace(recipe, budgets=tuple(budgets)))
+        room("cpu", run.budget["cpu"] - host_nbytes(_filled(run, budgets)))  # copies of what stays are none
+    return _filled(run, budgets)
+
+
+def _filled(run: _F, budgets: Sequence[tuple[str, int]]) -> _F:
+    return replace(run, recipe=replace(run.recipe, budgets=tuple(budgets)))
+
+
+def _of_each(run: Footprint, nbytes: int) -> int:
+    """Returns the budget with which optimizers together have room for so many bytes of the state that is in the last
+    tier: Muon and AdamW each fill one.
+
+    >>> run = zk.plan("gpt2", optimizer="muon", tier="nvme", device="cpu")  # 510 and 395 MB
+    >>> [_of_each(run, nbytes * 10**6) for nbytes in (100, 1000)]
+    [50000000, 605048320]
+    """
+    if not run.recipe.is_muon:
+        return nbytes
+    pieces = run.subject.pieces(run.stage, run.world, run.settings.bucket_bytes, needed_first=True)
+    sizes = [0, 0]
+    for one in run.placed or place_state(run.recipe, pieces, ()):
+        sizes[one.part.matrix is None] += one.nbytes * (one.tier == run.recipe.tier)
+    return max(nbytes // 2, nbytes - min(sizes))
 
 
 def would_fit(run: _F) -> list[_F]:
@@ -59,12 +81,13 @@ def would_fit(run: _F) -> list[_F]:
     for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
         memory = {(param_tier, "cpu")} if tier == "nvme" else set()  # where there is no need of the disk
         memory |= {("cpu", tier)} if param_tier == "nvme" else set()
-        if not recipe.can_rest_in(param_tier, tier):
+        there = recipe.placed(tier, param_tier, keep)
+        if not there.is_taken(run.settings.device, 3, run.world):
             continue
         if any((recipe, keep, *places) in fitting for places in memory):
             fitting.add((recipe, keep, param_tier, tier))
             continue
-        candidate = with_recipe(run, recipe.placed(tier, param_tier, keep).on(run.settings.device, 3), 3)
+        candidate = with_recipe(run, there.on(run.settings.device, 3), 3)
         if candidate.missing:
             continue
         fitting.add((recipe, keep, param_tier, tier))

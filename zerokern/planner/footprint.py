@@ -16,8 +16,15 @@ from typing import TypeVar
 from zerokern.core.errors import got
 from zerokern.core.units import AUTO, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
-from zerokern.planner.holding import HeldMemory, Holding, Move, Share, StatePiece, lanes_to
-from zerokern.planner.layouts import by_optimizer, pinned_nbytes, slots_nbytes
+from zerokern.planner.holding import HeldMemory, Holding, Move, Share, lanes_to
+from zerokern.planner.layouts import (
+    StatePiece,
+    by_optimizer,
+    pinned_nbytes,
+    place_state,
+    records_nbytes,
+    slots_nbytes,
+)
 from zerokern.planner.matrices import Iteration, workspace_nbytes
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
 from zerokern.planner.program import Volume, between_ranks, traffic_of
@@ -107,12 +114,15 @@ class Footprint(HeldMemory):
         with most elements of matrices that are not cut."""
         working = _working_at_rest if self.recipe.rests else _working
         ring = self.recipe.ring_nbytes
+        if self.subject.members and (self.recipe.is_muon or self.recipe.budgets):
+            ring *= sum(1 for some in by_optimizer(self.recipe, self.on_disk) if some)  # each opens one, if it has to
         if self.settings.device != "cpu":
             ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
         rings = [Holding("ring", "", "cpu", ring), Holding("ring", "", "device", self.slots_nbytes)]
         found = [*_states(self), *working(self), *rings, *_activations(self)]
         if self.muon is not None:
-            found.append(Holding("iteration", "", "device", self.muon.workspace))
+            on_host = self.recipe.iterates_on_host(self.settings.device)
+            found.append(Holding("iteration", "", "cpu" if on_host else "device", self.muon.workspace))
         return tuple(part for part in found if part.nbytes)
 
     @cached_property
@@ -127,8 +137,28 @@ class Footprint(HeldMemory):
             return 0
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
         if self.placed:
-            pieces = [OwnedPart(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
+            pieces = [one.part for one in self.placed if one.tier == "cpu"]
         return sum(slots_nbytes(recipe, some) for some in by_optimizer(recipe, pieces))
+
+    @cached_property
+    def on_disk(self) -> list[OwnedPart]:
+        """The parts whose state is on the disk, in the optimizer's order; none of a bare number of parameters."""
+        if self.recipe.tier != "nvme" or self.recipe.optimizer == "none" or not self.subject.members:
+            return []
+        if self.placed:
+            return [one.part for one in self.placed if one.tier == "nvme" and one.nbytes]
+        return self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+
+    @cached_property
+    def records(self) -> list[int]:
+        """Bytes on the disk of Muon's state and of AdamW's beside it, in whole pages, which a step reads and writes.
+
+        None with another optimizer: it has records of one size, so that pages add nothing that counts.
+
+        >>> zk.plan("gpt2", optimizer="muon", tier="nvme", device="cpu").records  # of 84,934,656 and 39,505,152
+        [509607936, 395071488]
+        """
+        return records_nbytes(self.recipe, self.on_disk) if self.on_disk and self.recipe.is_muon else []
 
     @cached_property
     def muon(self) -> Iteration | None:
@@ -148,7 +178,8 @@ class Footprint(HeldMemory):
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
             most = sum(sorted((one.each.work for one in whole for _ in range(one.split)), reverse=True)[::world])
             sent = subject.exchanged(world, self.settings.bucket_bytes)
-        dtype = self.recipe.iterates_in(self.settings.device)
+        device, cut = self.settings.device, shards_parameters(self.stage) and world > 1
+        dtype, on_host = self.recipe.iterates_in(device), device == "cpu" or self.recipe.iterates_on_host(device)
         return Iteration(
             dtype,
             len(whole),
@@ -159,7 +190,7 @@ class Footprint(HeldMemory):
             rank_flops=steps * most,
             imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
-            workspace=workspace_nbytes(whole, dtype, cut=shards_parameters(self.stage) and world > 1),
+            workspace=workspace_nbytes(whole, dtype, cut=cut, place="cpu" if on_host else "cuda"),
             exchanged=sum(sent) * itemsize(dtype),
             rank_exchanged=max(sent) * itemsize(dtype),
         )
@@ -178,13 +209,14 @@ class Footprint(HeldMemory):
         14.0000...
         """
         recipe = self.recipe
-        if recipe.optimizer == "none" or not (self.copied or recipe.tier == "cpu" or recipe.budgets):
+        has_copies = bool(self.copied) or recipe.delays_at_rest
+        if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
             return 0
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
-        in_memory = pieces if recipe.tier != "nvme" or not recipe.has_host_copies(self.settings.device) else []
+        in_memory = pieces if recipe.tier != "nvme" or not has_copies else []
         if self.placed:
-            pieces = [OwnedPart(one.numel, one.dtype) for one in self.placed if one.tier != "device"]
-            in_memory = [OwnedPart(one.numel, one.dtype) for one in self.placed if one.tier == "cpu"]
+            pieces = [one.part for one in self.placed if one.tier != "device"]
+            in_memory = [one.part for one in self.placed if one.tier == "cpu"]
         pairs = zip(by_optimizer(recipe, pieces), by_optimizer(recipe, in_memory), strict=True)
         return sum(pinned_nbytes(recipe, self.settings.device, *pair, self.copied) for pair in pairs)
 
@@ -207,17 +239,8 @@ class Footprint(HeldMemory):
         recipe = self.recipe
         if not recipe.budgets:
             return []
-        from zerokern.memory.order import place  # its package needs torch, other plans do not
-
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
-        tensors = [
-            [(role, nbytes) for role in recipe.state_of(one.dtype) for _, nbytes in role.tensors(one.numel)]
-            for one in pieces
-        ]
-        tiers, budgets = zip(*self.budgets, (recipe.tier, None), strict=True)
-        places = place([sum(nbytes for _, nbytes in some) for some in tensors], budgets)
-        rows = zip(places, pieces, tensors, strict=True)
-        return [StatePiece(tiers[number], one.numel, one.dtype, tuple(some)) for number, one, some in rows]
+        return place_state(recipe, pieces, self.budgets)
 
     @cached_property
     def program(self) -> StepProgram:
@@ -340,8 +363,8 @@ def staying_numel(run: Footprint, dtype: str | None = None) -> int:
     >>> staying_numel(zk.plan("1B", tier=["device:1GB", "cpu"]))
     100000000
     """
-    kept = [one for one in run.placed if one.tier == "device" and run.settings.device != "cpu"]
-    return sum(one.numel for one in kept if dtype in (None, one.dtype))
+    kept = [one.part for one in run.placed if one.tier == "device" and run.settings.device != "cpu"]
+    return sum(part.numel for part in kept if dtype in (None, part.dtype))
 
 
 def host_nbytes(run: Footprint) -> int:
@@ -395,10 +418,13 @@ def _states(run: Footprint) -> Iterator[Holding]:
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
         yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
     # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
-    waits = recipe.optimizer != "none" if recipe.rests else run.copied and settings.device != "cpu"
+    waits = recipe.delays_at_rest if recipe.rests else run.copied and settings.device != "cpu"
     for kind in trained if recipe.delays and waits else ():
         numel, _ = kind.updated(shards_state(run.stage))
         yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+        if recipe.rests:  # the update reads gradients while the next backward makes others
+            wire = recipe.wire_dtype(kind.dtype)
+            yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
 
 
 def _optimizer_state(run: Footprint) -> Iterator[Holding]:
@@ -522,8 +548,11 @@ def _moves(run: Footprint) -> Iterator[Move]:
         for state in (state for state in _optimizer_state(run) if state.tier == "cpu"):
             yield from (Move(state.role, lane, state.nbytes) for lane in ("up", "down"))
     if recipe.tier == "nvme":
-        for state in (state for state in _optimizer_state(run) if state.tier == "nvme"):
-            yield from (Move(state.role, lane, state.nbytes) for lane in ("read", "write"))
+        states = [state for state in _optimizer_state(run) if state.tier == "nvme"]
+        padding = sum(run.records) - sum(state.nbytes for state in states) if run.records else 0
+        for lane in ("read", "write"):
+            yield from (Move(state.role, lane, state.nbytes) for state in states)
+            yield Move("padding", lane, padding)
     for tier, nbytes in run.kept_in.items():
         for lane in lanes_to(tier, settings.device):
             yield from (Move("checkpoints", to, nbytes * settings.accumulate) for to in (_BACK[lane], lane))

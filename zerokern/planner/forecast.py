@@ -14,7 +14,8 @@ from zerokern.core.units import itemsize
 from zerokern.pages import markdown_table
 from zerokern.planner.amounts import gigabytes, in_seconds
 from zerokern.planner.footprint import Footprint
-from zerokern.planner.holding import StatePiece, lanes_to
+from zerokern.planner.holding import lanes_to
+from zerokern.planner.layouts import StatePiece
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
 from zerokern.schedule.program import PIECE_NBYTES
@@ -44,6 +45,7 @@ _NOTE_AT_REST = (
     "T*: the tokens from which what moves takes no longer than compute, bytes / rate x flops per second / flops per "
     "token. T / (T + T*) is the ZeRO-Infinity paper's efficiency, of copies that run beside nothing."
 )
+_MUON_ON_HOST = "Newton-Schulz on the host, whose flops per second the machine's description has not"
 _UNTIMED = "inputs that are kept off the device, where parameters rest on it"
 
 
@@ -259,8 +261,8 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.ranks)
-    if plan.muon is not None and plan.settings.device != "cpu":  # whose state streams, if it is in host memory
-        plan = replace(plan, recipe=replace(plan.recipe, tier="cpu"))
+    if plan.muon is not None and plan.settings.device != "cpu" and not plan.recipe.rests:
+        plan = replace(plan, recipe=replace(plan.recipe, tier="cpu"))  # from where state streams
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
     if plan.recipe.streams(plan.settings.device):  # an update on the device has nothing to hide behind
@@ -268,9 +270,10 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
     rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
+    left = _MUON_ON_HOST if plan.recipe.iterates_on_host(plan.settings.device) else left
     moving = names if shape.has_transfers else []
     hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
-    muon_flops = 0 if plan.muon is None else plan.muon.rank_flops
+    muon_flops = 0 if plan.muon is None or plan.recipe.iterates_on_host(plan.settings.device) else plan.muon.rank_flops
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left, muon_flops)
 
 
@@ -495,7 +498,7 @@ class StepShape:
         moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype, part.in_matrices)
         muon, step_flops = self.plan.muon, 0.0
         if muon is not None and part.work:
-            step_flops = muon.rank_flops * part.work / self.work
+            step_flops = 0.0 if recipe.iterates_on_host(settings.device) else muon.rank_flops * part.work / self.work
             if shards_parameters(stage):
                 reduced += muon.rank_exchanged * part.work / self.work
         streamed = 0
@@ -531,7 +534,8 @@ class StepShape:
         found: dict[str, Any] = {}
         if part.trainable and recipe.tier == "nvme":
             found["record_nbytes"] = round(
-                (part.own_numel - self.there[number]) * recipe.state_nbytes(part.dtype) - self.in_memory[number]
+                (part.own_numel - self.there[number]) * recipe.state_nbytes(part.dtype, part.in_matrices)
+                - self.in_memory[number]
             )
         if part.rests:
             found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
@@ -562,20 +566,20 @@ def _placed(parts: Sequence[StepPart], placed: Sequence[StatePiece]) -> Iterator
     """Yields of each part its elements and the bytes of their state, by the tier that the pieces of state are in."""
     left: dict[str, list[StatePiece]] = {}
     for one in reversed(placed):
-        left.setdefault(one.dtype, []).append(one)
+        left.setdefault(one.part.dtype, []).append(one)
     for part in parts:
         numel, nbytes, missing = Counter[str](), Counter[str](), part.own_numel if part.trainable else 0
         pieces = left.get(part.dtype, [])
         while missing and pieces:
             one = pieces.pop()
-            taken, state = min(missing, one.numel), sum(nbytes for _, nbytes in one.tensors)
-            share = state * taken // one.numel
+            taken, state = min(missing, one.part.numel), one.nbytes
+            share = state * taken // one.part.numel
             numel[one.tier] += taken
             nbytes[one.tier] += share
             missing -= taken
-            if taken < one.numel:  # the rest of it, which a bucket's end divides
+            if taken < one.part.numel:  # the rest of it, which a bucket's end divides
                 tensors = ((one.tensors[0][0], state - share),) if one.tensors else ()
-                pieces.append(one._replace(numel=one.numel - taken, tensors=tensors))
+                pieces.append(one._replace(part=one.part._replace(numel=one.part.numel - taken), tensors=tensors))
         yield numel, nbytes
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from zerokern.planner.recipe import StateRole
-
-__all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "Share", "StatePiece", "lanes_to"]
+__all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "Share", "lanes_to"]
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
-WORKING = ("gathered", "buffers", "scratch", "iteration", "ring", *_HOST_COPIES, "checkpoints", "activations", "logits")
+WORKING = (
+    "gathered", "buffers", "scratch", "iteration", "ring", "padding", *_HOST_COPIES, "checkpoints", "activations",
+    "logits",
+)  # fmt: skip
 LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "write": "to disk", "net": "to other ranks"}
 """in the order of a table"""
 
@@ -34,15 +34,6 @@ class Move:
     role: str
     lane: str
     nbytes: int
-
-
-class StatePiece(NamedTuple):
-    """A piece of a parameter, with the tensors of its state and their bytes."""
-
-    tier: str
-    numel: int
-    dtype: str
-    tensors: tuple[tuple[StateRole, int], ...]
 
 
 class HeldMemory:

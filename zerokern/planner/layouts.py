@@ -1,15 +1,104 @@
-"""How an optimizer lays its state out: what it locks in host memory, and the slots that state passes through on a
-device."""
+"""How an optimizer lays its state out: the tier of each piece, what it locks in host memory, the records that it has on
+a disk, and the slots that state passes through on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zerokern.core.units import BLOCK, itemsize
 from zerokern.planner.model import BucketSize, OwnedPart
-from zerokern.planner.recipe import Recipe
+from zerokern.planner.recipe import OPTIMIZERS, Recipe, StateRole
 
-__all__ = ["by_optimizer", "pinned_nbytes", "slots_nbytes"]
+if TYPE_CHECKING:
+    from zerokern.optim.records import StateSpan
+
+__all__ = ["StatePiece", "by_optimizer", "pinned_nbytes", "place_state", "records_nbytes", "slots_nbytes"]
+
+
+class StatePiece(NamedTuple):
+    """A part of a parameter, the tier that its state is in, and the tensors of that with their bytes."""
+
+    tier: str
+    part: OwnedPart
+    tensors: tuple[tuple[StateRole, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.tensors)
+
+
+def place_state(recipe: Recipe, parts: Sequence[OwnedPart], budgets: Sequence[tuple[str, int]]) -> list[StatePiece]:
+    """Returns the tier of the state of each of these, in the order in which forwards need them. Each optimizer fills
+    budgets of its own.
+
+    >>> from zerokern.planner.matrices import MatrixShape
+    >>> parts = [OwnedPart(9, "float32", MatrixShape(3, 3)), OwnedPart(9, "float32"), OwnedPart(9, "float32")]
+    >>> [one.tier for one in place_state(Recipe("muon", tier="nvme"), parts, [("cpu", 72)])]
+    ['cpu', 'cpu', 'nvme']
+    """
+    made = [_placed(recipe, some, budgets) for some in by_optimizer(recipe, parts)]
+    return [next(made[0 if one.matrix is not None else -1]) for one in parts]
+
+
+def _placed(recipe: Recipe, parts: Sequence[OwnedPart], budgets: Sequence[tuple[str, int]]) -> Iterator[StatePiece]:
+    """Yields those of one optimizer."""
+    from zerokern.memory.order import place  # its package needs torch, other plans do not
+
+    tiers, most = zip(*budgets, (recipe.tier, None), strict=True)
+    made = []
+    for one in parts:
+        roles = recipe.state_of(one.dtype, one.matrix is not None)
+        tensors = tuple((role, nbytes) for role in roles for _, nbytes in role.tensors(one.numel))
+        made.append(StatePiece(recipe.tier, one, tensors))
+    for number, piece in zip(place([piece.nbytes for piece in made], most), made, strict=True):
+        yield piece._replace(tier=tiers[number])
+
+
+def records_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> list[int]:
+    """Returns the bytes of the records on a disk that each optimizer has of these parts: whole pages, which a step
+    reads and writes.
+
+    >>> from zerokern.planner.matrices import MatrixShape
+    >>> parts = [OwnedPart(30, "float32", MatrixShape(10, 3)), OwnedPart(1000, "float32")]
+    >>> records_nbytes(Recipe("muon", tier="nvme", ring_nbytes=64 << 20), parts)
+    [4096, 8192]
+    """
+    from zerokern.memory.stream import slot_nbytes_of  # packages that need torch, other plans do not
+    from zerokern.optim.records import records_of
+
+    slot = slot_nbytes_of(recipe.ring_nbytes)
+    found = []
+    for some in by_optimizer(recipe, parts):
+        spans = [_span_of(recipe, one) for one in sorted(some, key=lambda one: one.turn)]
+        found.append(sum(content.nbytes for content in records_of(spans, slot)))
+    return found
+
+
+def _span_of(recipe: Recipe, part: OwnedPart) -> StateSpan:
+    """Returns what `records_of` is given of a part."""
+    import torch
+
+    from zerokern import optim
+    from zerokern.optim.base import algorithm_of
+    from zerokern.optim.cut_matrices import CutMatrix
+    from zerokern.optim.formats import layout_of
+    from zerokern.optim.records import StateSpan as Span
+
+    matrix, dtype = part.matrix if recipe.is_muon else None, getattr(torch, part.dtype)
+    name = "Muon" if matrix is not None else recipe.optimizer_class.rpartition(".")[2].split()[0]
+    has_moments = recipe.is_muon or bool(OPTIMIZERS[recipe.optimizer])
+    formats = has_moments, recipe.state_format, recipe.master_format, False
+    split = 0 if matrix is None else matrix.split
+    layout = layout_of(algorithm_of(getattr(optim, name)), dtype, *formats, split)
+    if matrix is None or part.bucket is None:
+        return Span(part.numel, layout)
+    numels, group = part.by_matrix(), cast(Any, None)
+    starts = accumulate(numels, initial=0)
+    each, place = (matrix.rows, matrix.columns), f"{part.turn:09}"  # parameters are named in the order of their turns
+    cut = [CutMatrix(start, numel, *each, place, (), group) for start, numel in zip(starts, numels, strict=False)]
+    return Span(part.numel, layout, cut, part.bucket)
 
 
 def by_optimizer(recipe: Recipe, parts: Sequence[OwnedPart]) -> list[list[OwnedPart]]:
@@ -79,10 +168,12 @@ def pinned_nbytes(
         for tensor in role.tensors(one.numel)
     ]
     nbytes = []
-    if recipe.has_host_copies(device):  # all values, all gradients, then the state key by key, unless it is on disk
-        nbytes = [one.numel * itemsize(one.dtype) for one in parts]
+    has_copies = recipe.has_host_copies(device) or recipe.delays_at_rest
+    if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
+        values = parts if recipe.param_tier != "nvme" else ()  # else they are there, too
+        nbytes = [one.numel * itemsize(one.dtype) for one in values]
         nbytes += [one.numel * itemsize(recipe.wire_dtype(one.dtype)) for one in parts]
-    if recipe.has_host_copies(device) or recipe.streams(device):
+    if has_copies or recipe.streams(device):
         state = sorted(state, key=lambda tensor: tensor[0])
     elif copied:  # of what is on the device, as one
         nbytes = [kind.own_numel * (kind.itemsize + itemsize(recipe.wire_dtype(kind.dtype))) for kind in copied]

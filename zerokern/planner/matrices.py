@@ -97,10 +97,10 @@ def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int
     return numels.index(max(numels)), max(works)
 
 
-def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = False) -> int:
+def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = False, place: str = "cpu") -> int:
     """Returns the bytes of one matrix that is orthogonalized, the largest: itself, its sums of squares, and what the
     iteration needs beside. `cut`: ranks have parts of matrices, so that beside its own lie a rank's parts of others,
-    together about one more.
+    together about one more. `place`: where they are multiplied, equal small ones at once.
 
     >>> workspace_nbytes([MatrixShape(10, 4)], "float32") == 4 * (40 + 72) + 8
     True
@@ -111,9 +111,17 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = F
 
     from zerokern.kernels.orthogonal import workspace_numel
     from zerokern.kernels.reference import SUMSQ_CHUNK
+    from zerokern.optim.small_matrices import batches_of, most_together
 
     itemsize = getattr(torch, dtype).itemsize
-    sizes = {(one.rows, one.columns) for one in shapes}
-    room = max(workspace_numel(torch.empty(size, device="meta")) for size in sizes)
-    largest = max(rows * columns for rows, columns in sizes)
+    each = [(one.split, one.rows, one.columns) for one in shapes for _ in range(one.split)]
+    most = most_together(torch.device(place))
+    small = [one for one in each if not cut and 0 < 2 * one[1] * one[2] <= most]
+    batches = batches_of(range(len(small)), small.__getitem__, most)
+    counts = {one[1:]: 1 for one in each}
+    for some in batches:
+        size = small[some[0]][1:]
+        counts[size] = max(counts[size], len(some))
+    room = max(count * workspace_numel(torch.empty(size, device="meta")) for size, count in counts.items())
+    largest = max(count * rows * columns for (rows, columns), count in counts.items())
     return (largest * (2 if cut else 1) + room) * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)

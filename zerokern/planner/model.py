@@ -223,11 +223,27 @@ def _together(sizes: Sequence[BucketSize]) -> BucketSize:
 
 
 class OwnedPart(NamedTuple):
-    """What one rank updates of a parameter; `matrix`: if that is updated whole, its shape."""
+    """What one rank updates of a parameter, `numel` elements from `start` on; `matrix`: if that is updated whole, its
+    shape. `turn`: its place among what optimizers update. `bucket`: its number, where ranks have parts of matrices."""
 
     numel: int
     dtype: str
     matrix: MatrixShape | None = None
+    start: int = 0
+    turn: int = 0
+    bucket: int | None = None
+
+    def by_matrix(self) -> list[int]:
+        """Returns the elements of it that are in each of the parameter's matrices; all of it where that is none.
+
+        >>> OwnedPart(6, "float32", MatrixShape(2, 2, 3), start=3).by_matrix()
+        [1, 4, 1]
+        """
+        if self.matrix is None:
+            return [self.numel]
+        each, end = self.matrix.each.numel, self.start + self.numel
+        ends = [min(max((number + 1) * each, self.start), end) for number in range(self.matrix.split)]
+        return [b - a for a, b in pairwise([self.start, *ends])]
 
 
 @dataclass(frozen=True)
@@ -236,6 +252,7 @@ class ModelSpec:
 
     `matrices`: of each member its shape, if it is updated whole; empty if none is. `order`: the optimizer's order of
     the members; empty for their own. `tp`: ranks that hold other parts of each parameter, as a module's DTensors say.
+    `params`: the members' names, of a module.
     """
 
     called: str
@@ -248,6 +265,7 @@ class ModelSpec:
     order: tuple[int, ...] = ()
     tp: int = 1
     matrices: tuple[MatrixShape | None, ...] = ()
+    params: tuple[str, ...] = ()
     _divided: dict[tuple[bool, bool, int, int], Buckets] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -318,44 +336,56 @@ class ModelSpec:
 
         >>> from zerokern.planner.recipe import Recipe
         >>> model_spec(1000, Recipe(), None).pieces(2, 4, 1 << 20)
-        [OwnedPart(numel=256, dtype='bfloat16', matrix=None)]
+        [OwnedPart(numel=256, dtype='bfloat16', matrix=None, start=0, turn=0, bucket=None)]
         """
         buckets = self.buckets(stage, world, bucket_bytes)
         if not self.members:
             (bucket,) = buckets.sizes
             numel, parts = bucket.updated(shards_state(stage))[0], bucket.count if needed_first else 1
             ends = [numel * number // parts for number in range(parts + 1)]
-            return [OwnedPart(end - begin, bucket.dtype) for begin, end in pairwise(ends)]
+            return [OwnedPart(b - a, bucket.dtype, None, a, turn) for turn, (a, b) in enumerate(pairwise(ends))]
         matrices = self.matrices or [None] * len(self.members)
         order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
-        if not shards_state(stage):
-            return [OwnedPart(self.members[at].numel, self.members[at].dtype, matrices[at]) for at in order]
-        own = {
-            piece.param: piece.numel
-            for bucket in self._partition(shards_parameters(stage), keeps_whole(stage), world, bucket_bytes)
-            for piece in bucket.pieces(buckets.rank)
-        }
-        trained = set(order)
-        order = [at for at in own if at in trained] if needed_first else [at for at in order if at in own]
-        return [OwnedPart(own[at], self.members[at].dtype, matrices[at]) for at in order]
+        own = {at: (self.members[at].numel, 0) for at in order}
+        rows = [(at, turn) for turn, at in enumerate(order)]
+        cut_in: dict[int, int] = {}
+        if shards_state(stage) or world > 1:  # else nobody has cut it into buckets
+            cut = self._partition(shards_parameters(stage), keeps_whole(stage), world, bucket_bytes)
+            number_of = {spot.param: number for number, bucket in enumerate(cut) for spot in bucket.places}
+            if shards_state(stage):
+                pieces = (piece for bucket in cut for piece in bucket.pieces(buckets.rank))
+                own = {piece.param: (piece.numel, piece.start) for piece in pieces}
+            if shards_parameters(stage) and world > 1:
+                cut_in = {at: number for at, number in number_of.items() if matrices[at] is not None}
+            rows.sort(key=lambda row: number_of[row[0]] if needed_first else row[1])
+        return [
+            OwnedPart(own[at][0], self.members[at].dtype, matrices[at], own[at][1], turn, cut_in.get(at))
+            for at, turn in rows
+            if at in own
+        ]
 
     def exchanged(self, world: int, bucket_bytes: int) -> list[int]:
         """Returns the elements that each rank sends in a step of Muon at stage 3, which cuts matrices: its parts of
         others' matrices, and the results of its own to the ranks that have parts of them.
 
-        Rank by rank in rounds, those with most work first, as zerokern.optim.cut_matrices gives them out.
+        Rank by rank in rounds, those with most work first and then by name, as zerokern.optim.cut_matrices gives them
+        out.
         """
-        trained = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
-        found = [(one, place) for place in trained if (one := self.matrices[place]) is not None]
-        rows = [(one.each, place, nth) for one, place in sorted(found, key=_split_of) for nth in range(one.split)]
-        rows.sort(key=lambda row: -row[0].work)
+        names = self.params or [f"{place:09}" for place in range(len(self.members))]
+        rows = [
+            (one.each, place, nth, names[place] if one.split == 1 else f"{names[place]}[{nth}]")
+            for place, one in enumerate(self.matrices)
+            if one is not None and self.members[place].trainable
+            for nth in range(one.split)
+        ]
+        rows.sort(key=lambda row: (-row[0].work, row[3]))
         lying = {
             spot.param: (spot.offset, bucket.shard_numel)
             for bucket in self._partition(True, False, world, bucket_bytes)
             for spot in bucket.places
         }
         sent = [0] * world
-        for turn, (one, place, nth) in enumerate(rows):
+        for turn, (one, place, nth, _) in enumerate(rows):
             offset, each = lying[place]
             begin, owner = offset + nth * one.numel, turn % world
             end = begin + one.numel
@@ -374,10 +404,6 @@ class ModelSpec:
             )
         most = bucket_bytes // max(itemsize(member.dtype) for member in members)
         return partition(members, world, max(1, most))
-
-
-def _split_of(pair: tuple[MatrixShape, int]) -> int:
-    return pair[0].split
 
 
 def keeps_whole(stage: int) -> bool:
@@ -472,17 +498,21 @@ def _of_module(module: Any, recipe: Recipe, units: Any, whole: Any) -> ModelSpec
     places = {id(param): place for place, (_, param) in enumerate(params)}
     stepped = (piece for param in module.parameters() for piece in pieces.get(id(param), [param]))
     order = tuple(places[id(param)] for param in stepped)
+    if recipe.is_muon:  # the order in which whole= lists them, then the rest
+        turns = {places[key]: turn for turn, key in enumerate(shapes)}
+        order = tuple(sorted(order, key=lambda place: turns.get(place, len(turns))))
     device = "cpu" if kinds == {"cpu"} else "cuda"
     mesh = mesh_of(params)
     matrices = tuple(shapes.get(id(param)) for _, param in params) if shapes else ()
     tp = 1 if mesh is None else mesh.size()
-    return ModelSpec(title, made, names, device=device, order=order, tp=tp, matrices=matrices)
+    called = tuple(name for name, _ in params)
+    return ModelSpec(title, made, names, device=device, order=order, tp=tp, matrices=matrices, params=called)
 
 
 def _matrices_of(module: torch.nn.Module, recipe: Recipe, whole: Any, units: Sequence[Any]) -> dict[int, MatrixShape]:
     """Returns the shapes of what is updated whole, by the parameters' ids: what `whole` names, or with Muon what
     `zk.muon_groups` proposes."""
-    from zerokern.optim.matrices import check_matrix
+    from zerokern.optim.matrices import check_matrix, matrices_of
     from zerokern.optim.muon_groups import muon_groups
     from zerokern.zero.units import uncut_of
 
@@ -492,7 +522,9 @@ def _matrices_of(module: torch.nn.Module, recipe: Recipe, whole: Any, units: Seq
     names = {id(param): name for unit in units for name, param in unit.params}
     for param, split in uncut_of(whole, units):
         if recipe.is_muon:
-            check_matrix(names[id(param)], param.shape, split)
+            name, in_blocks = names[id(param)], recipe.state_format == "int8"
+            check_matrix(name, param.shape, split)
+            matrices_of(name, param.shape, param.numel(), split, in_blocks=in_blocks)  # refuses what cuts a block
         found[id(param)] = MatrixShape.of(param.shape, split)
     if recipe.is_muon and not found:
         name = type(module).__name__

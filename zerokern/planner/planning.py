@@ -214,7 +214,8 @@ def plan(
         mp_policy: as in `zk.shard`.
         param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
-        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
+        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`. With "muon" both
+            optimizers have these tiers, with budgets of their own.
         update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`. Default: "host",
             and "device" with "muon", whose iteration runs where parameters are.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
@@ -265,18 +266,17 @@ def plan(
     if any(budget == AUTO for _, budget in recipe.budgets) and not memory and settings.device != "cpu":
         do = "It fills what a plan leaves of the device"
         raise ValueError(got("device_memory", device_memory, "the device's memory for tier='device:auto'", do))
+    if recipe.is_muon and any(budget == AUTO for _, budget in recipe.budgets) and settings.device != "cpu":
+        do = "zk.Muon and zk.AdamW would each take what is free"
+        raise ValueError(got("tier", "device:auto", "bytes ('device:8GiB') with optimizer='muon'", do))
     recipe = recipe.on(settings.device, stage)
+    recipe.check_matrices(settings.device, stage, settings.world)
     if recipe.rests and settings.no_sync:
         allowed = "False for parameters at rest, whose gradients would gather on the device"
         raise ValueError(got("no_sync", no_sync, allowed, "micro=M has one pass over the parameters for all slices"))
     made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
-    if recipe.is_muon and made.settings.device != "cpu":
-        if recipe.delays:
-            raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with optimizer='muon' on a GPU"))
-        if recipe.tier != "device" and made.world > 1 and shards_parameters(stage):
-            raise ValueError(got("tier", tier, "'device' at stage 3 on several GPUs with optimizer='muon'"))
     recipe.has_host_copies(made.settings.device)
     return made.spilling()
 
@@ -378,8 +378,6 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     for (param_tier, tier), keep in product(_PLACES, keeps):
         if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
             continue  # the device is the host
-        if not plan.recipe.can_rest_in(param_tier, tier):
-            continue
         here = replace(
             recipe.placed(tier, param_tier, keep),
             keep_ring_nbytes=recipe.keep_ring_nbytes,
@@ -389,8 +387,10 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
         if param_tier != "device":
             stages = (3,)
         elif tier != "device" and plan.world > 1:
-            stages = (1, 2) if plan.recipe.is_muon else (1, 2, 3)  # where state streams, stage 3 cuts no matrices
+            stages = (1, 2, 3)
         for stage in stages:
+            if not here.is_taken(plan.settings.device, stage, plan.world):
+                continue
             yield filling(with_recipe(plan, here.on(plan.settings.device, stage), stage))
 
 
@@ -543,8 +543,8 @@ def _code(plan: Plan) -> str:
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
-    options = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
-    options += ', update="device"' if recipe.streams(plan.settings.device) else ""
+    tier = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    options = ', update="device"' if recipe.streams(plan.settings.device) else ""
     options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
@@ -553,8 +553,12 @@ def _code(plan: Plan) -> str:
     if recipe.is_muon:
         if keeps_whole(plan.stage) and lines:
             lines = [f"{shard.removesuffix(')')}, whole=matrices)"]
-        classes = (f"zk.Muon(matrices{options})", f"zk.AdamW(rest{options})")
+        folders = (tier.replace("(path)", f'(path + "/{name}")') for name in ("muon", "adamw"))  # they share none
+        names = "zk.Muon(matrices", "zk.AdamW(rest"
+        classes = [f"{name}{folder}{options})" for name, folder in zip(names, folders, strict=True)]
         lines = ["matrices, rest = zk.muon_groups(model)", *lines, f"opts = {', '.join(classes)}"]
         return "; ".join(lines)
-    lines += [f"opt = {recipe.optimizer_class}(model.parameters(){options})"] if recipe.optimizer != "none" else []
+    lines += (
+        [f"opt = {recipe.optimizer_class}(model.parameters(){tier}{options})"] if recipe.optimizer != "none" else []
+    )
     return "; ".join(lines) or "none, the model is trained as it is"

@@ -152,38 +152,57 @@ class Recipe:
         if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 0 <= ns_steps <= 99:
             raise ValueError(got("ns_steps", ns_steps, "a whole number from 0 to 99"))
         made = replace(made, ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps)
-        if made.is_muon:
-            made._check_muon(str(update), bool(budgets))
-        elif ns_dtype is not None or ns_steps != 5:
+        if not made.is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
         budgets_by_name: dict[str, Any] = {"param_budgets": param_budgets, "keep_budgets": keep_budgets}
         return replace(made, budgets=budgets, update=str(update), **budgets_by_name)
 
-    def _check_muon(self, update: str, has_budgets: bool) -> None:
-        """Raises where zk.Muon would, or where a plan of two optimizers cannot know."""
-        if not self.can_rest_in(self.param_tier, self.tier):
-            name, tier = ("param_tier", self.param_tier) if self.rests else ("tier", self.tier)
-            allowed = "'device'" if self.rests else "'device' or 'cpu'"
-            raise ValueError(got(name, tier, f"{allowed} with optimizer='muon'", "A plan of Muon knows no others yet"))
-        if has_budgets:
-            do = "zk.Muon and zk.AdamW each have budgets of their own"
-            raise ValueError(got("tier", "several tiers", "'device' or 'cpu' with optimizer='muon'", do))
-        if update == "host":
-            do = "The iteration runs where parameters are"
-            raise ValueError(got("update", update, "None or 'device' with optimizer='muon'", do))
+    def check_matrices(self, device: str, stage: int, world: int) -> None:
+        """Raises what `zk.Muon` raises where it does not take state in these tiers."""
+        if not self.is_muon:
+            return
+        from zerokern.optim.disk import check_slots  # its package needs torch, other plans do not
+        from zerokern.optim.placing import check_whole
 
-    def can_rest_in(self, param_tier: str, tier: str) -> bool:
-        """Returns whether the optimizer takes parameters and state in these tiers.
+        if self.is_on_both_sides(device):
+            do = "zk.shard has put some of these parameters on the device, and others off it"
+            tiers = [*self.param_budgets, self.param_tier]
+            raise ValueError(got("param_tier", tiers, "one side of the link with optimizer='muon'", do))
+        on_disk = self.tier == "nvme"
+        if on_disk:
+            check_slots(self.ring_nbytes, "Muon")
+        said = [*self.budgets, self.tier] if self.budgets else self.tier
+        apart = device != "cpu"
+        if apart and self.rests and shards_parameters(stage) and world > 1:
+            do = "stages 1 and 2 with whole= leave matrices whole"
+            allowed = "'device' for matrices on GPUs, which exchange them"
+            raise ValueError(got("param_tier", self.param_tier, allowed, do))
+        check_whole(said, self.update, disk=on_disk, apart=apart and not self.rests)
 
-        >>> Recipe("muon").can_rest_in("device", "cpu"), Recipe("muon").can_rest_in("cpu", "cpu")
+    def is_taken(self, device: str, stage: int, world: int) -> bool:
+        """Returns whether the optimizer takes state in these tiers.
+
+        >>> Recipe("muon", tier="cpu").is_taken("cuda", 3, 8), Recipe("muon", tier="nvme").is_taken("cuda", 3, 8)
         (True, False)
         """
-        return not self.is_muon or (param_tier == "device" and tier != "nvme")
+        try:
+            self.check_matrices(device, stage, world)
+        except ValueError:
+            return False
+        return True
 
     @property
     def is_muon(self) -> bool:
         """Whether matrices are updated by Muon, and the rest by AdamW."""
         return self.optimizer == "muon"
+
+    def iterates_on_host(self, device: str) -> bool:
+        """Returns whether Muon multiplies on the host beside a device, where parameters rest.
+
+        >>> Recipe("muon", tier="cpu", param_tier="cpu").iterates_on_host("cuda")
+        True
+        """
+        return self.is_muon and self.rests and device != "cpu"
 
     def iterates_in(self, device: str) -> str:
         """Returns the dtype that Muon orthogonalizes in.
@@ -191,7 +210,8 @@ class Recipe:
         >>> Recipe("muon").iterates_in("cuda"), Recipe("muon", ns_dtype="float32").iterates_in("cuda")
         ('bfloat16', 'float32')
         """
-        if self.ns_dtype is not None or device != "cpu":
+        on_host = device == "cpu" or self.iterates_on_host(device)
+        if self.ns_dtype is not None or not on_host:
             return self.ns_dtype or "bfloat16"
         import torch
 
@@ -212,6 +232,12 @@ class Recipe:
     @property
     def delays(self) -> bool:
         return isinstance(self.schedule, Delayed)
+
+    @property
+    def delays_at_rest(self) -> bool:
+        """Whether an update of parameters at rest is published later: it makes others beside them, from gradients of
+        its own."""
+        return self.rests and self.delays and self.optimizer != "none"
 
     def is_lossy(self) -> bool:
         """Returns whether these formats round."""
@@ -253,7 +279,7 @@ class Recipe:
         if here.is_on_both_sides(device) and self.budgets:
             allowed = "'cpu' or 'nvme', one of them, where some parameters are on the device and others off it"
             raise ValueError(got("tier", [*self.budgets, self.tier], allowed, "Such a split of both is not planned"))
-        if here.is_on_both_sides(device) and self.update == "device":
+        if here.is_on_both_sides(device) and self.update == "device" and not self.is_muon:
             do = "Some parameters are on the device and others are not"
             raise ValueError(got("update", self.update, "'host'", do))
         if here.is_on_both_sides(device) and self.delays:

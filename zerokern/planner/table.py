@@ -26,6 +26,7 @@ NAMES = {
     "scratch": "scratch of collectives",
     "iteration": "matrix in flight",
     "ring": "staging ring",
+    "padding": "padding to whole pages",
     "host parameters": "parameters to update",
     "host gradients": "gradients to update with",
     "shadow": "parameters to publish",
@@ -40,7 +41,9 @@ _FORMAT_HEADS = ["state_format", "master_format", "state, B/parameter"]
 _NOTHING, _UNKNOWN = "-", "?"
 _BARE = "unknown for a bare number; give --model"
 _LOSSY = " *(lossy)*"
-_NOTES_AT_REST = ("Not counted", "Activations: ", "Logits", "Assumed")  # beginnings of the notes that hold there too
+_NOTES_AT_REST = (  # beginnings of the notes that hold there too
+    "Not counted", "Activations: ", "Logits", "Assumed", "Muon", "Newton-Schulz", "Ranks have", "Stage",
+)  # fmt: skip
 _MOST_FITTING = 4  # placements that are named where the plan's own does not fit
 
 
@@ -181,6 +184,8 @@ def _notes(plan: Footprint) -> list[str]:
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
+    if not plan.recipe.rests:
+        said += _note_on_disk(plan)
     said += [*_notes_on_muon(plan), *_notes_on_mesh(plan)]
     takers = "what the framework, its allocator and the driver of the device take"
     if plan.settings.has_others:
@@ -205,6 +210,12 @@ def _notes(plan: Footprint) -> list[str]:
     return [*said, f"Not counted: {takers}."]
 
 
+def _note_on_disk(plan: Footprint) -> list[str]:
+    if not plan.moved("write"):
+        return []
+    return [f"Each step writes {gigabytes(plan.moved('write'))} GB to the disk, which wears."]
+
+
 def _notes_on_muon(plan: Footprint) -> Iterator[str]:
     """Yields which parameters are Muon's, what a step multiplies, and what is sent and held for it."""
     muon, world, stage = plan.muon, plan.world, plan.stage
@@ -214,7 +225,10 @@ def _notes_on_muon(plan: Footprint) -> Iterator[str]:
     yield f"Muon has {count(muon.numel)} parameters in {muon.matrices:,} tensors, and AdamW {rest}; docs/muon.md."
     if plan.subject.transformer is not None:
         yield "Muon's is what has two dimensions in a layer, each as one matrix; of a module whole= says it."
+    if plan.budgets:
+        yield "Muon and AdamW have budgets of their own: each fills a tier up to what is said."
     flops = f"Newton-Schulz: {_flops(muon.flops)} in a step, in {short(muon.dtype)}"
+    flops += ", on the host, where parameters rest" if plan.recipe.iterates_on_host(plan.settings.device) else ""
     if world == 1:
         yield f"{flops}."
     elif not shards_state(stage):
@@ -227,6 +241,10 @@ def _notes_on_muon(plan: Footprint) -> Iterator[str]:
             f"Ranks have parts of matrices at stage 3, and exchange {gigabytes(muon.exchanged)} GB, all of them "
             "together: each direction to the rank that orthogonalizes it, and back."
         )
+    refused = [one for one in plan.stages if not plan.recipe.is_taken(plan.settings.device, one, world)]
+    if refused:
+        which = " and ".join(map(str, refused))
+        yield f"Stage {which} is counted as the others are; zk.Muon refuses it in this tier yet."
     if muon.padding:
         of_all = _percent(muon.padding / muon.numel)
         yield f"Matrices are not cut, for which {muon.padding:,} elements of padding, {of_all}, are sent too."
@@ -287,8 +305,7 @@ def _notes_at_rest(plan: Footprint) -> list[str]:
         said.append(
             'With schedule="overlap" or zk.Delayed the update reads no parameters of its own: one fetch serves both.'
         )
-    if plan.moved("write"):
-        said.append(f"Each step writes {gigabytes(plan.moved('write'))} GB to the disk, which wears.")
+    said += _note_on_disk(plan)
     if not plan.subject.units:
         said.append(
             "A number alone has no layers: two units that are whole on the device (?) come on top. Plan a model or the "
