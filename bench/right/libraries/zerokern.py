@@ -74,6 +74,9 @@ class ZerokernTraining(Training):
     def save(self, folder: Path) -> None:
         zk.save(folder / "checkpoint", self.model, self.optimizer)
 
+    def save_beside(self, folder: Path) -> Callable[[], Any]:
+        return zk.save(folder / "checkpoint", self.model, self.optimizer, wait=False).wait
+
     def load(self, folder: Path) -> None:
         zk.load(folder / "checkpoint", self.model, self.optimizer)
 
