@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from .training import Training
 
-RUNS = 3
-ELEMENTWISE, SUMS, BF16 = 2.0**-24, 2.0**-21, 2.0**-9
+RUNS = 2
+ELEMENTWISE, SUMS, BF16 = 2.0**-24, 2.0**-21, 2.0**-8
 EXACT = ("copy", "clone", "detach", "alias", "lift", "zero", "fill", "set_", "resize", "new_", "empty", "cat", "stack")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from zerokern.core.errors import ZerokernError
 
-from . import judge, noise
+from . import judge, known, noise
 from .libraries import LIBRARIES
 from .programs import Program
 from .worker import ends_of
@@ -64,11 +64,12 @@ def measure(
         references: dict[str, dict[str, judge.Reference]] = {}
         try:
             for library in libraries:
-                known = LIBRARIES[library]
-                if known.reference not in references:
-                    references[known.reference] = references_of(known.reference, programs, folder, seconds, advance)
+                plain = LIBRARIES[library].reference
+                if plain not in references:
+                    references[plain] = references_of(plain, programs, folder, seconds, advance)
                 for done, (name, told, ends) in enumerate(ran(library, programs, folder, seconds), 1):
-                    verdict, why = judge.verdict(ends, references[known.reference][name], known.lossy)
+                    judged = judge.verdict(ends, references[plain][name], LIBRARIES[library].lossy)
+                    verdict, why = known.confirmed(library, name, *judged)
                     cells.append(Cell(name, library, verdict, why, round(told["seconds"], 2)))
                     advance(library, done, len(programs))
         except KeyboardInterrupt:
@@ -86,7 +87,10 @@ def references_of(
         for program, _, ends in ran(f"{name}~{seed}" if seed else name, programs, folder, seconds):
             runs[-1][program] = results_of(program, ends)
             advance(name, seed * len(programs) + len(runs[-1]), (1 + noise.RUNS) * len(programs))
-    return {one.name: judge.Reference.of(runs[0][one.name], [run[one.name] for run in runs[1:]]) for one in programs}
+    return {
+        one.name: judge.Reference.of(runs[0][one.name], [run[one.name] for run in runs[1:]], one.narrow)
+        for one in programs
+    }
 
 
 def results_of(name: str, ends: Sequence[judge.Ended]) -> judge.Results:
