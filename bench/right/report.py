@@ -14,6 +14,7 @@ from .programs import KINDS, PROGRAMS, Program
 from .runner import Cell
 
 Cells = Sequence[Cell]
+WIDEST = 200  # characters of a line that says why, on the page
 
 
 def lines(libraries: Sequence[str], cells: Cells) -> list[str]:
@@ -63,7 +64,8 @@ def page(document: dict[str, Any]) -> str:
         text += [f"## {kind}", "", table_row(["program", *libraries]), table_row(["---"] * (1 + len(libraries)))]
         text += [table_row([named(one), *(shown(of.get((one.name, name))) for name in libraries)]) for one in rows]
         text += [""]
-    return "\n".join([*text, "## Why", "", "```text", *reasons(cells), "```", ""])
+    why = [line[:WIDEST].rstrip() for line in reasons(cells)]  # the JSON has them whole
+    return "\n".join([*text, "## Why", "", "```text", *why, "```", ""])
 
 
 def made(birth: dict[str, Any]) -> str:
