@@ -40,9 +40,10 @@ def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[
     for line in ("", *report.lines(libraries, cells), "", *report.reasons(cells)):
         console.print(line, markup=False)
     birth = {**machine.birth("right", command), **({"interrupted": interrupted} if interrupted else {})}
+    document = report.document(birth, libraries, programs, cells)
     if args.page:
-        Path(args.page).write_text(report.page(birth, libraries, programs, cells), encoding="utf-8")
-    return report.document(birth, libraries, programs, cells), None
+        Path(args.page).write_text(report.page(document), encoding="utf-8")
+    return document, None
 
 
 def asked(args: argparse.Namespace) -> tuple[list[str], Sequence[Program]]:

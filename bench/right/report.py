@@ -1,27 +1,34 @@
-"""What a run leaves to read: counts in a terminal, a page with a row for each program, JSON."""
+"""What a run leaves to read: counts in a terminal, JSON, and a page with a row for each program, made of the JSON."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from ..report import columns
-from .judge import RIGHT, VERDICTS
+from .judge import RIGHT, UNCLEAR, VERDICTS, WRONG
+from .known import CAUSES, Cause
 from .libraries import LIBRARIES
 from .programs import KINDS, PROGRAMS, Program
 from .runner import Cell
 
 Cells = Sequence[Cell]
+WIDEST = 200  # characters of a line that says why, on the page
 
 
 def lines(libraries: Sequence[str], cells: Cells) -> list[str]:
     """A row for each library, with its counts; those that take no part say why."""
+    notes = [f"  {name}: {one.absent}" for name, one in LIBRARIES.items() if one.absent]
+    return [*counts(libraries, cells), *notes]
+
+
+def counts(libraries: Sequence[str], cells: Cells) -> list[str]:
     rows = []
     for name in libraries:
         mine = [cell for cell in cells if cell.library == name]
         rows.append([name, *(str(sum(cell.verdict == one for cell in mine)) for one in VERDICTS)])
-    notes = [f"  {name}: {one.absent}" for name, one in LIBRARIES.items() if one.absent]
-    return [*columns(["", *VERDICTS], rows), *notes]
+    return columns(["", *VERDICTS], rows)
 
 
 def reasons(cells: Cells) -> list[str]:
@@ -44,24 +51,59 @@ def document(birth: dict[str, Any], libraries: Sequence[str], programs: Sequence
     }
 
 
-def page(birth: dict[str, Any], libraries: Sequence[str], programs: Sequence[Program], cells: Cells) -> str:
-    """Markdown: counts, then a table for each kind of program, then why a cell is not right."""
+def page(document: dict[str, Any]) -> str:
+    """Markdown: counts, what is known of wrong cells, a table for each kind of program, why a cell is not right."""
+    libraries, cells = document["ran"], [Cell(**one) for one in document["cells"]]
     of = {(cell.program, cell.library): cell for cell in cells}
-    text = ["# Who trains right", "", made(birth), "", "```text", *lines(libraries, cells), "```", ""]
+    text = ["# Who trains right: the table", "", made(document), "", versions(document), ""]
+    text += ["```text", *counts(libraries, cells), "```", "", *causes(cells)]
     for kind in KINDS:
-        rows = [one for one in programs if one.kind == kind]
+        rows = [PROGRAMS[one["name"]] for one in document["programs"] if one["kind"] == kind]
         if not rows:
             continue
         text += [f"## {kind}", "", table_row(["program", *libraries]), table_row(["---"] * (1 + len(libraries)))]
         text += [table_row([named(one), *(shown(of.get((one.name, name))) for name in libraries)]) for one in rows]
         text += [""]
-    text += ["## Why", "", "```text", *reasons(cells), "```", ""]
-    return "\n".join(text)
+    why = [line[:WIDEST].rstrip() for line in reasons(cells)]  # the JSON has them whole
+    return "\n".join([*text, "## Why", "", "```text", *why, "```", ""])
 
 
 def made(birth: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in birth["versions"].items())
-    return f"Made on {birth['date'][:10]} at commit {birth['commit'] or 'unknown'}: {versions}."
+    installed = ", ".join(f"{name} {version}" for name, version in birth["versions"].items())
+    return f"Made on {birth['date'][:10]} at commit {birth['commit'] or 'unknown'}: {installed}."
+
+
+def versions(document: dict[str, Any]) -> str:
+    """What took part, each once."""
+    known = [(document["libraries"][name]["pinned"] or "torch", name) for name in document["ran"]]
+    found = {re.split("==| @ ", what)[0]: document["libraries"][name]["version"] for what, name in known}
+    return f"Libraries: {', '.join(f'{what} {version}' for what, version in found.items())}."
+
+
+def causes(cells: Cells) -> list[str]:
+    """What is known of each cell that is wrong or unclear."""
+    text = []
+    for cause in CAUSES:
+        mine = [one for one in cells if one.verdict in (WRONG, UNCLEAR) and covers(cause, one)]
+        if mine:
+            shown_by = f" [Shown by these lines](../bench/right/evidence/{cause.evidence})." if cause.evidence else ""
+            doubt = "In doubt: " if cause.is_unclear else ""
+            text += [f"* {doubt}{cause.says}{shown_by} Cells: {listed(mine)}."]
+    rest = [one for one in cells if one.verdict == UNCLEAR and not any(covers(cause, one) for cause in CAUSES)]
+    text += [f"* In doubt, because nobody has looked at it by hand: {listed(rest)}."] if rest else []
+    return ["## What is known of wrong cells", "", *text, ""] if text else []
+
+
+def covers(cause: Cause, cell: Cell) -> bool:
+    return cell.library in cause.libraries and cell.program in cause.programs
+
+
+def listed(cells: Cells) -> str:
+    """Program by program, with the libraries."""
+    of: dict[str, list[str]] = {}
+    for one in cells:
+        of.setdefault(one.program, []).append(one.library)
+    return "; ".join(f"{program.replace('_', ' ')} ({', '.join(names)})" for program, names in of.items())
 
 
 def table_row(cells: Sequence[str]) -> str:
@@ -69,8 +111,10 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def named(program: Program) -> str:
+    """Its name, which leads to its file, the line there, and the public report."""
+    file, _, line = PROGRAMS[program.name].place.partition("#L")
     issue = f" ({program.issue})" if program.issue else ""
-    return f"[{program.name.replace('_', ' ')}](../{PROGRAMS[program.name].place}){issue}"
+    return f"[{program.name.replace('_', ' ')}](../{file}), line {line}{issue}"
 
 
 def shown(cell: Cell | None) -> str:

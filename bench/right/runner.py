@@ -14,9 +14,9 @@ from typing import Any
 
 from zerokern.core.errors import ZerokernError
 
-from . import judge
-from .libraries import LIBRARIES, PLAIN
-from .programs import PROGRAMS, Program
+from . import judge, known, noise
+from .libraries import LIBRARIES
+from .programs import Program
 from .worker import ends_of
 
 RANKS = 2  # a sum of two has one order; three would differ by roundings alone
@@ -61,14 +61,15 @@ def measure(
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="zerokern-right-") as place:
         folder = Path(place)
-        references: dict[str, list[dict[str, Any]]] = {}
+        references: dict[str, dict[str, judge.Reference]] = {}
         try:
-            for name, _, ends in ran(PLAIN, programs, folder, seconds):
-                references[name] = results_of(name, ends)
-                advance(PLAIN, len(references), len(programs))
             for library in libraries:
+                plain = LIBRARIES[library].reference
+                if plain not in references:
+                    references[plain] = references_of(plain, programs, folder, seconds, advance)
                 for done, (name, told, ends) in enumerate(ran(library, programs, folder, seconds), 1):
-                    verdict, why = judge.verdict(ends, references[name], width_of(library, PROGRAMS[name]))
+                    judged = judge.verdict(ends, references[plain][name], LIBRARIES[library].lossy)
+                    verdict, why = known.confirmed(library, name, *judged)
                     cells.append(Cell(name, library, verdict, why, round(told["seconds"], 2)))
                     advance(library, done, len(programs))
         except KeyboardInterrupt:
@@ -76,17 +77,28 @@ def measure(
     return cells, ""
 
 
-def width_of(library: str, program: Program) -> str:
-    """Whose roundings a cell may differ by."""
-    if library in LIBRARIES and LIBRARIES[library].lossy:
-        return "int8"
-    return "bf16" if program.narrow else "fp32"
+def references_of(
+    name: str, programs: Sequence[Program], folder: Path, seconds: float, advance: Advance
+) -> dict[str, judge.Reference]:
+    """What is right, by program: the reference `name` once as it is, and a few times under noise."""
+    runs: list[dict[str, judge.Results]] = []
+    for seed in range(1 + noise.RUNS):
+        runs.append({})
+        for program, _, ends in ran(f"{name}~{seed}" if seed else name, programs, folder, seconds):
+            runs[-1][program] = results_of(program, ends)
+            advance(name, seed * len(programs) + len(runs[-1]), (1 + noise.RUNS) * len(programs))
+    return {
+        one.name: judge.Reference.of(runs[0][one.name], [run[one.name] for run in runs[1:]], one.narrow)
+        for one in programs
+    }
 
 
-def results_of(name: str, ends: Sequence[judge.Ended]) -> list[dict[str, Any]]:
+def results_of(name: str, ends: Sequence[judge.Ended]) -> judge.Results:
     found = [one.result for one in ends if one.result is not None]
     if len(found) < len(ends):
-        raise ZerokernError(f"plain torch has no result of {name}: {[one.error or one.died or 'late' for one in ends]}")
+        raise ZerokernError(
+            f"the reference has no result of {name}: {[one.error or one.died or 'late' for one in ends]}"
+        )
     return found
 
 

@@ -37,6 +37,7 @@ class Recipe:
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     narrow: bool = False  # compute in bf16, keep exact values and states
     unused: bool = False  # in some pass some parameter gets no gradient: DDP wants to know
+    ranks_differ: bool = False  # ranks give gradients to other parameters than their peers: FSDP2 wants to know
     same_graph: bool = False  # the graph of each step is the same: DDP wants to know beside checkpoints
 
     def params_of(self, model: nn.Module) -> list[Any]:
@@ -69,7 +70,10 @@ class Training:
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
             dist.broadcast(tensor.detach(), 0)
         self.model = self.module
-        self.optimizer = self.recipe.torch_optimizer(self.module)
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> Any:
+        return self.recipe.torch_optimizer(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recipe.narrow:
@@ -144,6 +148,11 @@ class Training:
     def save(self, folder: Path) -> None:
         """Model and optimizer, with what the library brings for it."""
         torch.save([self.module.state_dict(), self.optimizer.state_dict()], folder / f"{dist.get_rank()}.pt")
+
+    def save_beside(self, folder: Path) -> Callable[[], Any]:
+        """Begins a save that goes on beside training, where the library has one; the result waits for its end."""
+        self.save(folder)
+        return lambda: None
 
     def load(self, folder: Path) -> None:
         model, optimizer = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)

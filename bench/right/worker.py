@@ -27,10 +27,11 @@ import torch.distributed as dist
 
 from .judge import Ended
 from .libraries import training_of
+from .noise import Noise, noisy
 from .programs import PROGRAMS
 from .training import Run, Training, Unsupported
 
-ROOTS = ("deepspeed", "torchao", "bitsandbytes", "flashoptim", "zerokern", f"torch{os.sep}distributed")
+ROOTS = ("deepspeed", "torchao", "bitsandbytes", "flashoptim", "dion", "zerokern", f"torch{os.sep}distributed")
 OURS = f"bench{os.sep}right{os.sep}"
 SPOKEN = (  # what the C++ of DDP and of DTensors says by name; there is no Python line that raises it
     "Expected to have finished reduction in the prior iteration",
@@ -44,8 +45,8 @@ POLL_S = 0.01
 PR_SET_PDEATHSIG = 1
 
 
-def run_rank(library: type[Training], program: str, rank: int, ranks: int, folder: Path) -> Ended:
-    """What came of the program on this rank."""
+def run_rank(library: type[Training], program: str, rank: int, ranks: int, folder: Path, seed: int = 0) -> Ended:
+    """What came of the program on this rank; with a seed, under noise of that seed."""
     place = folder / "rank"
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
@@ -56,14 +57,21 @@ def run_rank(library: type[Training], program: str, rank: int, ranks: int, folde
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=10))
     torch.manual_seed(zlib.crc32(program.encode()))
     try:
-        run = Run(library, folder)
-        PROGRAMS[program].follow(run)
-        return Ended(run.result())
+        if not seed:
+            return Ended(followed(library, program, folder))
+        with Noise(1000 * seed + rank, PROGRAMS[program].narrow) as noise:
+            return Ended(followed(noisy(library, noise), program, folder))
     except Unsupported as error:
         return Ended(error=f"documented: {error}", named=True)
     except Exception as error:
         traceback.print_exc()
         return Ended(error=first_line(error), named=is_named(error))
+
+
+def followed(library: type[Training], program: str, folder: Path) -> dict[str, Any]:
+    run = Run(library, folder)
+    PROGRAMS[program].follow(run)
+    return run.result()
 
 
 def first_line(error: BaseException) -> str:
@@ -98,7 +106,9 @@ def written_by(error: BaseException) -> bool:
     return any(kind.__name__ == "ZerokernError" for kind in type(error).__mro__)
 
 
-def run_cell(library: type[Training], program: str, ranks: int, seconds: float, folder: Path) -> dict[str, Any]:
+def run_cell(
+    library: type[Training], program: str, ranks: int, seconds: float, folder: Path, seed: int = 0
+) -> dict[str, Any]:
     """Forks the ranks, waits for them, and ends those that do not end."""
     folder.mkdir(parents=True)
     began, pids = time.monotonic(), {}
@@ -108,7 +118,7 @@ def run_cell(library: type[Training], program: str, ranks: int, seconds: float, 
         for rank in range(ranks):
             pid = os.fork()
             if not pid:
-                live(library, program, rank, ranks, folder)
+                live(library, program, rank, ranks, folder, seed)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # both set it, whoever comes first
                 os.setpgid(pid, pid)
             pids[pid] = rank
@@ -132,14 +142,14 @@ def run_cell(library: type[Training], program: str, ranks: int, seconds: float, 
     return {"program": program, "died": died, "late": sorted(pids.values()), "seconds": time.monotonic() - began}
 
 
-def live(library: type[Training], program: str, rank: int, ranks: int, folder: Path) -> None:
+def live(library: type[Training], program: str, rank: int, ranks: int, folder: Path, seed: int) -> None:
     """One rank, from fork to end. What libraries print is kept beside its result."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the worker, however that ends
     with open(folder / f"{rank}.log", "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    ended = run_rank(library, program, rank, ranks, folder)
+    ended = run_rank(library, program, rank, ranks, folder, seed)
     unfinished = folder / f"{rank}.part"
     torch.save(vars(ended), unfinished)
     unfinished.rename(folder / f"{rank}.pt")
@@ -164,14 +174,15 @@ def ends_of(folder: Path, ranks: int, died: dict[str, str]) -> list[Ended]:
 
 
 def serve(name: str, place: str, ranks: str, seconds: str, *programs: str) -> None:
-    """All cells of the library `name`, one after the other."""
+    """All cells of the library `name`, one after the other; `name~seed` runs them under noise."""
     warnings.simplefilter("ignore")
     with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(1), "w") as parent:
         os.dup2(nowhere.fileno(), 1)
+        name, _, seed = name.partition("~")
         library = training_of(name)
         warm_up()
         for program in programs:
-            told = run_cell(library, program, int(ranks), float(seconds), Path(place) / program)
+            told = run_cell(library, program, int(ranks), float(seconds), Path(place) / program, int(seed or 0))
             print(json.dumps(told), file=parent, flush=True)
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..training import Training
 
+PLAIN = "plain"
+
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """`module` and `name` of its adapter; `pinned` is what has to be installed, `lossy` the bits of its states."""
+    """`module` and `name` of its adapter; `pinned` is what has to be installed; `lossy`: states have 8 bits."""
 
     module: str
     name: str
     pinned: str = ""
     lossy: bool = False
-    needs: str = ""  # what it needs that a machine without a GPU has not
+    reference: str = PLAIN  # what it is held against; one with a rule of its own, against itself on one rank
 
     def training(self) -> type[Training]:
         return getattr(importlib.import_module(self.module, __name__), self.name)
@@ -28,22 +31,20 @@ class Library:
     def installed(self) -> str:
         """The version that is here; "" where there is none."""
         try:
-            return importlib.metadata.version(self.pinned.partition("==")[0] or "torch")
+            return importlib.metadata.version(re.split("==| @ ", self.pinned)[0] or "torch")
         except importlib.metadata.PackageNotFoundError:
             return ""
 
     @property
     def absent(self) -> str:
         """Why it takes no part here, or "": with the command that installs what it was tried with."""
-        if self.needs:
-            return self.needs
-        return "" if self.installed else f"not installed: pip install {self.pinned}"
+        return "" if self.installed else f"not installed: pip install '{self.pinned}'"
 
 
-DEEPSPEED, AO, BNB = "deepspeed==0.19.8", "torchao==0.18.0", "bitsandbytes==0.50.2"
-ON_GPUS = "not run: its kernels are Triton's, and need a GPU"
+DEEPSPEED, AO, BNB, FLASH = "deepspeed==0.19.8", "torchao==0.18.0", "bitsandbytes==0.50.2", "flashoptim==0.1.4"
+DION = "dion @ git+https://github.com/microsoft/dion@0a059a4"  # it is on no index; its version is 0.1.0
+DION_ALONE = "dion-alone"
 
-PLAIN = "plain"
 LIBRARIES = {
     "ddp": Library(".torch_ddp", "DdpTraining"),
     "fsdp2": Library(".fsdp2", "Fsdp2Training"),
@@ -52,8 +53,9 @@ LIBRARIES = {
     "deepspeed-3": Library(".deep_speed", "DeepSpeed3", DEEPSPEED),
     "torchao": Library(".eight_bit", "TorchaoTraining", AO, lossy=True),
     "bitsandbytes": Library(".eight_bit", "BitsandbytesTraining", BNB, lossy=True),
-    "flashoptim": Library("", "", "flashoptim==0.1.4", needs=ON_GPUS),
-    "dion": Library("", "", "dion", needs=ON_GPUS),
+    "flashoptim": Library(".flash", "FlashTraining", FLASH),
+    "dion": Library(".orthonormal", "DionTraining", DION, reference=DION_ALONE),
+    "dion-fsdp2": Library(".orthonormal", "DionFsdp2Training", DION, reference=DION_ALONE),
     "zerokern-0": Library(".zerokern", "ZerokernTraining"),
     "zerokern-1": Library(".zerokern", "Stage1"),
     "zerokern-2": Library(".zerokern", "Stage2"),
@@ -64,11 +66,15 @@ LIBRARIES = {
 
 
 def training_of(name: str) -> type[Training]:
-    """The adapter of a library; of `plain`, the reference; `module:name` is any other one, for tests."""
+    """The adapter of a library; of `plain` or `dion-alone`, the reference; `module:name` is any other, for tests."""
     if name == PLAIN:
         from ..training import Training
 
         return Training
+    if name == DION_ALONE:
+        from .orthonormal import DionAlone
+
+        return DionAlone
     if ":" in name:
         module, _, what = name.partition(":")
         return getattr(importlib.import_module(module), what)

@@ -13,7 +13,12 @@ from typing import Any
 
 import deepspeed
 from deepspeed.comm.torch import build_shm_op
-from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from torch import Tensor, nn
 
 from ..training import Training, Unsupported
@@ -88,8 +93,13 @@ class DeepSpeedTraining(Training):
             yield
 
     def full(self) -> dict[str, Tensor]:
+        """In bf16 the masters, which every rank has to ask for; frozen parameters have none."""
         with self.gathered():
-            return super().full()
+            values = super().full()
+        if self.recipe.narrow:
+            masters = {name: safe_get_full_fp32_param(param) for name, param in self.module.named_parameters()}
+            values.update({name: value.clone() for name, value in masters.items() if value is not None})
+        return values
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         with self.gathered(0):

@@ -23,9 +23,6 @@ class DdpTraining(Training):
         self.model = self.ddp or self.module
         self.optimizer = self.make_optimizer()
 
-    def make_optimizer(self) -> Any:
-        return self.recipe.torch_optimizer(self.module)
-
     def accumulating(self) -> Any:
         return contextlib.nullcontext() if self.is_last or self.ddp is None else self.ddp.no_sync()
 

@@ -23,7 +23,7 @@ class ZerokernTraining(Training):
     def begin(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.recipe.narrow else None
         self.model = zk.shard(self.module, stage=self.stage, mp_policy=policy, **self.placed())
-        self.optimizer = self.make_optimizer(self.recipe.params_of(self.model))
+        self.optimizer = self.make_optimizer()
 
     def placed(self) -> dict[str, Any]:
         """Where parameters rest."""
@@ -33,8 +33,9 @@ class ZerokernTraining(Training):
         """Where the optimizer's state rests, and when it is updated."""
         return {}
 
-    def make_optimizer(self, params: list[Any]) -> Any:
+    def make_optimizer(self) -> Any:
         recipe = self.recipe
+        params = recipe.params_of(self.model)
         if not params:
             return None
         told = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "max_grad_norm": recipe.clip, **self.tiers()}
@@ -73,6 +74,11 @@ class ZerokernTraining(Training):
 
     def save(self, folder: Path) -> None:
         zk.save(folder / "checkpoint", self.model, self.optimizer)
+
+    def save_beside(self, folder: Path) -> Callable[[], Any]:
+        saving = zk.save(folder / "checkpoint", self.model, self.optimizer, wait=False)
+        assert saving is not None
+        return saving.wait
 
     def load(self, folder: Path) -> None:
         zk.load(folder / "checkpoint", self.model, self.optimizer)

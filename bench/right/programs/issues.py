@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -156,3 +158,57 @@ class Chunked(Tied):
 @loss(Chunked, issue="TRL #6076")
 def a_loss_in_recomputed_chunks(run: Run, training: Training, step: int) -> Tensor:
     return training(some_words(step, run.rank))
+
+
+@program(issue="pytorch #144657")
+def a_save_beside_training(run: Run) -> None:
+    """The checkpoint of a model on a CPU held values of later steps."""
+    training = run.train(Net())
+    run.loop(training, steps=2)
+    wait = training.save_beside(saved(run))
+    run.loop(training, steps=2)
+    wait()
+    training.load(saved(run))
+    run.see("loaded", *training.full().values())
+    run.loop(training, steps=1)
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """Head and loss in one, as Liger has it: the gradients of both are made in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
+        odds = (hidden @ weight.t()).log_softmax(-1)
+        slope = (odds.exp() - F.one_hot(wanted, len(weight))) / len(hidden)
+        ctx.save_for_backward(slope @ weight, slope.t() @ hidden)
+        return F.nll_loss(odds, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        of_hidden, of_weight = ctx.saved_tensors
+        return grad * of_hidden, grad * of_weight, None
+
+
+class FusedWithin(Tied):
+    def forward(self, words: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self.hidden(words[:, :-1]).flatten(0, 1)
+        return FusedCrossEntropy.apply(hidden, self.head.weight, words[:, 1:].flatten())
+
+
+@loss(FusedWithin, issue="TRL #6372")
+def a_fused_loss_within_the_forward(run: Run, training: Training, step: int) -> Tensor:
+    """What the report was answered with: ZeRO-3 gathers the head's weight within the engine's forward alone."""
+    return training(some_words(step, run.rank))
+
+
+class Hidden(Tied):
+    def forward(self, words: Tensor) -> Tensor:
+        return self.hidden(words).flatten(0, 1)
+
+
+@loss(Hidden, issue="TRL #6372")
+def a_fused_loss_beside_the_model(run: Run, training: Training, step: int) -> Tensor:
+    """ZeRO-3: "size mismatch, got input (s2x2048), vec (0)"."""
+    words = some_words(step, run.rank)
+    hidden, weight = training(words[:, :-1]), training.weight(training.module.head.weight)
+    return FusedCrossEntropy.apply(hidden, weight, words[:, 1:].flatten())

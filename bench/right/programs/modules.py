@@ -91,7 +91,7 @@ def a_depth_that_grows(run: Run, training: Training, step: int) -> Tensor:
     return run.mse(training, step)
 
 
-@loss(Ordered, steps=4, unused=True)
+@loss(Ordered, steps=4, unused=True, ranks_differ=True)
 def a_block_that_one_rank_leaves_out(run: Run, training: Training, step: int) -> Tensor:
     training.module.order = (0, 1, 2) if (step + run.rank) % 2 else (0, 2)
     return run.mse(training, step)
@@ -125,7 +125,7 @@ class Experts(nn.Module):
         return self.leave(x)
 
 
-@loss(Experts, steps=4, unused=True)
+@loss(Experts, steps=4, unused=True, ranks_differ=True)
 def experts_that_ranks_choose(run: Run, training: Training, step: int) -> Tensor:
     x, y = run.data(step)
     return F.mse_loss(training(x, "left" if step % 2 == run.rank else "right"), y)
