@@ -19,13 +19,22 @@ WIDEST = 200  # characters of a line that says why, on the page
 
 def lines(libraries: Sequence[str], cells: Cells) -> list[str]:
     """A row for each library, with its counts; those that take no part say why."""
-    notes = [f"  {name}: {one.absent}" for name, one in LIBRARIES.items() if one.absent]
-    return [*counts(libraries, cells), *notes]
+    absent = [f"  {name}: {one.absent}" for name, one in LIBRARIES.items() if one.absent]
+    return [*counts(libraries, cells), *(f"  {note}" for note in notes(libraries)), *absent]
+
+
+def notes(libraries: Sequence[str]) -> list[str]:
+    """What is not as a library's documentation wants it, by note."""
+    of: dict[str, list[str]] = {}
+    for name in libraries:
+        of.setdefault(LIBRARIES[name].note, []).append(name)
+    return [f"{', '.join(names)}: {note}." for note, names in of.items() if note]
 
 
 def counts(libraries: Sequence[str], cells: Cells) -> list[str]:
+    """A row for each library that is counted."""
     rows = []
-    for name in libraries:
+    for name in (one for one in libraries if LIBRARIES[one].counted):
         mine = [cell for cell in cells if cell.library == name]
         rows.append([name, *(str(sum(cell.verdict == one for cell in mine)) for one in VERDICTS)])
     return columns(["", *VERDICTS], rows)
@@ -42,7 +51,7 @@ def document(birth: dict[str, Any], libraries: Sequence[str], programs: Sequence
         "schema": 1,
         **birth,
         "libraries": {
-            name: {"version": one.installed, "pinned": one.pinned, "absent": one.absent}
+            name: {"version": one.installed, "pinned": one.pinned, "absent": one.absent, "counted": one.counted}
             for name, one in LIBRARIES.items()
         },
         "ran": list(libraries),
@@ -56,6 +65,7 @@ def page(document: dict[str, Any]) -> str:
     libraries, cells = document["ran"], [Cell(**one) for one in document["cells"]]
     of = {(cell.program, cell.library): cell for cell in cells}
     text = ["# Who trains right: the table", "", made(document), "", versions(document), ""]
+    text += [line for note in notes(libraries) for line in (note, "")]
     text += ["```text", *counts(libraries, cells), "```", "", *causes(cells)]
     for kind in KINDS:
         rows = [PROGRAMS[one["name"]] for one in document["programs"] if one["kind"] == kind]

@@ -220,6 +220,18 @@ class TestCommand:
         assert "(DeepSpeed #8224) | **wrong** |" in page and "/optimizers.py), line " in page
         assert "ddp, a_submodule_used_twice: wrong, rank 0: off" in page
 
+    def test_what_is_not_used_as_documented_is_said_and_not_counted(self) -> None:
+        ran = ["ddp", "flashoptim", "dion", "dion-fsdp2"]
+        cells = [runner.Cell("sgd_with_momentum", name, "right", "", 0.1) for name in ran]
+        said = report.lines(ran, cells)
+        assert [line.split()[0] for line in said[1:4]] == ["ddp", "dion", "dion-fsdp2"]
+        notes = report.notes(ran)
+        assert [note.partition(":")[0] for note in notes] == ["flashoptim", "dion, dion-fsdp2"]
+        assert "NVIDIA GPUs alone" in notes[0] and all(f"  {note}" in said for note in notes)
+        birth = {"versions": {}, "date": "2026-11-27T00:00:00", "commit": "abc"}
+        page = report.page(report.document(birth, ran, [programs.PROGRAMS["sgd_with_momentum"]], cells))
+        assert all(note in page.partition("```text")[0] for note in notes)
+
 
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
