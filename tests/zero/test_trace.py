@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,14 @@ def test_what_is_refused(name: str, says: str, tmp_path: Path) -> None:
         zk.trace(tmp_path / "t.json"),
     ):
         pytest.fail("the loop has begun")
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """torch logs it, and raises nothing; nor does it look whether a file has come meanwhile."""
+    with pytest.raises(IoError, match=r"/proc/trace\.json"), zk.trace("/proc/trace.json"):
+        pytest.fail("the loop has begun")
+    (tmp_path / "gone").mkdir()
+    with pytest.raises(IoError, match="could not be written"), zk.trace(tmp_path / "gone" / "trace.json"):
+        shutil.rmtree(tmp_path / "gone")
+    with zk.trace(tmp_path / "mine.json"), pytest.raises(FileExistsError):
+        (tmp_path / "mine.json").open("x")

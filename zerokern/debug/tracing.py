@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from zerokern.core.errors import IoError, StateError
+from zerokern.io.advice import on_disk
 
 __all__ = ["trace"]
 
@@ -46,12 +47,16 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Any]:
     place = Path(path)
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         place = place.with_name(f"{place.stem}.rank{distributed.get_rank()}{place.suffix}")
-    if place.exists():
-        raise IoError(f"{place} exists already, and a trace is never overwritten; name another file", path=str(place))
     if not place.resolve().parent.is_dir():
         raise IoError(f"{place}: there is no folder {place.resolve().parent}", path=str(place))
     if torch.autograd.profiler._is_profiler_enabled:
         raise StateError("a profiler is running already; it has the same ranges: profile.export_chrome_trace(path)")
+    with on_disk(place, "cannot write the trace"):  # now: torch logs what it cannot write, and raises nothing
+        try:
+            place.open("x").close()
+        except FileExistsError:
+            says = f"{place} exists already, and a trace is never overwritten; name another file"
+            raise IoError(says, path=str(place)) from None
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -62,3 +67,5 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Any]:
             yield profile
     finally:
         profile.export_chrome_trace(str(place))
+    if not place.exists() or not place.stat().st_size:
+        raise IoError(f"{place} could not be written; torch's log says why", path=str(place))

@@ -182,8 +182,9 @@ class Recipe:
     def is_taken(self, device: str, stage: int, world: int) -> bool:
         """Returns whether the optimizer takes state in these tiers.
 
-        >>> Recipe("muon", tier="cpu").is_taken("cuda", 3, 8), Recipe("muon", tier="nvme").is_taken("cuda", 3, 8)
-        (True, False)
+        >>> made = [Recipe("muon", tier=tier, update="device", ring_nbytes=1 << 26) for tier in ("cpu", "nvme")]
+        >>> [one.is_taken("cuda", 3, 8) for one in made]
+        [True, False]
         """
         try:
             self.check_matrices(device, stage, world)
