@@ -21,8 +21,8 @@ HOOKS = frozenset(
 )
 WAITS = frozenset("Event Stream stream synchronize".split())
 OPTIONAL = frozenset(
-    "accelerate axolotl bitsandbytes cupy deepspeed lightning numpy peft safetensors scipy torchao torchtitan "
-    "transformers triton".split()
+    "accelerate axolotl bitsandbytes cupy deepspeed dion flashoptim lightning numpy peft safetensors scipy torchao "
+    "torchtitan transformers triton".split()
 )
 PLOTTING = "matplotlib"  # always there, but slow to import: only files of the command line start with it
 
