@@ -114,8 +114,9 @@ def _add_shared(parser: Parser, op: str) -> None:
 
 class _List(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        width = pages.width_here()
         for name, what in ops.described():
-            print(f"{name:12}{what}")
+            print(pages.folded(f"{name:12}{what}", width))
         parser.exit()
 
 

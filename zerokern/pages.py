@@ -12,7 +12,7 @@ from itertools import groupby
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
-__all__ = ["Plain", "columns", "console", "html_page", "markdown_table", "show", "text_page", "width_here"]
+__all__ = ["Plain", "columns", "console", "folded", "html_page", "markdown_table", "show", "text_page", "width_here"]
 
 NARROWEST = 20
 _CELL = r"(?:^|(?<=\s\s))(?:{})(?=[,:]|\s{{2}}|\s*$)"
@@ -99,6 +99,25 @@ def _pages(widths: Sequence[int], left: int, width: int | None) -> list[list[int
         else:
             pages[-1] = beside
     return pages
+
+
+def folded(lines: str, width: int | None) -> str:
+    """Wraps lines of a name and a value at a terminal's width; a value goes on below itself. Without a width they stay.
+
+    >>> print(folded("threads  2\\nlossy    nothing by default, all by name", 28))
+    threads  2
+    lossy    nothing by default,
+             all by name
+    """
+    if width is None:
+        return lines
+    wrapped = []
+    for line in lines.splitlines():
+        name = re.match(r"\S+( \S+)* {2,}", line)
+        indent = " " * (name.end() if name else 0)
+        whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, **whole) or [line]
+    return "\n".join(wrapped)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

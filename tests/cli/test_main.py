@@ -87,7 +87,7 @@ def test_a_terminal_that_knows_ascii_alone() -> None:
 
 def test_info_is_no_wider_than_the_terminal() -> None:
     import zerokern as zk
-    from zerokern.cli.info import folded
+    from zerokern.pages import folded
 
     text = str(zk.info())
     for width in (40, 80):

@@ -55,6 +55,17 @@ def test_a_page_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -
     assert max(map(len, lines)) <= width
 
 
+@each("width", [60, 80])
+def test_the_list_of_benchmarks_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdout", shown)
+    with pytest.raises(SystemExit):
+        main(["bench", "--list"])
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and sum(line.startswith(" " * 12) for line in lines) >= 5
+
+
 def test_yes_and_no_have_colour_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     shown = on_terminal(monkeypatch, 100, *PLAN)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import sys
-import textwrap
-from shutil import get_terminal_size
-from typing import Any
+
+from zerokern.pages import folded, width_here
 
 EXAMPLES = ("zerokern info", "zerokern info --path /mnt/nvme", "zerokern info --json")
 
@@ -25,25 +22,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(shown, indent=1))
     else:
-        print(folded(str(shown), get_terminal_size().columns) if sys.stdout.isatty() else shown)
+        print(folded(str(shown), width_here()))
     return 0
-
-
-def folded(lines: str, width: int) -> str:
-    """Wraps lines of a name and a value at the terminal's width; a value goes on below itself.
-
-    >>> print(folded("threads  2\\nlossy    nothing by default, all by name", 28))
-    threads  2
-    lossy    nothing by default,
-             all by name
-    """
-    wrapped = []
-    for line in lines.splitlines():
-        name = re.match(r"\S+( \S+)* {2,}", line)
-        indent = " " * (name.end() if name else 0)
-        whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, **whole) or [line]
-    return "\n".join(wrapped)
 
 
 def _disk(path: str) -> dict[str, object]:
