@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 from ..report import columns
@@ -14,7 +15,8 @@ from .programs import KINDS, PROGRAMS, Program
 from .runner import Cell
 
 Cells = Sequence[Cell]
-WIDEST = 200  # characters of a line that says why, on the page
+WIDEST = 200  # characters that say why, on the page
+COLUMNS = 88  # of code that the site shows as a whole
 
 
 def lines(libraries: Sequence[str], cells: Cells) -> list[str]:
@@ -74,13 +76,15 @@ def page(document: dict[str, Any]) -> str:
         text += [f"## {kind}", "", table_row(["program", *libraries]), table_row(["---"] * (1 + len(libraries)))]
         text += [table_row([named(one), *(shown(of.get((one.name, name))) for name in libraries)]) for one in rows]
         text += [""]
-    why = [line[:WIDEST].rstrip() for line in reasons(cells)]  # the JSON has them whole
+    said = [line[:WIDEST].rstrip() for line in reasons(cells)]  # the JSON has them whole
+    why = [part for line in said for part in wrap(line, COLUMNS, subsequent_indent="    ")]
     return "\n".join([*text, "## Why", "", "```text", *why, "```", ""])
 
 
 def made(birth: dict[str, Any]) -> str:
     installed = ", ".join(f"{name} {version}" for name, version in birth["versions"].items())
-    return f"Made on {birth['date'][:10]} at commit {birth['commit'] or 'unknown'}: {installed}."
+    pieces = f" In pieces: {birth['pieces']}." if birth.get("pieces") else ""
+    return f"Made on {birth['date'][:10]} at commit {birth['commit'] or 'unknown'}: {installed}.{pieces}"
 
 
 def versions(document: dict[str, Any]) -> str:

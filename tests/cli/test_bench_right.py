@@ -10,6 +10,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,20 @@ class TestKnown:
         assert known.confirmed(library, program, verdict, "off")[0] == wanted
 
 
+class TestReferences:
+    def test_a_rule_that_a_library_refuses_has_a_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without one the whole run would end."""
+        monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=None))
+        orthonormal = import_module("zerokern.bench.right.libraries.orthonormal")
+        recipe = import_module("zerokern.bench.right.training").Recipe(rule="sgd")
+        asks = SimpleNamespace(recipe=recipe, module=torch.nn.Linear(2, 2))
+        alone = orthonormal.DionAlone.__new__(orthonormal.DionAlone)
+        vars(alone).update(vars(asks))
+        assert isinstance(alone.make_optimizer(), torch.optim.SGD)
+        with pytest.raises(Exception, match="its rules are Muon"):
+            orthonormal.DionTraining.make_optimizer(SimpleNamespace(**vars(asks), ddp=None))
+
+
 class TestKept:
     def test_the_page_is_made_of_the_kept_run(self) -> None:
         """Links lead to lines: when programs move, the page is made again."""
@@ -178,6 +193,34 @@ class TestKept:
         made = report.page(kept)
         page = BENCH.parent / "docs/right-table.md"
         assert page.read_text() == made, f"write report.page(...) of the kept JSON to {page}"
+
+    def test_the_pages_have_its_counts(self) -> None:
+        kept = json.loads((BENCH / "results/right_xeon-2_20261127.json").read_text())
+        counts = report.counts(kept["ran"], [runner.Cell(**one) for one in kept["cells"]])
+        assert "\n".join(counts) in (BENCH.parent / "docs/right.md").read_text()
+        readme = (BENCH.parent / "README.md").read_text()
+        assert f"runs {len(kept['programs'])} small programs" in readme
+        assert over_stages(counts) in readme
+
+
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+
+
+def over_stages(counts: list[str]) -> str:
+    """The README's words: each library once, from the stage with the fewest to the one with the most."""
+    heads = counts[0].split()
+    of: dict[str, list[dict[str, int]]] = {}
+    for name, *numbers in (row.split() for row in counts[1:]):
+        of.setdefault(name.partition("-")[0], []).append(dict(zip(heads, map(int, numbers), strict=True)))
+    lines = []
+    for what, verdicts in (
+        ("wrong", ["wrong"]), ("crashed or hung", ["crash", "hang"]),
+        ("refused by name", ["refused"]), ("unclear", ["unclear"]),
+    ):  # fmt: skip
+        found = {name: [sum(row[one] for one in verdicts) for row in rows] for name, rows in of.items()}
+        spans = {name: " to ".join(map(str, sorted({min(each), max(each)}))) for name, each in found.items()}
+        lines.append(f"{what}: {', '.join(f'{NAMES.get(name, name)} {span}' for name, span in spans.items())}")
+    return "; ".join(lines) + "."
 
 
 class TestCommand:

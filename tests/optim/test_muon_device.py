@@ -21,7 +21,7 @@ from waiting_device import HostComputes
 from worlds import alone, on_threads, refusal, says
 
 from zerokern.core.errors import StateError
-from zerokern.optim import Muon, small_matrices
+from zerokern.optim import Muon, small_matrices, streamed
 
 __all__ = ["makers"]
 SHAPES = ((8, 8), (12, 20), (6, 5))
@@ -91,8 +91,12 @@ def muons_on_gpu(settings: dict[str, Any], dtype: torch.dtype) -> tuple[list[Ten
 @pytest.mark.gpu
 @each("state_format", ["fp32", "bf16", "int8"])
 @each("more", [{"tier": "cpu"}, {"tier": "cpu", "schedule": "overlap"}, {"tier": ["device:64KiB", "cpu"]}])
-def test_every_tier_has_the_bits_of_state_on_the_gpu(more: dict[str, Any], state_format: str) -> None:
-    """The products are the GPU's on both sides."""
+@each("bound", [1 << 20, 32 << 20])
+def test_every_tier_has_the_bits_of_state_on_the_gpu(
+    more: dict[str, Any], state_format: str, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products are the GPU's on both sides. Matrices share pieces of so many bytes, few or all."""
+    monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", bound)
     settings = {"state_format": state_format, "max_grad_norm": 1.0}
     left, there = muons_on_gpu(settings, BF16)
     right, here = muons_on_gpu({**settings, **more}, BF16)
@@ -177,16 +181,67 @@ def streaming(row: Row) -> Row:
     (1, "overlap", muon("stage 3", "fp16", "often")),
     (2, "sync", muon("stage 0", "bf16")),
 ])  # fmt: skip
-def test_state_in_host_memory_streams_through_the_device(size: int, schedule: str, row: Row) -> None:
+def test_state_in_host_memory_streams_through_the_device(
+    size: int, schedule: str, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several pieces, of one matrix and of more."""
+    monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", 3000)
     row = streaming(row)
     alone(compare, row, SCHEDULES[schedule]) if size == 1 else on_threads(size, compare, row, SCHEDULES[schedule])
 
 
+class Counts(HostComputes):
+    """Counts the batches of copies that it makes by direction."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.batches = {"up": 0, "down": 0}
+
+    def copy(self, stream: Any, pairs: Any) -> None:
+        if stream.name in self.batches:
+            self.batches[stream.name] += 1
+        super().copy(stream, pairs)
+
+
 @pytest.fixture
-def device() -> Iterator[HostComputes]:
-    made = HostComputes()
+def device() -> Iterator[Counts]:
+    made = Counts()
     yield made
     made.close()
+
+
+@each("dtype, kept, bound, pieces", [
+    (FP32, {"state_format": "fp32"}, None, 1),  # all that there is
+    (BF16, dict(INT8), 6000, 5),  # a large one by itself, and others on both sides of it together
+])  # fmt: skip
+def test_small_matrices_stream_together(
+    dtype: torch.dtype,
+    kept: dict[str, Any],
+    bound: int | None,
+    pieces: int,
+    device: Counts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through few slots, by few copies, in the iterations of state on the device, with the bits of that."""
+    if bound is not None:
+        monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", bound)
+    shapes = ((16, 24), (24, 16), (16, 24)) * 4 + ((80, 96),) + ((16, 24), (16, 16)) * 6
+    straight = make_params(shapes, dtype)
+    params = [device.own(nn.Parameter(param.detach().clone())) for param in straight]
+    settings = {"lr": 0.05, "ns_dtype": "fp32", "max_grad_norm": 1.0, **kept}
+    ours, theirs = Muon(params, tier="cpu", **settings), Muon(straight, **settings)
+    for step in range(3):
+        set_grads(params, straight, seed=step)
+        device.batches = dict.fromkeys(device.batches, 0)
+        ours.step()
+        theirs.step()
+    device.synchronize()
+    rows = ours.holdings.bound.binding.compute.streamed
+    assert len(rows.pieces) == pieces and sum(len(piece.rows) for piece in rows.pieces) == len(shapes)
+    assert len(rows.slots) == min(pieces, streamed.SLOTS)
+    assert device.batches["up"] == pieces, device.batches
+    assert same_bits(contents(ours, params), contents(theirs, straight))
+    ours.close()
 
 
 @each("update, schedule, words", [

@@ -87,3 +87,15 @@ def test_a_batch_has_at_most_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     set_grads(params)
     ours.step()
     assert lent == [3 * 960, 3 * 960, 960]
+
+
+@each("ns_dtype", ["fp32", "bf16"])
+def test_single_rows_and_columns_have_their_bits_wherever_they_lie(ns_dtype: str) -> None:
+    shapes = [(35, 1)] * 9 + [(1, 37)] * 5 + [(125, 1)] * 9
+    params, others = make_params(shapes, FP32), make_params(shapes, FP32)
+    ours, theirs = Muon(params, lr=64.0, ns_dtype=ns_dtype), Slowly(others, None, "fp32", ns_dtype, lr=64.0)
+    for step in range(8):
+        set_grads(params, others, seed=step)
+        ours.step()
+        theirs.step()
+    assert theirs.agrees(ours, params)

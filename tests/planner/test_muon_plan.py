@@ -17,8 +17,10 @@ from ranks import run_ranks
 from tables import each
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from waiting_device import played
 
 import zerokern as zk
+from zerokern.optim import streamed
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
 
@@ -275,6 +277,27 @@ class TestPlanned:
             zk.plan(torch.nn.Embedding(50257, 768), tier="cpu", update="device", device="cuda"),
         )
         assert plan.slots_nbytes > 4 * largest + 0.9 * rest.slots_nbytes * 38 / 39
+
+    @each("formats", FORMATS)
+    def test_slots_of_small_matrices_are_those_of_a_run(
+        self, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To the byte: some share pieces, beside one that is too large for that."""
+        monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", 1 << 20)
+        widths = (300, 350, 300, 3000, 320, 350, 200)
+        model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(width, 256, bias=False) for width in widths)})
+        model = model.to(torch.bfloat16)
+        plan = zk.plan(model, stage=0, optimizer="muon", tier="cpu", device="cuda", **formats)
+        with played() as device:
+            for param in model.parameters():
+                device.own(param)
+                param.grad = torch.ones_like(param)
+            opt = zk.Muon(model.parameters(), ns_steps=1, tier="cpu", **formats)
+            opt.step()
+            rows = opt.holdings.bound.binding.compute.streamed
+            assert len(rows.pieces) < len(widths)
+            assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == rows.nbytes > 0
+            opt.close()
 
     def test_the_code_of_the_advice_runs_both(self) -> None:
         told = zk.plan("llama-3-8b", optimizer="muon", world=8, device_memory="40GB").advice()

@@ -14,6 +14,8 @@ __all__ = ["add_product", "multiply"]
 
 _Layout = tuple[torch.Size, tuple[int, ...]]
 _SEED = 24
+_RESULTS = 1 << 13  # that are compared at least
+_LARGEST = {torch.float32: 12, torch.bfloat16: 24}  # exponents of what cancels
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -84,43 +86,62 @@ def _batch_is_exact(
     alpha: float,
     way: tuple[object, ...],
 ) -> bool:
-    """Multiplies a batch of these layouts at once and one by one; returns whether all bits are the same.
+    """Multiplies batches of these layouts at once and one by one; returns whether all bits are the same.
 
-    Libraries choose the order of a sum by layouts, not by values, and values are such here that another order shows
-    in every element: large terms cancel, and what is added between two of them loses its last bits. On a GPU the host
+    Libraries choose the order of a sum by layouts, not by values, and values are such here that another order shows:
+    in every second batch large terms cancel, and what is added between two of them loses its last bits; and half of
+    the addend nearly cancels what it is added to. Where a batch has few results, several are tried. On a GPU the host
     waits, once for each layout.
     """
     device = way[0]
     assert isinstance(device, torch.device)
     generator = torch.Generator().manual_seed(_SEED)
+    tries = max(2, -(-_RESULTS // (a[0][0] * a[0][1] * b[0][2])))
+    return all(
+        _is_exact_once(generator, dtype, addend, a, b, beta, alpha, device, cancels=number % 2 == 0)
+        for number in range(tries)
+    )
+
+
+def _is_exact_once(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    addend: _Layout | None,
+    a: _Layout,
+    b: _Layout,
+    beta: float,
+    alpha: float,
+    device: torch.device,
+    *,
+    cancels: bool,
+) -> bool:
+    """Tries it with one batch. `cancels`: whether terms of its sums do."""
     usual: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     width = a[0][-1]
-    order = torch.randperm(width, generator=generator, device="cpu")
-    some, opposite = order[: width // 3], order[width // 3 : 2 * (width // 3)]
+    order, pairs = torch.randperm(width, generator=generator, device="cpu"), width // 3 if cancels else 0
+    some, opposite = order[:pairs], order[pairs : 2 * pairs]
     left, right = (torch.randn(size, **usual) for size, _ in (a, b))
-    left[..., some] *= 2.0 ** torch.randint(0, 12, (len(some),), **usual)
+    # as much larger than the rest as fp32, in which terms are added, has digits beyond the result's
+    left[..., some] *= 2.0 ** torch.randint(0, _LARGEST[dtype], (len(some),), **usual)
     left[..., opposite] = left[..., some]
     right[..., opposite, :] = -right[..., some, :]
     left, right = _laid_out(left, a, dtype, device), _laid_out(right, b, dtype, device)
-    added = None
-    if addend is not None:
-        added = _laid_out(torch.randn(addend[0], **usual), addend, dtype, device)
+    # as matrices that lie alone: at addresses of their own
+    pieces = [(_alone(left, number), _alone(right, number)) for number in range(a[0][0])]
     out = torch.empty(a[0][0], a[0][1], b[0][2], dtype=dtype, device=device)
-    single = torch.empty_like(out[0])
-    if added is None:
+    if addend is None:
         torch.bmm(left, right, out=out)
-    else:
-        torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=out)
-    for number in range(len(out)):
-        # as matrices that lie alone: at addresses of their own
-        one, other = (_alone(batch, number) for batch in (left, right))
-        if added is None:
-            torch.mm(one, other, out=single)
-        else:
-            torch.addmm(_alone(added, number), one, other, beta=beta, alpha=alpha, out=single)
-        if not torch.equal(single, out[number]):
-            return False
-    return True
+        return all(torch.equal(torch.mm(*pair), made) for pair, made in zip(pieces, out, strict=True))
+    values = torch.randn(addend[0], **usual)
+    if beta:
+        products = torch.stack([torch.mm(*pair) for pair in pieces]).cpu().float()
+        values = torch.where(torch.rand(addend[0], **usual) < 0.5, values, products * (-alpha / beta))
+    added = _laid_out(values, addend, dtype, device)
+    torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=out)
+    return all(
+        torch.equal(torch.addmm(_alone(added, number), *pair, beta=beta, alpha=alpha), out[number])
+        for number, pair in enumerate(pieces)
+    )
 
 
 def _laid_out(values: Tensor, layout: _Layout, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -543,8 +543,11 @@ class SpareMatrix:
 
 
 def _is_small(part: MatrixPart | CutMatrix, most: int) -> bool:
-    """Whether a row is a whole matrix of which several are orthogonalized together."""
-    if isinstance(part, CutMatrix) or isinstance(part.matrix, CutMatrix):
+    """Whether a row is a whole matrix of which several are orthogonalized together.
+
+    A single row or column never is: its products are sums whose order may depend on where it lies in memory.
+    """
+    if isinstance(part, CutMatrix) or isinstance(part.matrix, CutMatrix) or min(part.matrix[1:]) < 2:
         return False
     return part.averages and part.applies and part.start == 0 and part.ends and 0 < 2 * part.numel <= most
 

@@ -29,6 +29,7 @@ __all__ = ["SLOTS", "Passage", "StreamedRows", "pieces_of"]
 SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
 _PARTS = 64  # of all state, of which one is in a slot: what comes before the first update and after the last is short
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes of a slot
+_LEAST_OF_MATRICES = 32 << 20  # their calls take longer than copies of as many bytes
 _AHEAD = 4 * SLOTS  # pieces that the host has launched and that have not ended
 
 
@@ -40,34 +41,54 @@ def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tup
     (32, 4, 262144)
     """
     total = sum(columns_of(mine, numel)[1] for numel, mine in zip(numels, widths, strict=True))
-    nbytes = min(max(-(-total // _PARTS), _LEAST), _MOST)
-    pieces = plan(numels, widths, nbytes)
-    return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
+    return _in_slots(plan(numels, widths, _bound(total, _LEAST)))
 
 
 def whole_pieces(
     matrices: Sequence[Matrix | CutMatrix], widths: Sequence[tuple[Width, ...]], turns: Sequence[int] = ()
 ) -> tuple[list[Any], int, int]:
-    """Returns what `pieces_of` does, where the state of a matrix is moved at once, that of a round of matrices, which
-    ranks have cut, together. A round is of one turn (`turns`: those of the matrices), and the same on all ranks.
+    """Returns what `pieces_of` does, where the state of a matrix is moved at once: small ones share pieces, cut ones
+    have that of a round. A round is of one turn (`turns`: those of the matrices), and the same on all ranks.
 
-    >>> two = Width(2, 1), Width(4, 1)
-    >>> [piece.nbytes for piece in whole_pieces([Matrix(0, 8, 4), Matrix(32, 16, 4)], [two] * 2)[0]]
-    [192, 384]
+    >>> two, matrices = Width(2, 1), [Matrix(0, 8, 4), Matrix(0, 4096, 2048), Matrix(32, 16, 4)]
+    >>> [piece.nbytes for piece in whole_pieces(matrices, [(two, Width(4, 1))] * 3)[0]]
+    [576, 50331648]
     """
     turns = turns or [0] * len(matrices)
+    sizes = [columns_of(mine, one.numel)[1] for one, mine in zip(matrices, widths, strict=True)]
     cut = [(row, one) for row, one in enumerate(matrices) if isinstance(one, CutMatrix)]
-    found = [[row] for row, one in enumerate(matrices) if not isinstance(one, CutMatrix)]
+    uncut = [row for row, one in enumerate(matrices) if not isinstance(one, CutMatrix)]
+    most = _bound(sum(sizes[row] for row in uncut), _LEAST_OF_MATRICES)
+    found: list[list[int]] = []
+    room = -1  # in the last piece of small ones, which others go on filling behind a large one
+    for row in sorted(uncut, key=turns.__getitem__):
+        if sizes[row] > most:
+            found.append([row])
+            continue
+        if sizes[row] > room:
+            found.append(small := [])
+            room = most
+        small.append(row)
+        room -= sizes[row]
     for turn in sorted({turns[row] for row, _ in cut}):
         mine = [(row, one, torch.float32) for row, one in cut if turns[row] == turn]
         found += [list(one.rows) for one in rounds_of(mine)]
     pieces = []
-    for rows in sorted(found, key=lambda rows: turns[rows[0]]):
+    for some in sorted(found, key=lambda some: turns[some[0]]):
         segments, end = [], 0
-        for row in rows:
+        for row in some:
             segments.append(Segment(row, matrices[row].start, matrices[row].numel, end))
-            end += columns_of(widths[row], matrices[row].numel)[1]
+            end += sizes[row]
         pieces.append(Piece(tuple(segments), end))
+    return _in_slots(pieces)
+
+
+def _bound(total: int, least: int) -> int:
+    """Returns how many bytes of state a slot is to have at most, of so many in all."""
+    return min(max(-(-total // _PARTS), least), _MOST)
+
+
+def _in_slots(pieces: list[Piece]) -> tuple[list[Any], int, int]:
     return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
 
 

@@ -114,15 +114,16 @@ def by_optimizer(recipe: Recipe, parts: Sequence[OwnedPart]) -> list[list[OwnedP
 
 
 def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
-    """Returns the bytes that the state of these parts passes through on the device; that of a matrix passes as one.
+    """Returns the bytes that the state of these parts passes through on the device; that of a matrix passes as one, and
+    with that of other small ones. Of matrices that ranks have cut a round is taken to be as large as each of them.
 
     >>> from zerokern.planner.matrices import MatrixShape
     >>> slots_nbytes(Recipe("muon"), [OwnedPart(1 << 20, "bfloat16", MatrixShape(1024, 1024))] * 8) >> 20
-    24
+    60
     """
     from zerokern.io.pieces import Width  # packages that need torch, other plans do not
     from zerokern.optim.matrices import Matrix
-    from zerokern.optim.streamed import pieces_of, whole_pieces
+    from zerokern.optim.streamed import SLOTS, pieces_of, whole_pieces
 
     widths = [
         tuple(
@@ -136,7 +137,10 @@ def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     if recipe.is_muon and any(one.matrix for one in parts):
         pairs = [(one.matrix, width) for one, width in zip(parts, widths, strict=True) if one.matrix is not None]
         each = [(Matrix(0, it.rows, it.columns), width) for it, width in pairs for _ in range(it.split)]
-        _, count, nbytes = whole_pieces([one for one, _ in each], [width for _, width in each])
+        if all(one.bucket is None for one in parts):
+            _, count, nbytes = whole_pieces([one for one, _ in each], [width for _, width in each])
+        else:
+            count, nbytes = min(SLOTS, len(each)), max(whole_pieces([one], [width])[2] for one, width in each)
     else:
         _, count, nbytes = pieces_of([one.numel for one in parts], widths)
     return count * nbytes

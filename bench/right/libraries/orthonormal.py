@@ -40,10 +40,10 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 class DionAlone(Training):
-    """The reference."""
+    """The reference. It has torch's SGD where dion refuses: there is no run without a reference."""
 
     def make_optimizer(self) -> Any:
-        return muon_of(self)
+        return super().make_optimizer() if self.recipe.rule == "sgd" else muon_of(self)
 
 
 class DionTraining(DdpTraining):
