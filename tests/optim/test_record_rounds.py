@@ -160,6 +160,7 @@ def test_ranks_may_have_other_matrices_on_disk(schedule: str, folders: Folders) 
     on_threads(3, of_one_tier, [list(pair) for pair in budgets], schedule, BF16, {})
 
 
+@pytest.mark.slow
 @each("schedule", ["overlap", "delayed"])
 def test_parameters_may_rest_on_a_disk_too(schedule: str, folders: Folders, tmp_path: Path) -> None:
     where = folders(2)
@@ -172,6 +173,7 @@ def test_parameters_may_rest_on_a_disk_too(schedule: str, folders: Folders, tmp_
     on_threads(2, work)
 
 
+@pytest.mark.slow
 def test_each_replica_has_records_of_its_own(folders: Folders) -> None:
     where = folders(4)
     on_hybrid_threads(2, 2, ranked(of_one_tier), where, "overlap", BF16, {})
@@ -303,6 +305,7 @@ def saves_and_loads(world: World, folder: Path, leg: int, stage: int, settings: 
     same(*found)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_two_ranks_to_three(tmp_path: Path) -> None:
     for leg, size in enumerate((2, 3)):
         on_ranks(size, saves_and_loads, tmp_path, leg, 3, {})

@@ -276,6 +276,7 @@ def resumed(world: World, folder: str, number: int, stage: int) -> dict[str, tor
     return full(model)
 
 
+@pytest.mark.slow
 def test_state_goes_from_any_stage_and_number_of_ranks_to_stage_3_and_back(tmp_path: Path) -> None:
     straight, moved = str(tmp_path / "straight"), str(tmp_path / "moved")
     legs = [(1, 0), (2, 3), (4, 3), (2, 1), (4, 3), (1, 3)]
