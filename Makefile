@@ -70,7 +70,7 @@ demo: $(installed) ## train where torch runs out of memory, compare, shard, trai
 	zerokern demo
 
 # the minutes stand here; tests/policy/test_minutes.py compares what is said elsewhere
-test: $(installed) ## the representative tests; at most 8 minutes on two cores
+test: $(installed) ## the representative tests; at most 9 minutes on two cores
 	$(pytest) tests $(workers)
 
 test-rest: $(installed) ## tests marked slow, in an order drawn from SEED; at most 15 minutes, or MINUTES=
