@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -127,6 +128,29 @@ def test_arguments_are_made_once_and_other_addresses_filled_in(
         flattener.unflatten(one, tensors, scale=2.0)
         assert same_bits(torch.cat([t.float() for t in tensors]), one[: flattener.numel] * 2.0)
     assert len(made) == 2  # one for each direction
+
+
+def test_an_interrupt_while_addresses_are_filled_in_mixes_no_lists(
+    machine: MACHINE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run after it has the addresses of the run before it, which half of the arguments have lost."""
+    machine()
+    flattener = flat.Flattener([torch.empty(5), torch.empty(7, dtype=BF16)], FP32, impl="cuda")
+    first, second = ([values(5) + seed, values(7, BF16) + seed] for seed in (0, 1))
+    bucket_ = torch.zeros(flattener.numel)
+    flattener.flatten(first, bucket_)
+    ends, calls = bucket.BucketLaunches._ends, itertools.count(1)
+
+    def interrupted(self: bucket.BucketLaunches, *given: object) -> tuple[list[int], list[int]]:
+        if next(calls) == 2:  # the first of two dtypes has been filled in
+            raise KeyboardInterrupt
+        return ends(self, *given)
+
+    monkeypatch.setattr(bucket.BucketLaunches, "_ends", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        flattener.flatten(second, bucket_)
+    flattener.flatten(first, bucket_)
+    assert same_bits(bucket_, torch.cat([t.float() for t in first]))
 
 
 def test_a_span_that_is_in_its_place_is_scaled_there(machine: MACHINE) -> None:

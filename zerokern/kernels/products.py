@@ -22,7 +22,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Writes a @ b, of two matrices or of each pair in two batches.
 
     Every product of a batch has the bits of `torch.mm` on its own: whether matrices are multiplied alone or with others
-    must not show.
+    must not show. In a CUDA graph's capture, where nothing can be tried, they are multiplied one by one.
 
     >>> a, out = torch.ones(2, 3, 4), torch.empty(2, 3, 3)
     >>> multiply(a, a.mT, out); out[1]
@@ -32,7 +32,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """
     if a.dim() == 2:
         torch.mm(a, b, out=out)
-    elif _may_be_tried(a.device) and _batch_is_exact(a.dtype, None, _layout(a), _layout(b), 0.0, 1.0, _way(a.device)):
+    elif not capturing(a.device) and _batch_is_exact(a.dtype, None, _layout(a), _layout(b), 0.0, 1.0, _way(a.device)):
         torch.bmm(a, b, out=out)
     else:
         for one, other, to in zip(a, b, out, strict=True):
@@ -49,7 +49,7 @@ def add_product(addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: floa
     """
     if a.dim() == 2:
         torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
-    elif _may_be_tried(a.device) and _batch_is_exact(
+    elif not capturing(a.device) and _batch_is_exact(
         a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha, _way(a.device)
     ):
         torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
@@ -60,11 +60,6 @@ def add_product(addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: floa
 
 def _layout(x: Tensor) -> _Layout:
     return x.shape, x.stride()
-
-
-def _may_be_tried(device: torch.device) -> bool:
-    """Whether the host may wait for a product; not what is captured in a CUDA graph."""
-    return not capturing(device)
 
 
 def _way(device: torch.device) -> tuple[object, ...]:

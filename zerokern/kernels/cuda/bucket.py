@@ -101,9 +101,9 @@ class BucketLaunches:
     def _for(self, into: bool, addresses: list[int], bucket: int) -> Launches:
         made = self._made.get(into)
         if made is None or made.addresses != (bucket, addresses):
-            launches = self._laid_out(into, addresses, bucket) if made is None else made.launches
-            if made is not None and not self._filled_in(into, addresses, bucket, launches):
-                launches = self._laid_out(into, addresses, bucket)
+            self._made.pop(into, None)  # after an interrupt its arguments would be half of one list, half of another
+            filled = made is not None and self._filled_in(into, addresses, bucket, made.launches)
+            launches = made.launches if made is not None and filled else self._laid_out(into, addresses, bucket)
             made = self._made[into] = _Made((bucket, addresses), launches)
         return made.launches
 
