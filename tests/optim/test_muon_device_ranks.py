@@ -100,17 +100,22 @@ def test_state_in_host_memory_streams_with_the_bits_of_one_tier(
     bits_of_one_tier(size, tiers, schedule, kept)
 
 
+def streaming(world: World, schedule: str) -> tuple[HostComputes, nn.Module, Any, Any]:
+    """A device, a model there that has made a step, its optimizer, and the pieces that stream."""
+    device, model = HostComputes(), built(Cut)
+    world.shard(model, stage=3)
+    owned(model, device)
+    opt = optimizers(model, tier="cpu", schedule=schedule)[0]
+    train(world, model, [opt], range(1))
+    return device, model, opt, opt.holdings.bound.binding.compute.streamed.pieces
+
+
 @each("schedule, rounds", [("sync", -(-20 // 3)), ("overlap", 2 * -(-10 // 3))])
 def test_rounds_stream_together(schedule: str, rounds: int) -> None:
     """Of all matrices, or of those of each unit, which its forward waits for."""
 
     def work(world: World) -> int:
-        device, model = HostComputes(), built(Cut)
-        world.shard(model, stage=3)
-        owned(model, device)
-        opt = optimizers(model, tier="cpu", schedule=schedule)[0]
-        train(world, model, [opt], range(1))
-        pieces = opt.holdings.bound.binding.compute.streamed.pieces
+        device, _model, opt, pieces = streaming(world, schedule)
         assert max(len(piece.rows) for piece in pieces) == world.size
         device.synchronize()
         opt.close()
@@ -192,12 +197,7 @@ def test_all_ranks_launch_collectives_in_one_order(schedule: str, wires: Any, at
 @each("schedule", ["sync", "overlap"])
 def test_a_rank_that_fails_while_state_streams_ends_the_step_on_all(schedule: str, at_once: list[str]) -> None:
     def work(world: World) -> str:
-        device, model = HostComputes(), built(Cut)
-        world.shard(model, stage=3)
-        owned(model, device)
-        opt = optimizers(model, tier="cpu", schedule=schedule)[0]
-        train(world, model, [opt], range(1))
-        pieces = opt.holdings.bound.binding.compute.streamed.pieces
+        device, model, opt, pieces = streaming(world, schedule)
         assert len(pieces) > 1
         if world.rank == 1:
             pieces[-1].table._orthogonalize = mock.Mock(side_effect=RuntimeError("no such matrix"))

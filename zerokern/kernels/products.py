@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ _Layout = tuple[torch.Size, tuple[int, ...]]
 _SEED = 24
 _RESULTS = 1 << 13  # that are compared at least
 _LARGEST = {torch.float32: 12, torch.bfloat16: 24}  # exponents of what cancels
+
+
+class _Product(NamedTuple):
+    """What a batch of beta * addend + alpha * a @ b is like."""
+
+    dtype: torch.dtype
+    addend: _Layout | None
+    a: _Layout
+    b: _Layout
+    beta: float = 0.0
+    alpha: float = 1.0
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -32,7 +43,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """
     if a.dim() == 2:
         torch.mm(a, b, out=out)
-    elif not capturing(a.device) and _batch_is_exact(a.dtype, None, _layout(a), _layout(b), 0.0, 1.0, _way(a.device)):
+    elif not capturing(a.device) and _batch_is_exact(_Product(a.dtype, None, _layout(a), _layout(b)), _way(a.device)):
         torch.bmm(a, b, out=out)
     else:
         for one, other, to in zip(a, b, out, strict=True):
@@ -50,7 +61,7 @@ def add_product(addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: floa
     if a.dim() == 2:
         torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
     elif not capturing(a.device) and _batch_is_exact(
-        a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha, _way(a.device)
+        _Product(a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha), _way(a.device)
     ):
         torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
     else:
@@ -72,15 +83,7 @@ def _way(device: torch.device) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _batch_is_exact(
-    dtype: torch.dtype,
-    addend: _Layout | None,
-    a: _Layout,
-    b: _Layout,
-    beta: float,
-    alpha: float,
-    way: tuple[object, ...],
-) -> bool:
+def _batch_is_exact(product: _Product, way: tuple[object, ...]) -> bool:
     """Multiplies batches of these layouts at once and one by one; returns whether all bits are the same.
 
     Libraries choose the order of a sum by layouts, not by values, and values are such here that another order shows:
@@ -91,26 +94,13 @@ def _batch_is_exact(
     device = way[0]
     assert isinstance(device, torch.device)
     generator = torch.Generator().manual_seed(_SEED)
-    tries = max(2, -(-_RESULTS // (a[0][0] * a[0][1] * b[0][2])))
-    return all(
-        _is_exact_once(generator, dtype, addend, a, b, beta, alpha, device, cancels=number % 2 == 0)
-        for number in range(tries)
-    )
+    tries = max(2, -(-_RESULTS // (product.a[0].numel() // product.a[0][-1] * product.b[0][-1])))
+    return all(_is_exact_once(generator, product, device, cancels=number % 2 == 0) for number in range(tries))
 
 
-def _is_exact_once(
-    generator: torch.Generator,
-    dtype: torch.dtype,
-    addend: _Layout | None,
-    a: _Layout,
-    b: _Layout,
-    beta: float,
-    alpha: float,
-    device: torch.device,
-    *,
-    cancels: bool,
-) -> bool:
+def _is_exact_once(generator: torch.Generator, product: _Product, device: torch.device, *, cancels: bool) -> bool:
     """Tries it with one batch. `cancels`: whether terms of its sums do."""
+    dtype, addend, a, b, beta, alpha = product
     usual: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     width = a[0][-1]
     order, pairs = torch.randperm(width, generator=generator, device="cpu"), width // 3 if cancels else 0
