@@ -483,6 +483,8 @@ def _working(run: Footprint) -> Iterator[Holding]:
             nbytes = sum(kind.padded_numel * size for kind, size in wire)
         else:
             nbytes = min(BUFFERS, sum(kind.count for kind in buckets.trained)) * largest
+            if run.subject.matrices and not shards_parameters(stage):
+                nbytes = run.subject.buffers_nbytes(run.world, settings.bucket_bytes, run.recipe, settings.device)
         yield Holding("buffers", "", "device", nbytes)
     if settings.device == "cpu":
         yield Holding("scratch", "", "device", _scratch_nbytes(largest, stage, settings))

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerokern.core.units import BUFFERS
 from zerokern.zero.partition import Bucket, Member, work_of
 
 __all__ = [
-    "Iteration", "MatrixShape", "PartsOfMatrix", "exchanged", "most_loaded", "rounds_nbytes", "workspace_nbytes",
+    "Iteration", "MatrixShape", "PartsOfMatrix", "exchanged", "most_loaded", "open_in_backward", "rounds_nbytes",
+    "workspace_nbytes",
 ]  # fmt: skip
 
 _SUMMED_IN = 8  # bytes of a float64 sum of squares
@@ -151,6 +153,50 @@ def rounds_nbytes(matrices: Sequence[PartsOfMatrix], world: int, itemsize: int, 
                 mine[place] = max(mine[place], numel * itemsize)
         largest = max(largest, *(-(-even // _ALIGNED) * _ALIGNED + odd if odd else even for even, odd in room))
     return largest
+
+
+def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together: Sequence[bool], *, hosts: bool) -> int:
+    """Returns the bytes of the buffers that gradients of these buckets take, as zerokern.zero.reduction lends them:
+    buckets of whole matrices stay open until gradients of many layers have arrived, last layers first.
+
+    `together`: buckets that take a buffer once all of their gradients have arrived. `hosts`: they are reduced in host
+    memory, where only one reduction is under way.
+
+    >>> from zerokern.zero.partition import partition
+    >>> each = partition([Member(256, "float32", work=1), Member(512, "float32", work=2)] * 4, world=2, bucket_numel=1)
+    >>> open_in_backward(each, [4 * one.padded_numel for one in each], [False] * 4, hosts=True)
+    8192
+    """
+    owner = {piece.param: number for number, bucket in enumerate(buckets) for piece in bucket.places}
+    missing = [len(bucket.places) for bucket in buckets]
+    lent: dict[int, int] = {}
+    free: list[int] = []
+    outstanding: list[int] = []
+    made: list[int] = []
+
+    def take(number: int) -> None:
+        while not any(one >= nbytes[number] for one in free) and len(made) >= BUFFERS and outstanding:
+            free.append(lent.pop(outstanding.pop(0)))
+        fitting = [one for one in free if one >= nbytes[number]]
+        if fitting:
+            lent[number] = min(fitting)
+            free.remove(lent[number])
+            return
+        lent[number] = max(size for size in nbytes if size <= 2 * nbytes[number])
+        made.append(lent[number])
+
+    for param in sorted(owner, reverse=True):
+        number = owner[param]
+        if number not in lent and not together[number]:
+            take(number)
+        missing[number] -= 1
+        if missing[number] == 0:
+            if number not in lent:
+                take(number)
+            while hosts and outstanding:
+                free.append(lent.pop(outstanding.pop(0)))
+            outstanding.append(number)
+    return sum(made)
 
 
 def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int = 0, place: str = "cpu") -> int:

@@ -11,9 +11,9 @@ from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, itemsize
+from zerokern.core.units import BLOCK, SMALL_GRADIENT, itemsize
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.matrices import MatrixShape, PartsOfMatrix, most_loaded
+from zerokern.planner.matrices import MatrixShape, PartsOfMatrix, most_loaded, open_in_backward
 from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
@@ -390,6 +390,17 @@ class ModelSpec:
             parts = {rank: min(end, (rank + 1) * each) - max(begin, rank * each) for rank in ranks}
             found.append(PartsOfMatrix(one.numel, bucket, parts))
         return found
+
+    def buffers_nbytes(self, world: int, bucket_bytes: int, recipe: Recipe, device: str) -> int:
+        """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
+        buckets = [one for one in self._partition(False, True, world, bucket_bytes) if one.trainable]
+        sizes = [itemsize(recipe.wire_dtype(one.dtype)) for one in buckets]
+        together = [
+            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
+            for one, size in zip(buckets, sizes, strict=True)
+        ]
+        nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
+        return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""

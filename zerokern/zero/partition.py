@@ -74,6 +74,7 @@ class Bucket:
     shard_numel: int
     places: tuple[Piece, ...]
     ranks: int = 0
+    whole: bool = False  # matrices that are not cut
 
     @property
     def padded_numel(self) -> int:
@@ -119,7 +120,7 @@ def partition(members: Sequence[Member], world: int | Sequence[int], bucket_nume
                 shard_numel, places = _deal(members, some, loads[ranks])
             else:
                 shard_numel, places = _place(members, some, size)
-            buckets.append(Bucket(len(buckets), unit, dtype, trainable, size, shard_numel, places, ranks))
+            buckets.append(Bucket(len(buckets), unit, dtype, trainable, size, shard_numel, places, ranks, whole))
     return buckets
 
 
