@@ -58,7 +58,7 @@ def load(
         group: the ranks that load, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.
 
     >>> import tempfile
-    >>> from zerokern.checkpoint import save
+    >>> from zerokern.checkpoint.saver import save
     >>> model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/step3", model)

@@ -62,7 +62,7 @@ def save(
     `torch.distributed.destroy_process_group` waits for the saves that still run, as Python's exit does.
 
     >>> import tempfile
-    >>> from zerokern.checkpoint import load
+    >>> from zerokern.checkpoint.loader import load
     >>> model = torch.nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/step3", model, extra={"step": 3})

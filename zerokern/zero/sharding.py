@@ -358,11 +358,6 @@ class Sharding:
         return list(map(version_of, self.zero_order)) if self._has_dtensors else self._bodies.versions()
 
     @property
-    def holds_unreduced(self) -> bool:
-        """Whether any gradients are of passes under `no_sync` alone."""
-        return any(bucket.local for bucket in self.gradient_buckets)
-
-    @property
     def has_own_gradients(self) -> bool:
         """Whether all gradients are those that were reduced here, and none was set by hand."""
         return all(bucket.shows(*one) for bucket in self.gradient_buckets for one in bucket.kept_gradients().items())
