@@ -26,14 +26,13 @@ __all__ = ["ChainedOptimizer", "unchained"]
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, for trainers and schedulers that take a single object: `zk.Muon` beside `zk.AdamW`.
 
-    `param_groups` are those of all of them, the very same dicts, so that a scheduler changes the rates of all. A step
-    is carried out by all or by none: one norm decides, and one factor clips. Under `zk.shard`, and of DTensors,
-    gradients are measured for that also without `max_grad_norm`. `zk.save` and `zk.load` see the optimizers, so that
-    checkpoints of a chain and of a list of the same optimizers are the same.
+    `param_groups` are the dicts of all of them, so a scheduler changes every learning rate. Either all optimizers step
+    or none does: one norm decides, and one factor clips. Under `zk.shard`, and for DTensors, the norm is measured even
+    without `max_grad_norm`. A checkpoint of `zk.save` is the same as for a list of the same optimizers.
 
-    optimizers: zerokern's own, of different parameters, each without `max_grad_norm`.
-    max_grad_norm: gradients are scaled by `zk.clip_grad_norm_` so that the norm of all of them together is at most
-        this; None leaves them alone, and math.inf measures the norm.
+    optimizers: optimizers of zerokern over different parameters, each without `max_grad_norm`.
+    max_grad_norm: `zk.clip_grad_norm_` scales all gradients so that their common norm is at most this. None changes
+        nothing; math.inf only measures the norm.
 
     An error in one of the optimizers leaves those before it in the chain a step ahead: load a checkpoint.
 

@@ -391,8 +391,8 @@ class Sharding:
         """Returns this rank's pieces of trained parameters, which have gradients of their own from now on."""
         if self.rests is not None:
             raise ShardError(
-                f"zk.shards was asked for spans that rest in {self.rests.tier!r}, and an optimizer that knows nothing "
-                "of that would read and write memory that is not there; step the model with an optimizer of zerokern"
+                f"zk.shards cannot return parts that rest in {self.rests.tier!r}: another optimizer would read and "
+                "write memory that is not there. Step the model with an optimizer of zerokern"
             )
         for bucket in self.gradient_buckets:
             bucket.exposed = True
