@@ -240,8 +240,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
                     pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
                     when = {"schedule": "delayed" if self.holdings.delays else self.schedule}
-                    if shards.cut:  # in rounds of a bucket, or of all of them
+                    if shards.cut:  # in rounds of a bucket, or of all of them; one by one, or two at a time
                         when["'state or parameters are on a disk'"] = self.holdings.moves_on_disk
+                        when["'state is on a disk'"] = self.holdings.disk is not None
                     told = [{**one, "parameters with a gradient": which, **when} for one, which in pairs]
                     shards.accord.settings = told
                     if shards.exchanges and shards.are_decided_there:
