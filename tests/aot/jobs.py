@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,6 @@ from zerokern.kernels.triton import (
     strided,
     sumsq,
     update,
-    variants,
     words,
 )
 from zerokern.kernels.triton.codecs import TYPES
@@ -30,7 +30,7 @@ from zerokern.kernels.triton.rows import LAST_ROWS, NUM_WARPS, ROWS, SOME_ROWS, 
 from zerokern.kernels.triton.variants import DEFAULT, Config, Formats
 
 Job = dict[str, Any]
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = TYPES
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}  # in a signature
 SUM_REGISTERS = 255
 SUM_TREES = 140  # float64 additions of a thread after its loops
@@ -301,6 +301,23 @@ def of_words(every: bool) -> list[Job]:
     ]
 
 
+def every_format() -> Iterator[Formats]:
+    """All that a table of updates can hold."""
+    averages, sums = ("fp32", "bf16", "int8"), ("fp32", "bf16")
+    states = {"adam": averages, "lion": averages, "adagrad": sums, "sgd": ("none", *sums)}
+    masters = [(FP32, "fp32", False), (BF16, "split16", False), (BF16, "split8", False)]
+    masters += [(dtype, "none", random) for dtype in (BF16, FP16) for random in (False, True)]
+    for grad, state, out in product(TYPES, averages, (FP32, BF16)):
+        yield Formats("muon", grad, BF16, "none", state, out, False)
+    for algorithm in states:
+        for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
+            for out in (None, BF16, FP16):
+                yield Formats(algorithm, grad, param, master, state, out, random)
+            if master == "fp32":
+                for published in (BF16, FP16):
+                    yield Formats(algorithm, grad, published, master, state, published, random)
+
+
 def of_updates(every: bool) -> list[Job]:
     """What training runs on, or every combination, with a second output where gradients are bf16."""
     usual = [
@@ -318,7 +335,7 @@ def of_updates(every: bool) -> list[Job]:
     ]
     many = (
         made
-        for made in variants.every_format()
+        for made in every_format()
         if made.out is None
         or (made.master == "fp32" and made.out == made.param)
         or (made.grad == BF16 and not made.random)

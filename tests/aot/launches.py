@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from jobs import of_updates
+from jobs import every_format, of_updates
 from promises import StandInDriver, plain
 from triton.backends.compiler import GPUTarget
 
@@ -29,7 +29,6 @@ from zerokern.kernels.triton import (
     sumsq,
     table,
     upload,
-    variants,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,7 +86,7 @@ def updates() -> None:
     """Each kernel of the optimizers that is compiled ahead, as its table launches it."""
     ahead_of_time = {job["case"] for job in of_updates(every=True)}
     memory = torch.zeros(4096)
-    for made in variants.every_format():
+    for made in every_format():
         if str(made) in ahead_of_time:
             one = table.DeviceTable(torch.device("cpu"), 1, 1)
             one.set_group(

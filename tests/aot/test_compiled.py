@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
 from ahead_of_time import Work, compile_all
 from compile import access_widths, facts_of_ptx
-from jobs import all_jobs, of_ferry, of_sumsq
+from jobs import all_jobs, every_format, of_ferry, of_sumsq
 from products import covering
 from promises import ARCHITECTURES, Promises, compile_job, is_for, make_job, promised
 from tables import run_table
 
+from zerokern.kernels import formats
 from zerokern.kernels.triton import sumsq
+from zerokern.kernels.triton.variants import Formats
 
 OTHER = "3.6.0"  # of torch 2.11
 
@@ -168,6 +171,15 @@ def test_jobs_survive_json_name_every_argument_and_have_names_of_their_own() -> 
         assert len({(job["kernel"], job["case"]) for job in jobs}) == len(jobs)
         for job in jobs:
             assert {*job["constexprs"]} == {name for name, kind in job["signature"].items() if kind == "constexpr"}
+
+
+def test_formats_cover_what_the_ops_accept() -> None:
+    every = set(every_format())
+    assert len(every) == 777
+    assert all(made.vector in (4, 8) and 16 % made.vector == 0 for made in every)
+    assert {made.algorithm for made in every} == set(formats.ALGORITHMS)
+    fp32 = Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False)
+    assert fp32 in every and fp32.vector == 4
 
 
 def test_spans_of_each_alignment_have_a_job() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import triton.language as tl
 from zerokern.kernels.formats import BLOCK
 from zerokern.kernels.triton.codecs import TYPES
 
-__all__ = ["CANDIDATES", "DEFAULT", "Config", "Formats", "every_format"]
+__all__ = ["CANDIDATES", "DEFAULT", "Config", "Formats"]
 
 _STATES = {"none": None, "fp32": tl.float32, "bf16": tl.bfloat16, "int8": tl.int8}
 _STATE_NBYTES = {"none": 0, "fp32": 4, "bf16": 2, "int8": 1}
@@ -113,21 +111,3 @@ class Formats:
 
 
 MOST_REGISTERS = 255
-
-
-def every_format() -> Iterator[Formats]:
-    """All that a table can hold."""
-    fp32, bf16, fp16 = TYPES
-    averages, sums = ("fp32", "bf16", "int8"), ("fp32", "bf16")
-    states = {"adam": averages, "lion": averages, "adagrad": sums, "sgd": ("none", *sums)}
-    masters = [(fp32, "fp32", False), (bf16, "split16", False), (bf16, "split8", False)]
-    masters += [(dtype, "none", random) for dtype in (bf16, fp16) for random in (False, True)]
-    for grad, state, out in product(TYPES, averages, (fp32, bf16)):
-        yield Formats("muon", grad, bf16, "none", state, out, False)
-    for algorithm in states:
-        for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
-            for out in (None, bf16, fp16):
-                yield Formats(algorithm, grad, param, master, state, out, random)
-            if master == "fp32":
-                for published in (bf16, fp16):
-                    yield Formats(algorithm, grad, published, master, state, published, random)
