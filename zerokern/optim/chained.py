@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
+from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.clip import clip_grad_norm_
 from zerokern.zero.kinds import is_divided
@@ -100,6 +101,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
+        checks.refuse_other_kinds("max_grad_norm", value)
         if value is not None and not float(value) > 0.0:
             raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
         self._max_grad_norm = None if value is None else float(value)
