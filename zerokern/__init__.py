@@ -44,6 +44,7 @@ def _check_torch() -> None:
 _check_torch()
 PLUGS.update(
     {  # what the core reaches through its ports, without importing it
+        "disk": ("zerokern.io.tier:Nvme",),
         "checkpoint source": ("zerokern.interop.foreign:open_foreign",),
         "checkpoint model": ("zerokern.parallel.saved_stages:stages_of",),
         "group observer": ("zerokern.debug.watch:GroupWatch",),

@@ -131,7 +131,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        checks.no_text("max_grad_norm", value)
+        checks.refuse_other_kinds("max_grad_norm", value)
         if value is not None and not float(value) > 0.0:
             raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
         self._max_grad_norm = None if value is None else float(value)
