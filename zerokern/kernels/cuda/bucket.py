@@ -26,14 +26,14 @@ TILE_NBYTES = 16 * 2048  # of the wider dtype: `reference_device.moved_sumsq`
 SHARED = 2 * 1024 * 8 + 16
 
 
-class _Group(NamedTuple):
+class _AlikeSpans(NamedTuple):
     dtype: torch.dtype
     which: list[int]
     offsets: list[int]
     numels: list[int]
 
 
-Launches = list[tuple[_Group, list[tuple[LaunchRows, Any]]]]
+Launches = list[tuple[_AlikeSpans, list[tuple[LaunchRows, Any]]]]
 
 
 class _Made(NamedTuple):
@@ -131,7 +131,7 @@ class BucketLaunches:
                 begin = end
         return True
 
-    def _ends(self, group: _Group, into: bool, addresses: list[int], bucket: int) -> tuple[list[int], list[int]]:
+    def _ends(self, group: _AlikeSpans, into: bool, addresses: list[int], bucket: int) -> tuple[list[int], list[int]]:
         """To where and from where each tensor of a group goes."""
         tensors = [addresses[i] for i in group.which]
         spans = [bucket + self._dtype.itemsize * offset for offset in group.offsets]
@@ -139,7 +139,7 @@ class BucketLaunches:
 
     def _run_strided(
         self,
-        group: _Group,
+        group: _AlikeSpans,
         members: Sequence[BucketSpan],
         into: bool,
         addresses: list[int],
@@ -174,6 +174,6 @@ def _dtypes(members: Sequence[BucketSpan], contiguous: bool) -> list[torch.dtype
     return list(dict.fromkeys(m.dtype for m in members if m.is_contiguous == contiguous and m.numel))
 
 
-def _group(members: Sequence[BucketSpan], dtype: torch.dtype, contiguous: bool) -> _Group:
+def _group(members: Sequence[BucketSpan], dtype: torch.dtype, contiguous: bool) -> _AlikeSpans:
     which = [i for i, m in enumerate(members) if m.dtype == dtype and m.is_contiguous == contiguous and m.numel]
-    return _Group(dtype, which, [members[i].offset for i in which], [members[i].numel for i in which])
+    return _AlikeSpans(dtype, which, [members[i].offset for i in which], [members[i].numel for i in which])
