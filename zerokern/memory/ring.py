@@ -120,10 +120,12 @@ def flowing(
     progress: Callable[[int], object] | None = None,
     between: Callable[[], object] | None = None,
     waits_first: bool = False,
+    behind: int = 0,
 ) -> Generator[int, None, None]:
     """Does the same as `flow`, item by item: yields how many have been computed, while later ones are being fetched.
 
-    `waits_first`: yields once more before anything is computed, when the first item is there.
+    `waits_first`: yields once more before anything is computed, when the first item is there. `behind`: an item is
+    stored when so many later ones have been computed, for a compute that returns before it has ended.
     Its end waits for the stores; `close` stops it early, and waits for all transfers. `between` is called before each
     item. Signals are not deferred: it is for threads that do not receive them.
 
@@ -147,8 +149,16 @@ def flowing(
     ring.flowing = True
     slots, process = ring.slots, os.getpid()
     depth = len(slots)
+    behind = min(behind, depth - 1)
     fetched: list[Ticket | None] = [None] * depth
     waiting: Ticket | None = None
+
+    def leave(i: int) -> None:
+        slot = slots[i % depth]
+        slot.drained = store(i, slot)
+        if i + depth < count:
+            fetched[i % depth] = fetch(i + depth, slot, slot.drained)
+
     try:
         for i, slot in enumerate(slots[:count]):
             fetched[i] = fetch(i, slot, None)
@@ -172,12 +182,13 @@ def flowing(
             if waits_first and i == 0:
                 yield 0
             compute(i, slot)
-            slot.drained = store(i, slot)
-            if i + depth < count:
-                fetched[k] = fetch(i + depth, slot, slot.drained)
+            if i >= behind:
+                leave(i - behind)
             if progress is not None:
                 progress(i + 1)
             yield i + 1
+        for i in range(max(0, count - behind), count):
+            leave(i)
         began = time.perf_counter_ns()
         for i in range(max(0, count - depth), count):
             waiting = slots[i % depth].drained
