@@ -23,6 +23,7 @@ from zerokern.planner.layouts import (
     pinned_nbytes,
     place_state,
     records_nbytes,
+    rounds_nbytes,
     slots_nbytes,
 )
 from zerokern.planner.matrices import Iteration, workspace_nbytes
@@ -138,7 +139,12 @@ class Footprint(HeldMemory):
         pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
         if self.placed:
             pieces = [one.part for one in self.placed if one.tier == "cpu"]
-        return sum(slots_nbytes(recipe, some) for some in by_optimizer(recipe, pieces))
+        some = by_optimizer(recipe, pieces)
+        if not (recipe.is_muon and shards_parameters(self.stage) and self.world > 1):
+            return sum(slots_nbytes(recipe, one) for one in some)
+        cut = self.subject.cut_matrices(self.world, self.settings.bucket_bytes)
+        in_memory = {one.turn for one in some[0]}
+        return rounds_nbytes(recipe, cut, in_memory, self.buckets.rank, self.world) + slots_nbytes(recipe, some[1])
 
     @cached_property
     def on_disk(self) -> list[OwnedPart]:

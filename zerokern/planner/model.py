@@ -246,6 +246,33 @@ class OwnedPart(NamedTuple):
         return [b - a for a, b in pairwise([self.start, *ends])]
 
 
+class CutShape(NamedTuple):
+    """A matrix that lies in a bucket from its element `begin` on, of which each rank has `each`.
+
+    `turn`: the place of its parameter among what optimizers update. `bucket`: the number of that.
+
+    >>> one = CutShape(MatrixShape(2, 5), "a", "bfloat16", 0, 0, begin=6, each=8)
+    >>> one.numel_of(0), one.numel_of(1), one.numel_of(2)
+    (2, 8, 0)
+    """
+
+    shape: MatrixShape
+    name: str
+    dtype: str
+    turn: int
+    bucket: int
+    begin: int
+    each: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel
+
+    def numel_of(self, rank: int) -> int:
+        """Returns how many of its elements a rank has."""
+        return max(0, min(self.end, (rank + 1) * self.each) - max(self.begin, rank * self.each))
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Lists the parameters of a model by unit. `units` is empty if only their number is known.
@@ -371,29 +398,32 @@ class ModelSpec:
         Rank by rank in rounds, those with most work first and then by name, as zerokern.optim.cut_matrices gives them
         out.
         """
-        names = self.params or [f"{place:09}" for place in range(len(self.members))]
-        rows = [
-            (one.each, place, nth, names[place] if one.split == 1 else f"{names[place]}[{nth}]")
-            for place, one in enumerate(self.matrices)
-            if one is not None and self.members[place].trainable
-            for nth in range(one.split)
-        ]
-        rows.sort(key=lambda row: (-row[0].work, row[3]))
-        lying = {
-            spot.param: (spot.offset, bucket.shard_numel)
-            for bucket in self._partition(True, False, world, bucket_bytes)
-            for spot in bucket.places
-        }
+        rows = sorted(self.cut_matrices(world, bucket_bytes), key=lambda row: (-row.shape.work, row.name))
         sent = [0] * world
-        for turn, (one, place, nth, _) in enumerate(rows):
-            offset, each = lying[place]
-            begin, owner = offset + nth * one.numel, turn % world
-            end = begin + one.numel
-            for rank in range(begin // each, (end - 1) // each + 1):
-                part = min(end, (rank + 1) * each) - max(begin, rank * each)
+        for turn, one in enumerate(rows):
+            owner = turn % world
+            for rank in range(one.begin // one.each, (one.end - 1) // one.each + 1):
+                part = one.numel_of(rank)
                 sent[rank] += 0 if rank == owner else part  # there, what is to be orthogonalized
                 sent[owner] += 0 if rank == owner else part  # and back
         return sent
+
+    def cut_matrices(self, world: int, bucket_bytes: int) -> list[CutShape]:
+        """Returns all matrices of which ranks have parts at stage 3, whichever ranks these are."""
+        names = self.params or [f"{place:09}" for place in range(len(self.members))]
+        order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
+        turns = {place: turn for turn, place in enumerate(order)}
+        found = []
+        for number, bucket in enumerate(self._partition(True, False, world, bucket_bytes)):
+            for spot in bucket.places:
+                one, called = self.matrices[spot.param] if self.matrices else None, names[spot.param]
+                if one is None or spot.param not in turns:
+                    continue
+                for nth in range(one.split):
+                    name = called if one.split == 1 else f"{called}[{nth}]"
+                    at = spot.offset + nth * one.each.numel, bucket.shard_numel
+                    found.append(CutShape(one.each, name, bucket.dtype, turns[spot.param], number, *at))
+        return found
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""
