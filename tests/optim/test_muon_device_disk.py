@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from offload_cases import SCHEDULES, Row, local, on_device, optimizer_of, train
+from offload_cases import SCHEDULES, Row, forward, local, on_device, optimizer_of, train
 from optim_cases import BF16, FP32, Twins, copies, same_bits, set_grads
 from tables import each
 from test_muon import INT8, Matrices, makers, muon
@@ -19,6 +20,7 @@ from test_muon_disk import LONG, RING, SHAPES, SMALL, cut, failing, large, on_di
 from test_muon_disk import shared as shared_on_cpu
 from test_nvme_faults import READ, WRITE, assert_torn, heal, step_ours, step_reference
 from test_offload_played import compare
+from test_programs_ran import Submitted, submitted, the_same_ops  # noqa: F401
 from torch import Tensor, nn
 from waiting_device import HostComputes
 from worlds import World, alone, on_threads, refusal, says
@@ -28,6 +30,7 @@ from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Nvme
 from zerokern.optim import Muon, matrices
 from zerokern.optim.passing_records import PassingRecords
+from zerokern.schedule.recorder import Recorder
 from zerokern.zero.shard import shard_of
 
 __all__ = ["makers"]
@@ -218,6 +221,37 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
     device.close()
 
 
+@each("schedule", ["sync", "overlap"])
+@each("stage", [1, 3])
+@each("budgets", [[], ["cpu:300KiB"]])
+def test_the_program_is_what_ran(
+    schedule: str,
+    stage: int,
+    budgets: list[str],
+    submitted: Callable[[Recorder], list[Submitted]],  # noqa: F811
+    tier: Tier,
+) -> None:
+    device, row, recorder = HostComputes(), large(f"stage {stage}", "bf16", "often"), Recorder()
+    where = [*budgets, on_disk(tier)] if budgets else on_disk(tier)
+
+    def run(world: World) -> None:
+        model = row.model(world)
+        on_device(device, row, model)
+        opt = optimizer_of(row, model, tier=where, schedule=schedule)
+        opt.holdings.recorder = recorder
+        for step in range(4):
+            forward(world, row, model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        opt.flush()
+
+    alone(run)
+    runs = submitted(recorder)
+    assert {op.lane for op in runs[-1].program.ops} >= {"read", "write"}
+    the_same_ops([event for event in recorder.events if event.step < len(runs)], runs[:-1], model_since=2)
+    device.close()
+
+
 # State, in and out.
 
 
@@ -293,6 +327,25 @@ def test_a_write_from_outside_becomes_the_master(device: HostComputes, tier: Tie
     both.train(2, 2)
     device.synchronize()
     assert both.agree()
+
+
+def test_a_write_that_the_device_is_about_to_make_becomes_the_master(tier: Tier) -> None:
+    """The host reads parameters where masters begin, once what was launched before the step has ended."""
+    device = PlayedDevice()
+    settings = {"master_format": "fp32", "ns_dtype": "fp32"}
+    for when in ("the first step", "a later one"):
+        both = owned(twins(on_disk(tier), SHAPES[3:5], BF16, **settings), device)
+        both.train(0 if when == "the first step" else 2)
+        device.synchronize()
+        for param, other in zip(both.params, both.straight, strict=True):
+            torch.autograd.graph.increment_version(param)
+            device.launch(partial(param.detach().data.add_, 0.25), seconds=0.05, late=True)
+            other.detach().add_(0.25)
+        both.train(2, 2)
+        device.synchronize()
+        assert both.agree(), when
+        both.ours.close()
+    device.close()
 
 
 # What fails.
