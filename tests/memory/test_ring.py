@@ -15,7 +15,8 @@ from tries import best
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.memory import Arena, Ring, flowing
-from zerokern.memory.ring import DeferredSignals
+from zerokern.memory.ring import DeferredSignals, Slot
+from zerokern.memory.staging import Ticket
 
 NBYTES = 64
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 7), (3, 3), (3, 17), (4, 5), (8, 3), (3, 0)]
@@ -62,6 +63,26 @@ def test_every_order_gives_the_same(arena: Arena, order: str, slots: int, count:
         run(ring, device)
         assert device.disk == [i + 1 for i in range(count)]
         assert_over(ring, device)
+    ring.close()
+
+
+@each("order", ORDERS)
+@each("slots, count", SHAPES)
+@each("behind", [1, 2, 9])
+def test_items_are_stored_when_later_ones_have_been_computed(
+    arena: Arena, order: str, slots: int, count: int, behind: int
+) -> None:
+    """So many, or as many as a fetch for each leaves slots for; all of them by the end."""
+    ring, device, stored = Ring(arena, slots, NBYTES, "test"), Device(count, order), list[int]()
+
+    def store(i: int, slot: Slot) -> Ticket | None:
+        stored.append(i)
+        return device.store(i, slot)
+
+    for computed in flowing(ring, count, device.fetch, device.compute, store, behind=behind):
+        assert stored == list(range(max(0, computed - min(behind, slots - 1))))
+    assert device.disk == [i + 1 for i in range(count)]
+    assert_over(ring, device)
     ring.close()
 
 

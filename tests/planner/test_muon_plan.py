@@ -18,11 +18,13 @@ from tables import each
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from waiting_device import played
+from worlds import World, on_threads
 
 import zerokern as zk
 from zerokern.optim import streamed
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
+from zerokern.zero.shard import shard_of
 
 STAGES = (0, 1, 2, 3)
 FORMATS: tuple[dict[str, Any], ...] = (
@@ -298,6 +300,41 @@ class TestPlanned:
             assert len(rows.pieces) < len(widths)
             assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == rows.nbytes > 0
             opt.close()
+
+    @each("size, tier, schedule, formats", [
+        (2, "cpu", "sync", {}), (3, "cpu", "overlap", {}), (3, ["device:150KB", "cpu"], "sync", {}),
+        (2, ["device:200KB", "cpu"], "overlap", {"state_format": "int8", "master_format": "split8"}),
+    ])  # fmt: skip
+    def test_slots_of_rounds_are_those_of_a_run(
+        self, size: int, tier: Any, schedule: str, formats: dict[str, Any]
+    ) -> None:
+        """To the byte, on the rank that is planned: what it has of the matrices of a round passes together."""
+        shard = {"stage": 3, "bucket_bytes": 1 << 17}
+        settings = {"tier": tier, "schedule": schedule, **formats}
+
+        def work(world: World) -> tuple[int, int, int]:
+            torch.manual_seed(0)
+            widths = (128, 250, 384, 250, 512, 60)
+            model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(128, width, bias=False) for width in widths)})
+            model = model.to(torch.bfloat16)
+            with played() as device:
+                plan = zk.plan(model, world=size, optimizer="muon", device="cuda", **shard, **settings)
+                world.shard(model, **shard)
+                for param in model.parameters():
+                    for one in (param, shard_of(param).piece):
+                        device.own(one)
+                opt = zk.Muon(model.parameters(), ns_steps=1, ns_dtype="fp32", **settings)
+                sum(block(torch.ones(2, 128, dtype=torch.bfloat16)).sum() for block in model["blocks"]).backward()
+                opt.step()
+                opt.flush()
+                device.synchronize()
+                found = zk.measure(model, opt).roles["ring"]
+                opt.close()
+            return plan.slots_nbytes, found, plan.buckets.rank
+
+        ranks = on_threads(size, work)
+        planned, found, _ = ranks[ranks[0][2]]
+        assert planned == found > 0
 
     def test_the_code_of_the_advice_runs_both(self) -> None:
         told = zk.plan("llama-3-8b", optimizer="muon", world=8, device_memory="40GB").advice()

@@ -85,13 +85,15 @@ def flowing(
     compute: Callable[[int, Slot], object],
     store: Callable[[int, Slot], Ticket | None],
     waits_first: bool = False,
+    behind: int = 0,
 ) -> Generator[int, None, None]:
     """Runs items 0 to count - 1 through the ring, each overlapped with others; yields how many have been computed.
 
     ``fetch(i, slot, after)`` starts a transfer and returns its ticket, or None if there is nothing to fetch; the engine
     starts it when ``after`` has ended (None: at once). It must not touch the slot itself: ``compute(i, slot)`` may, and
     is called in order, when both have ended well. ``store(i, slot)`` returns a ticket or None. `waits_first`: yields
-    once more before anything is computed, when the first item is there.
+    once more before anything is computed, when the first item is there. `behind`: an item is stored when so many later
+    ones have been computed, for a compute that returns before it has ended.
 
     It ends or raises only when everything has ended: the first error, with the others in its notes. `close` stops it
     early, and waits for all transfers. Signals are not deferred: whoever runs it on the main thread holds them back
@@ -117,8 +119,16 @@ def flowing(
     ring.flowing = True
     slots, process = ring.slots, os.getpid()
     depth = len(slots)
+    behind = min(behind, depth - 1)
     fetched: list[Ticket | None] = [None] * depth
     waiting: Ticket | None = None
+
+    def leave(i: int) -> None:
+        slot = slots[i % depth]
+        slot.drained = store(i, slot)
+        if i + depth < count:
+            fetched[i % depth] = fetch(i + depth, slot, slot.drained)
+
     try:
         for i, slot in enumerate(slots[:count]):
             fetched[i] = fetch(i, slot, None)
@@ -140,10 +150,11 @@ def flowing(
             if waits_first and i == 0:
                 yield 0
             compute(i, slot)
-            slot.drained = store(i, slot)
-            if i + depth < count:
-                fetched[k] = fetch(i + depth, slot, slot.drained)
+            if i >= behind:
+                leave(i - behind)
             yield i + 1
+        for i in range(max(0, count - behind), count):
+            leave(i)
         began = time.perf_counter_ns()
         for i in range(max(0, count - depth), count):
             waiting = slots[i % depth].drained

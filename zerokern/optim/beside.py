@@ -1,7 +1,8 @@
-"""An update in host memory beside which parameters that stay on the device are updated there."""
+"""Updates of parameters that stay on a device: beside one in host memory, or with state from there or from a disk."""
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.io.pieces import Segment, columns
 from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory import HostTier
+from zerokern.memory import Slot as Cell
 from zerokern.optim import device
-from zerokern.optim.binding import HostCompute, Member, TableGroup, set_groups, table_of
+from zerokern.optim.binding import HostCompute, Member, RowBatch, TableGroup, set_groups, table_of
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.hosted import HostCopies
-from zerokern.optim.state import SpanRow, StateTier, room_of
-from zerokern.optim.streamed import Passage, StreamedRows
+from zerokern.optim.matrices import MatrixTable
+from zerokern.optim.passing_records import PassingRecord, PassingRecords
+from zerokern.optim.state import SpanRow, StateTier, pointer_words, room_of
+from zerokern.optim.streamed import Passage, Passed, StreamedRows, parts_in_slot
 from zerokern.optim.survey import Groups, Survey
 
 __all__ = ["SplitCompute"]
@@ -29,20 +34,29 @@ class SplitCompute(HostCompute):
 
     The host decides, and counts steps. The launch is on the current stream: what the program does next to gradients and
     parameters comes after it. State of what stays lies beside it, or in host memory, from which it streams: turn by
-    turn, and with "overlap" on a stream of its own, so that the program waits for the turns that it needs alone.
+    turn, and with "overlap" on a stream of its own, so that the program waits for the turns that it needs alone. Rows
+    with state in records, of which all stay or none does, are in the native table in either case; of those that stay
+    the device's native code runs it, record by record.
     """
 
     def __init__(self, host: HostCopies, room: HostTier | None, schedule: object) -> None:
         """`room`: host memory that state lies in."""
         super().__init__()
         assert host.link is not None
-        self._place, self._host, self._room = host.driver.device, host, room
+        self._place, self._host, self._room, self._link = host.driver.device, host, room, host.link
         self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
         self._there: Any = None  # the table of what stays, with its state
         self._cut: set[int] = set()  # ids of parameters whose matrices ranks have cut
         self._groups_there: list[TableGroup] = []
         self._open_table = partial(_open_table, self._place)  # no method: a cycle would keep host memory past close()
-        self.streamed = StreamedRows(host.link, self._place, self._open_table, beside=schedule == "overlap")
+        self.place, self._beside = self._place, schedule == "overlap"
+        self.streamed = StreamedRows(host.link, self._place, self._open_table, beside=self._beside)
+        self.records = PassingRecords(host.link, self._place)
+        self._number_of: dict[int, int] = {}  # of a record, by the first of its rows, where they stay
+        self._in_records: set[int] = set()  # ids of parameters of which some rows are in records
+        self._start: Any = None  # what the update at hand comes after
+        self._passed: list[Passed] = []  # what its turn at hand has launched
+        self._last_passed: Passed | None = None
         self.launched = self.began = False
 
     def is_like(self, other: HostCompute) -> bool:
@@ -53,15 +67,42 @@ class SplitCompute(HostCompute):
 
     @property
     def streams(self) -> bool:
-        return bool(self.streamed.pieces)
+        return bool(self.streamed.pieces) or bool(self._number_of)
 
     @property
     def ring_nbytes(self) -> int:
-        return self.streamed.nbytes
+        return self.streamed.nbytes + self.records.nbytes
 
     def streams_state_of(self, param: Tensor) -> bool:
-        there = room_of(param, self._room) is not None or id(param) in self._cut
-        return bool(self.streamed.pieces) and self.stays(param) and there
+        there = room_of(param, self._room) is not None or id(param) in self._cut or id(param) in self._in_records
+        return self.streams and self.stays(param) and there
+
+    def bases(self, survey: Survey, batches: Sequence[RowBatch], cells: Sequence[Cell]) -> list[int]:
+        params = [survey.params[i] for batch in batches for i, _ in batch.members]
+        self._in_records = {id(param) for param in params if self.stays(param)}
+        self._number_of = {}
+        if not self._in_records:
+            self.records.lay_out(())
+            self.behind = 0
+            return super().bases(survey, batches, cells)
+        found, begin = [], 0
+        self.behind = PassingRecords.BEHIND
+        for number, batch in enumerate(batches):
+            self._number_of[begin], begin = number, begin + len(batch.members)
+            lease, memory = cells[number % len(cells)].lease, None
+            if batch.record is not None:
+                memory = lease.tensor(torch.uint8, (batch.record.nbytes,))
+            beside = sum(self._nbytes_beside(survey, *member) for member in batch.members)
+            found.append(PassingRecord(memory, beside))
+        self.records.lay_out(found)
+        return [one.slot.data_ptr() for one in found]
+
+    def _nbytes_beside(self, survey: Survey, i: int, place: Any) -> int:
+        """Returns the bytes of what a row in a record's batch has in host memory: a cut matrix, whose round waits for
+        records."""
+        if not isinstance(place, CutMatrix) or room_of(survey.params[i], self._room) is None:
+            return 0
+        return columns(survey.layouts[i].widths, place.numel)[1]
 
     def lay_out(
         self,
@@ -71,9 +112,13 @@ class SplitCompute(HostCompute):
         rows: Sequence[SpanRow],
         turns: Sequence[int] = (),
     ) -> None:
-        here = sum(not self.stays(survey.params[i]) for i, _ in members)  # they come first
+        here = len(members) - len(turns)
         steps = self.book.choose(survey.numbers)
-        self.table, self.groups = table_of(survey, groups, members[:here], rows[:here], steps)
+        spare = self.table.spare if isinstance(self.table, MatrixTable) and self._number_of else None
+        mine, open_here = list(rows[:here]), self._open_table if self._number_of else StepTable
+        if self._number_of:
+            mine = self._with_state_beside(survey, members[:here], mine)
+        self.table, self.groups = table_of(survey, groups, members[:here], mine, steps, open_here)
         pairs = list(zip(members, rows, strict=True))[here:]
         rooms = [room_of(survey.params[i], self._room) for (i, _), _ in pairs]
         moved = [bool(row.layout.columns) and room is not None for (_, row), room in zip(pairs, rooms, strict=True)]
@@ -86,11 +131,37 @@ class SplitCompute(HostCompute):
         turns, moved = [turns[at] for at in order], [moved[at] for at in order]
         near = far.count(False)
         self._there, self._groups_there = table_of(survey, groups, members[:near], rows[:near], steps, self._open_table)
-        mine, some = members[near:], rows[near:]
-        self.streamed.lay_out(survey, groups, mine, some, steps, self._streams_from, turns[near:], moved[near:])
+        far_ones = members[near:], rows[near:], steps, self._streams_from, turns[near:], moved[near:]
+        self.streamed.lay_out(survey, groups, *far_ones)
+        if self._number_of and isinstance(self.table, MatrixTable):  # one direction is in memory, of either
+            self.table.spare = self.streamed.spare or spare or self.table.spare
+            self.streamed.spare = self.table.spare
+
+    def _with_state_beside(self, survey: Survey, members: Sequence[Member], rows: Sequence[SpanRow]) -> list[SpanRow]:
+        """Returns the rows of records with the state that they have in host memory where it is in their slots."""
+        made, begin = list(rows), 0
+        for one, end in zip(self.records.records, [*list(self._number_of)[1:], len(rows)], strict=True):
+            at = one.offset
+            for row in range(begin, end):
+                i, place = members[row]
+                nbytes = self._nbytes_beside(survey, i, place)
+                if not nbytes:
+                    continue
+                old, segment = rows[row], Segment(row, place.start, place.numel, at)
+                shift = place.start * survey.param_dtypes[i].itemsize
+                pointers = {old.layout.param_column: survey.param_pointers[i] + shift}
+                for column, kept, near in parts_in_slot(old, old.layout.widths, segment, one.slot):
+                    pointers[column] = near.data_ptr()
+                    one.resting.append(kept)
+                    one.there.append(near)
+                made[row] = SpanRow(old.layout, old.first, pointer_words(pointers))
+                at += nbytes
+            begin = end
+        return made
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         pointers = array("Q", map(pointers.__getitem__, self._order))
+        self.records.wait()  # a played device reads tables when it comes to them
         super().prepare(settings, pointers[: self._here])
         if self._last is not None:
             self._last.wait()
@@ -107,14 +178,59 @@ class SplitCompute(HostCompute):
         if self._groups_there:
             self._run(scale)
         self.streamed.begin()
-        self.launched = self.streamed.is_launched
+        self._start = self._link.here()
+        self.records.begin(self._start)
+        self.launched, self._passed, self._last_passed = self.streamed.is_launched, [], None
 
     def launch_turn(self, turn: int, scale: float) -> tuple[Passage, Passage] | None:
+        passed, self._passed = self._passed, []
         try:
-            return self.streamed.launch(partial(self._launch, scale=scale), turn)
+            passed += self.streamed.launch(partial(self._launch, scale=scale), turn)
         finally:
             self.began = self.began or self.streamed.began
             self.launched = self.streamed.is_launched
+        if not passed and self._last_passed is not None:
+            passed = [self._last_passed]
+        if not passed:
+            return None
+        first, last = passed[0], passed[-1]
+        self._last_passed = last
+        return Passage(first.filled, last.updated), Passage(first.emptied, last.emptied)
+
+    def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
+        """Updates these rows; launches their update, with their record, where they stay."""
+        if not self._number_of:
+            super().run(scale, begin, end)
+            return
+
+        def launch() -> None:
+            self.began = True
+            self._launch(self.table, scale, begin, end)
+
+        with self._host.driver.aside("update") if self._beside else contextlib.nullcontext():
+            if self._beside and begin == 0:
+                self._start.gate()
+            self._passed.append(self.records.launch(self._number_of[begin], launch))
+
+    def leave(self, begin: int) -> None:
+        if self._number_of:
+            self.records.wait_for(self._number_of[begin])
+
+    def settle(self) -> None:
+        if self._number_of:  # what this update has launched writes others, or other elements
+            self._start.wait()
+
+    @property
+    def carried_out(self) -> bool:
+        """Of what is launched nobody knows that here."""
+        return not self._number_of and super().carried_out
+
+    def may_have_written(self, error: BaseException) -> bool:
+        return self.began if self._number_of else super().may_have_written(error)
+
+    def break_off(self) -> None:
+        self.records.wait()
+        super().break_off()
 
     def _run(self, scale: float) -> None:
         if device.serves(self._place):
@@ -127,15 +243,15 @@ class SplitCompute(HostCompute):
         self.began = True
         self._last = self._launch(self._there, scale)
 
-    def _launch(self, table: Any, scale: float) -> Any:
-        """Launches the update of a table on the current stream."""
+    def _launch(self, table: Any, scale: float, *rows: int | None) -> Any:
+        """Launches the update of a table, or of some rows of it, on the current stream."""
         if device.serves(self._place):
             with launching(self._place):
-                table.run(scale)
+                table.run(scale, *rows)
             return None
         # gradients that nobody else may have, until a device that is played has read them
         held = [copy.grad for copy in self._host.copies.values() if copy.stays is not None]
-        return self._host.driver.launch(partial(_run_holding, table, scale, held))
+        return self._host.driver.launch(partial(_run_holding, table, held, scale, *rows))
 
     def put_away(self) -> None:
         self.streamed.wait()
@@ -158,5 +274,5 @@ def _open_table(place: torch.device, nrows: int, ngroups: int) -> Any:
     return StepTable(nrows, ngroups)
 
 
-def _run_holding(table: Any, scale: float, _: Sequence[Tensor]) -> None:
-    table.run(scale)
+def _run_holding(table: Any, _: Sequence[Tensor], scale: float, *rows: int | None) -> None:
+    table.run(scale, *rows)

@@ -15,6 +15,7 @@ from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
@@ -112,6 +113,8 @@ class HostCompute:
         self.book: Any = None
         # whether what stays on the device has been launched, as far as there is anything, and whether any of it was
         self.launched, self.began = True, False
+        self.place = torch.device("cpu")  # where it multiplies matrices
+        self.behind = 0  # `run` has returned from so many batches more before one of them has been updated
 
     def is_like(self, other: HostCompute) -> bool:
         """Whether rows and counters of the other one are of use here."""
@@ -140,7 +143,7 @@ class HostCompute:
         rows: Sequence[SpanRow],
         turns: Sequence[int] = (),
     ) -> None:
-        """Puts the rows into a table. `turns`: of the last of them, those that stay."""
+        """Puts the rows into a table. `turns`: of the last of them, those that stay and have no state in records."""
         self.table, self.groups = table_of(survey, groups, members, rows, self.book.choose(survey.numbers))
 
     def is_outdated(self) -> bool:
@@ -169,6 +172,18 @@ class HostCompute:
     def ring_nbytes(self) -> int:
         """Bytes of the device that it passes through."""
         return 0
+
+    def bases(self, survey: Survey, batches: Sequence[RowBatch], cells: Sequence[Cell]) -> list[int]:
+        """Returns for each batch the address of its record while it is updated: in the cell of the ring, or wherever
+        it passes from there."""
+        leases = [cells[number % len(cells)].lease for number in range(len(batches))]
+        return [0 if lease is None else lease.ptr for lease in leases]
+
+    def leave(self, begin: int) -> None:
+        """Returns once the batch that begins with this row has been updated, and its record is in its cell."""
+
+    def settle(self) -> None:
+        """Returns once the host may read parameters of rows in records."""
 
     def launch(self, scale: float) -> None:
         """Launches the update of what stays on the device beside its state, once; that of the rest begins."""
@@ -271,7 +286,7 @@ class Binding:
         self.turns: Turns = [survey.numbers]
         self.recorder: Recorder | None = None  # notes what is fetched and stored
         self._names: Sequence[str] = ("all",)
-        self._updated = 0  # batches, in the update at hand
+        self._updated = self._taken = 0  # batches, in the update at hand: made, and begun
         self._notes: UpdateRecorder | None = None
         self._done = self._is_laid_out = False
         self._ns_dtypes: list[Any] = []  # by group, where matrices are updated, as of the rows
@@ -329,18 +344,17 @@ class Binding:
         cells = self._ring.slots
         rows: list[SpanRow] = []
         members = [member for batch in batches for member in batch.members]
-        for number, batch in enumerate(batches):
+        for batch, base in zip(batches, self.compute.bases(survey, batches, cells), strict=True):
             batch.begin = len(rows)
-            cell = cells[number % len(cells)]
-            rows += [tier.row(i, place, cell) for i, place in batch.members]
+            rows += [tier.row(i, place, base) for i, place in batch.members]
             batch.end = len(rows)
-        stays = [i for i, param in enumerate(survey.params) if self.compute.stays(param)]
+        stays = [i for i in range(len(survey.params)) if self._stays(i)]
         staying = [(i, place) for i in stays for place in (survey.matrices[i] if survey.matrices else (None,))]
         turn_of = {number: turn for turn, some in enumerate(self.turns) for number in some}
         turns = [turn_of.get(survey.numbers[i], 0) for i, _ in staying]
         staying = [staying[at] for at in sorted(range(len(staying)), key=turns.__getitem__)]
         members += staying
-        rows += [tier.row(i, place, cells[0]) for i, place in staying]
+        rows += [tier.row(i, place, 0) for i, place in staying]
         index = [i for i, _ in members]
         self._shifts = [_start_of(member) * survey.grad_dtypes[member[0]].itemsize for member in members]
         self._index = None if index == list(range(len(survey.params))) and not any(self._shifts) else index
@@ -349,11 +363,15 @@ class Binding:
         self.compute.lay_out(survey, self._groups, members, rows, sorted(turns))
         self._is_laid_out = True
 
+    def _stays(self, i: int) -> bool:
+        """Whether a parameter is updated on the device, and passes nothing that comes from the disk."""
+        return self.compute.stays(self.survey.params[i]) and not self.tier.has_records_of(i)
+
     def _batches_of(self) -> list[RowBatch]:
         survey = self.survey
         found: dict[Any, RowBatch] = {}
         for i, turn, portion in self._in_turns():
-            if self.compute.stays(survey.params[i]):
+            if self._stays(i):
                 continue
             rest = rest_of(survey.params[i]) if survey.rests else None
             for place in self._places_of(i, portion):
@@ -369,7 +387,8 @@ class Binding:
         batches = sorted(found.values(), key=operator.attrgetter("order"))
         if not self.tier.streams or not survey.matrices:
             return batches
-        return in_rounds(batches, survey.matrices, [ns_dtype_of(self._ns_dtypes[owner]) for owner in survey.owners])
+        dtypes = [ns_dtype_of(self._ns_dtypes[owner], self.compute.place) for owner in survey.owners]
+        return in_rounds(batches, survey.matrices, dtypes)
 
     def _places_of(self, i: int, portion: Portion | None) -> Sequence[Any]:
         """Returns what of a parameter are rows of their own; what updates whole matrices has no portions."""
@@ -406,7 +425,7 @@ class Binding:
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
-        self.begun, self._done, self._updated = False, False, 0
+        self.begun, self._done, self._updated, self._taken = False, False, 0, 0
         in_rounds = self.tier.streams and bool(self.survey.matrices)
         ns_dtypes = [one["ns_dtype"] for one in settings] if in_rounds else []
         if self.compute.is_outdated() or not self._is_laid_out or ns_dtypes != self._ns_dtypes:
@@ -440,13 +459,13 @@ class Binding:
             self.begun = self.begun or self.compute.began
 
     def _take_batches(self, turn: int, scale: float) -> None:
-        begin, end = self._ends[turn - 1] if turn else 0, self._ends[turn]
-        self._scale = scale
+        begin, end = self._taken, self._ends[turn]  # parts in lanes of their own may come out of turn
+        self._scale, self._taken = scale, max(begin, end)
         if not self.moves:
             for i in range(begin, end):
                 self._update(i)
             return
-        if begin == end:  # all of it stays on the device, or was in a record of an earlier turn
+        if begin >= end:  # all of it stays on the device, or was in a record of an earlier turn
             return
         if self._flow is None:
             self._flow = self._flowing()
@@ -459,7 +478,7 @@ class Binding:
 
     def _flowing(self, *, waits_first: bool = False) -> Generator[int, None, None]:
         count, acts = len(self._batches), (self._fetch, self._compute, self._store)
-        return flowing(self._ring, count, *acts, waits_first=waits_first)
+        return flowing(self._ring, count, *acts, waits_first=waits_first, behind=self.compute.behind)
 
     def launch(self, scale: float) -> None:
         """Launches the update of what stays on the device. The update has been prepared, and no turn taken.
@@ -505,6 +524,8 @@ class Binding:
             rest.change()
         for rest in batch.gradients:
             rest.wait()
+        if batch.record is not None and batch.record.unsettled:
+            self.compute.settle()
         self.tier.begin(batch.record, cell, batch.members)
         self._update(i)
 
@@ -521,6 +542,7 @@ class Binding:
         batch = self._batches[i]
         if self._notes is not None:
             self._notes.begin("Store", self._firsts[i])
+        self.compute.leave(batch.begin)
         ticket = self.tier.store(batch.record, cell, batch.members)
         for rest in batch.params:
             self._leave(rest, awaited=True)  # by its forward

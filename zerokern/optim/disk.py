@@ -121,7 +121,7 @@ class OnDisk:
         with present(self.param, written=self.exact is not None):
             mine = slice(place.start, place.start + place.numel)
             param = self.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
-            kept = None if self.exact is None or place.begun else self.exact.view(-1)[mine]
+            kept = None if self.exact is None or place.begun else self.exact.view(-1)[mine].to("cpu")
             for slot, tensor in zip(place.slots, self.cells(place, cell).values(), strict=True):
                 if slot.key == "master" and place.begun:
                     torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
@@ -541,16 +541,20 @@ class StateOnDisk(StateTier):
             return super().places(i)
         return [*owner.places, *(one for one in super().places(i) if isinstance(one, CutMatrix))]
 
-    def row(self, i: int, place: RecordSpan | CutMatrix | None, cell: Cell) -> SpanRow:
+    def has_records_of(self, i: int) -> bool:
+        cut = self.survey.matrices[i] if self.survey.matrices else ()  # rounds hang on records, other ranks' too
+        return self._owners[i] is not None or any(isinstance(one, CutMatrix) for one in cut)
+
+    def row(self, i: int, place: RecordSpan | CutMatrix | None, base: int) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
         if id(survey.params[i]) in self.rows:
-            return super().row(i, place, cell)
+            return super().row(i, place, base)
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
         pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
         if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
-                pointers.setdefault(slot.column, cell.lease.ptr + offset)
+                pointers.setdefault(slot.column, base + offset)
         return SpanRow(layout, owner is not None and bool(owner.first), pointer_words(pointers))
 
     def fetch(self, record: Record | None, cell: Cell, after: Any) -> Any:

@@ -262,7 +262,7 @@ class Holdings:
 
     def _check_whole(self, trained: Tensor) -> None:
         if self.algorithm.whole:
-            check_whole(self.tier, self.update, disk=self.disk is not None, apart=is_apart(trained))
+            check_whole(self.tier, self.update, apart=is_apart(trained))
 
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
@@ -290,6 +290,9 @@ class Holdings:
         if self.update == "device" and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
             raise ValueError(got("update", self.update, "'host' or 'auto'", do))
+        if self.algorithm.whole and self.disk is not None and self._splits(groups):
+            do = "zk.shard has put some of these parameters on the device, and others off it"
+            raise ValueError(got("tier", self.tier, "'device', 'cpu' or both, with budgets", do))
         self.host.reach(trained, measured=self.recorder is not None)
         self.placing.there = is_apart(trained)
 
@@ -299,11 +302,13 @@ class Holdings:
                 owners, pairs = [group for group in groups for _ in group["params"]], zip(new, divided, strict=True)
                 self._choose(groups, [(one, of, owners[n]) for (n, one), (kind, of, _) in pairs if kind != "device"])
             found: list[StateLocation] = []
-            for kind, layout, nbytes in divided:
+            for (_, local), (kind, layout, nbytes) in zip(new, divided, strict=True):
+                self.placing.note(local, kind)
                 if kind == "device" and self.placing.there:
                     found.append(StateLocation((), nbytes))
                 elif self.updated_on == "device" and self.placing.there:
-                    found.append(StateLocation(layout.columns, 0, streams=True))
+                    kept = kind != "disk"
+                    found.append(StateLocation(layout.columns * kept, 0, streams=kept))
                 else:
                     found.append(StateLocation(layout.columns * (kind != "disk")))
             return found

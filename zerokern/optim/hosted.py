@@ -41,7 +41,8 @@ Piece = Sequence[tuple["HostCopy", slice]]
 class StateLocation(NamedTuple):
     """Says of a parameter on a device which tensors of its state lie in host memory, and what `HostCopy.stays` is.
 
-    `streams`: it is updated on the device, and its state lies in host memory, whatever there is of it.
+    `streams`: it is updated on the device, and its state lies in host memory, whatever there is of it. What the device
+    updates with its state on a disk has neither.
     """
 
     slots: Sequence[Slot]

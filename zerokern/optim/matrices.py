@@ -411,7 +411,7 @@ class MatrixTable:
         """Updates what a record has of a cut matrix: on the way to the matrix's round, or back from it."""
         key, kept = id(part.matrix), self._directions if part.averages else self._factors
         if part.averages and part.start == 0:
-            kept[key] = torch.empty(part.matrix.numel, dtype=self._iterations[row]["dtype"])
+            kept[key] = torch.empty(part.matrix.numel, dtype=self._iterations[row]["dtype"], device=self.spare.place)
         if key not in kept:
             raise StateError(_NOT_IN_MEMORY % row)
         memory = kept[key][part.start : part.start + part.numel]

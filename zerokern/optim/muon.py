@@ -41,11 +41,11 @@ class Muon(FusedOptimizer):
         and value, the number of experts for a stack of them. Each is orthogonalized by itself, which changes the
         update; 1 is torch's. Also per param_group.
     maximize: as in torch's other optimizers.
-    tier: "device", "cpu", `zk.Nvme(path)` for parameters on a CPU, or a list of these. Records on a disk end where
-        matrices do, or this rank's parts of them; a matrix whose state is larger than a slot of the ring has several,
-        and still one at a time, or a round of them, is gathered in memory.
-    update: where the update of state in tier="cpu" runs, for parameters on a GPU. The iteration is never made on the
-        host then, so "host" is refused for these.
+    tier: "device", "cpu", `zk.Nvme(path)`, or a list of these. Records on a disk end where matrices do, or this rank's
+        parts of them; a matrix whose state is larger than a slot of the ring has several, and still one at a time, or
+        a round of them, is gathered in memory.
+    update: where the update of state that rests off the device runs, for parameters on a GPU. The iteration is never
+        made on the host then, so "host" is refused for these.
 
     state_format ("fp32", "bf16" or "int8", of momentum_buffer), master_format, max_grad_norm, group, stochastic_seed
     and schedule: as `zerokern.optim.Adam` says.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import AUTO, FILLED
@@ -26,7 +27,7 @@ UPDATES = ("host", "device", "auto")
 def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str:
     """Returns where updates of state in host memory run, or raises an error that says what there is.
 
-    `whole`: matrices are updated whole, always where parameters are; state on a disk is for those on a CPU.
+    `whole`: matrices are updated whole, always where parameters are.
 
     >>> check_update("device", TierOrder.of("tier", "cpu"))
     'device'
@@ -39,22 +40,18 @@ def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str
     return value
 
 
-def check_whole(tier: object, update: str, *, disk: bool, apart: bool) -> None:
-    """Raises where matrices that are updated whole cannot have their state in `tier`, or be updated there.
+def check_whole(tier: object, update: str, *, apart: bool) -> None:
+    """Raises where matrices that are updated whole cannot be updated there with their state in `tier`.
 
-    `disk`: it has one. `apart`: they are on a device with memory of its own.
+    `apart`: they are on a device with memory of its own.
 
-    >>> check_whole("cpu", "device", disk=False, apart=True)
-    >>> check_whole("cpu", "host", disk=False, apart=True)
+    >>> check_whole("cpu", "device", apart=True)
+    >>> check_whole("cpu", "host", apart=True)
     Traceback (most recent call last):
     ...
     ValueError: update='host': must be 'device'. Matrices are never orthogonalized on the host where parameters are on \
 a GPU
     """
-    if apart and disk:  # from where it would be updated on the host
-        allowed = "'device', 'cpu' or both, with budgets, for matrices on a GPU"
-        do = "They are never orthogonalized on the host, and state streams to a GPU from host memory alone"
-        raise ValueError(got("tier", tier, allowed, do))
     if apart and update == "host" and tier != "device":
         do = "Matrices are never orthogonalized on the host where parameters are on a GPU"
         raise ValueError(got("update", update, "'device'", do))
@@ -89,6 +86,7 @@ class Placing:
         self.claimed = 0
         self._peak, self._driver = 0, None  # the device's, when that was asked
         self.turns: Mapping[int, int] = {}  # by a parameter's id, when forwards need it; others as they are asked for
+        self._below = WeakTensorKeyDictionary()  # parameters that a device updates, with their state on the disk
 
     def choose(self, state: Mapping[Any, Any], wanted: Sequence[tuple[Tensor, int]]) -> list[str]:
         """Returns where the state of each of these (parameter, bytes of its state) rests: "device", "cpu" or "disk".
@@ -150,6 +148,13 @@ class Placing:
         self.claimed = held_there + sum(size for size, kind in zip(sizes, kinds, strict=True) if kind == "device")
         return kinds
 
+    def note(self, param: Tensor, kind: str) -> None:
+        """Notes where the state of a parameter that a device updates goes, of which nothing is there yet."""
+        if kind == "disk":
+            self._below[param] = True
+        else:
+            self._below.pop(param, None)
+
     def check_growth(self, stays: Sequence[tuple[int, int]]) -> None:
         """Raises where state on the device takes more than its budget. `stays`: of each, its bytes now and before."""
         budget = self._order.kinds(apart=self.there, free=self.free or 0).get("device")
@@ -177,4 +182,6 @@ class Placing:
             return "disk"
         if self.room is not None and self.room.keeps(param):
             return "cpu"
-        return "device" if self.there and is_apart(param) else None
+        if not (self.there and is_apart(param)):
+            return None
+        return "disk" if param in self._below else "device"

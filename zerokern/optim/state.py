@@ -456,8 +456,12 @@ class StateTier:
         in memory, its matrices; None: all of it."""
         return self.survey.matrices[i] if self.survey.matrices else (None,)
 
-    def row(self, i: int, place: Any, cell: Cell) -> SpanRow:
-        """Returns the row of a place, whose record is in this cell of the ring while it is updated."""
+    def has_records_of(self, i: int) -> bool:
+        """Whether an update of a parameter passes records, or waits for what does."""
+        return False
+
+    def row(self, i: int, place: Any, base: int) -> SpanRow:
+        """Returns the row of a place, whose record is at this address while it is updated."""
         found = self.rows[id(self.survey.params[i])]
         return found if place is None else found.from_element(place.start)
 

@@ -313,6 +313,8 @@ class StepRunner:
         except BaseException as error:
             self.pending = update
             self._give_up(update, error)
+            if not shards.accord.in_company:
+                say_outcome(error, self._holdings.outcome)
             raise
 
     def _wait_until_made(self, update: Update) -> None:
@@ -401,7 +403,7 @@ class StepRunner:
         counts: then all is as it was."""
         streamed = update.streamed(taken)[:1]
         try:
-            if update.binding.moves:
+            if update.binding.moves and not streamed:
                 update.run.wait("Step", taken[0].names[0])
             for part in streamed:  # the host waits for the launch alone
                 update.run.gate("Step", part.name)

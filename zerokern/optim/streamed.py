@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from zerokern.optim.matrices import Matrix, MatrixTable, SpareMatrix
 from zerokern.optim.state import SpanRow, pointer_words
 from zerokern.optim.survey import Groups, Survey
 
-__all__ = ["SLOTS", "Passage", "StreamedRows", "pieces_of"]
+__all__ = ["SLOTS", "Passage", "Passed", "StreamedRows", "parts_in_slot", "pass_through", "pieces_of"]
 
 SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
 _PARTS = 64  # of all state, of which one is in a slot: what comes before the first update and after the last is short
@@ -138,6 +138,40 @@ class Passage:
         return None if first is None or last is None else (first[0], last[1])
 
 
+class Passed(NamedTuple):
+    """What was launched for state that passes through a slot: its way there, its update, its way back."""
+
+    filled: Copy
+    updated: Copy
+    emptied: Copy
+
+
+def pass_through(
+    link: Copies,
+    resting: Sequence[Tensor],
+    there: Sequence[Tensor],
+    run: Callable[[], object],
+    *,
+    ready: Copy | None,
+    after: Copy | None = None,
+    checked: bool = False,
+) -> Passed:
+    """Launches state's way from host memory to a slot, what `run` launches on the current stream, and the way back.
+
+    Where that fails, nothing of it is under way any more.
+    """
+    filled = link.to_device(resting, there, ready=ready, after=after, checked=checked)
+    try:
+        filled.gate()
+        run()
+        updated = link.here()
+        return Passed(filled, updated, link.to_host(there, resting, ready=updated, checked=checked))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            filled.wait()
+        raise
+
+
 class StreamedRows:
     """Rows whose parameters and gradients are on a device and whose state is in host memory.
 
@@ -156,14 +190,12 @@ class StreamedRows:
         self._turns: list[int] = []  # of each piece, the first of those that have rows in it
         self._last: Copy | None = None  # the end of the last update
         self._checked = False  # whether the copies have been
-        self._spare: SpareMatrix | None = None  # of all pieces
+        self.spare: SpareMatrix | None = None  # of all pieces
         self.began = False
-        # of the update at hand: what it comes after, what has been launched, and its last launch
+        # of the update at hand: what it comes after, and what has been launched
         self._start: Copy | None = None
         self._ready: Copy | None = None
-        self._filled: list[Copy] = []
-        self._emptied: list[Copy] = []
-        self._updated: Copy | None = None
+        self._passed: list[Passed] = []
 
     def lay_out(
         self,
@@ -208,7 +240,7 @@ class StreamedRows:
                     continue
                 shift = segment.start * survey.param_dtypes[i].itemsize
                 pointers = {row.layout.param_column: survey.param_pointers[i] + shift}
-                for column, kept, near in _parts(row, widths[segment.span], segment, slot):
+                for column, kept, near in parts_in_slot(row, widths[segment.span], segment, slot):
                     pointers[column] = near.data_ptr()
                     resting.append(kept)
                     there.append(near)
@@ -218,7 +250,7 @@ class StreamedRows:
                 mine = [members[segment.span] for segment in piece.segments]
             table, made = table_of(survey, groups, mine, spans, steps, self._open_table)
             if isinstance(table, MatrixTable):
-                self._spare = table.spare = self._spare or table.spare
+                self.spare = table.spare = self.spare or table.spare
                 shifts = [0] * len(mine)  # their gradients' addresses are those of the matrices
             else:
                 shifts = [segment.start * survey.grad_dtypes[i].itemsize for i, segment in mine]
@@ -228,7 +260,7 @@ class StreamedRows:
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the tables' calls read: hyperparameters, step counts, where the gradients are."""
         self.wait()
-        self.began, self._filled, self._emptied, self._updated = False, [], [], None
+        self.began, self._passed = False, []
         for piece in self.pieces:
             set_groups(piece.table, piece.groups, settings)
             piece.table.columns["grad"][:] = array("Q", [pointers[number] + shift for number, shift in piece.rows])
@@ -241,15 +273,15 @@ class StreamedRows:
     @property
     def is_launched(self) -> bool:
         """Whether the update of all rows has been."""
-        return len(self._emptied) == len(self.pieces)
+        return len(self._passed) == len(self.pieces)
 
-    def launch(self, run: Callable[[Any], object], turn: int) -> tuple[Passage, Passage] | None:
+    def launch(self, run: Callable[[Any], object], turn: int) -> list[Passed]:
         """Launches the update of the rows up to this turn; `run` launches that of a table on the current stream.
 
-        Returns tickets: of the update of the last of these rows, and of their state's way back; None where there are no
-        rows. On the program's stream the host waits if it is far ahead. After an error nothing is under way any more.
+        Returns what it has launched. On the program's stream the host waits if it is far ahead. After an error nothing
+        is under way any more.
         """
-        begin, end = len(self._emptied), bisect_right(self._turns, turn)
+        begin, end = len(self._passed), bisect_right(self._turns, turn)
         with self._link.driver.aside("update") if self._beside else contextlib.nullcontext():
             if self._beside and begin == 0 and end:
                 assert self._start is not None
@@ -258,32 +290,31 @@ class StreamedRows:
                 for number in range(begin, end):
                     self._launch(number, run)
             except BaseException:
-                for one in (*self._emptied, *self._filled):
+                for one in self._passed:
                     with contextlib.suppress(Exception):
-                        one.wait()
+                        one.emptied.wait()
                 raise
-        if self._updated is None:
-            return None
-        self._checked = self._checked or self.is_launched
-        first = min(begin, len(self._emptied) - 1)
-        return Passage(self._filled[first], self._updated), Passage(self._emptied[first], self._emptied[-1])
+        self._checked = self._checked or (bool(self.pieces) and self.is_launched)
+        return self._passed[begin:]
 
     def _launch(self, number: int, run: Callable[[Any], object]) -> None:
-        link, piece, count = self._link, self.pieces[number], len(self.slots)
-        free = self._emptied[number - count] if number >= count else None
-        filled = link.to_device(piece.resting, piece.there, ready=self._ready, after=free, checked=self._checked)
-        self._filled.append(filled)
-        filled.gate()
-        try:
-            run(piece.table)
-            self.began = True
-        finally:
-            self.began = self.began or getattr(piece.table, "begun", False)
-        self._updated = link.here()
-        self._last = link.to_host(piece.there, piece.resting, ready=self._updated, checked=self._checked)
-        self._emptied.append(self._last)
+        piece, count, passed = self.pieces[number], len(self.slots), self._passed
+        free = passed[number - count].emptied if number >= count else None
+
+        def update() -> None:
+            try:
+                run(piece.table)
+                self.began = True
+            finally:
+                self.began = self.began or getattr(piece.table, "begun", False)
+
+        ready, checked = self._ready, self._checked
+        passed.append(
+            pass_through(self._link, piece.resting, piece.there, update, ready=ready, after=free, checked=checked)
+        )
+        self._last = passed[-1].emptied
         if number >= _AHEAD and not self._beside:
-            self._emptied[number - _AHEAD].wait()
+            passed[number - _AHEAD].emptied.wait()
 
     def wait(self) -> None:
         """Returns once all state is in host memory again."""
@@ -305,7 +336,9 @@ class StreamedRows:
         return sum(map(operator.attrgetter("nbytes"), self.slots))
 
 
-def _parts(row: SpanRow, widths: Sequence[Width], segment: Any, slot: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def parts_in_slot(
+    row: SpanRow, widths: Sequence[Width], segment: Any, slot: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields the column of each tensor of a row's state, its part in the segment, and that part's place in a slot."""
     offsets, _ = columns_of(tuple(widths), segment.numel)
     end = segment.start + segment.numel

@@ -253,7 +253,7 @@ class Update:
             lane = "cpu" if survey.device is None else "device"
             return resident(spans, lane, **binding.on_disk(0), on_disk=streams)
         at_once = all(part.sharding is None for part in taken)  # step() itself fetches gradients of plain tensors
-        on_disk = streams and not beside
+        on_disk = binding.tier.streams or (streams and not beside)
         return program_of(schedule, spans, shadow=self.copies_back, at_once=at_once, on_disk=on_disk)
 
     def streamed(self, parts: Sequence[Part]) -> list[Part]:

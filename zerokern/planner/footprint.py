@@ -23,6 +23,7 @@ from zerokern.planner.layouts import (
     pinned_nbytes,
     place_state,
     records_nbytes,
+    round_slots_nbytes,
     slots_nbytes,
 )
 from zerokern.planner.matrices import Iteration, exchanged, rounds_nbytes, workspace_nbytes
@@ -32,9 +33,7 @@ from zerokern.planner.recipe import Arrangement, Recipe, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
 
-__all__ = [
-    "Footprint", "free_for_state", "host_nbytes", "share_filled", "staying_numel", "with_recipe",
-]  # fmt: skip
+__all__ = ["Footprint", "free_for_state", "host_nbytes", "share_filled", "staying_numel", "with_recipe"]
 
 _BACK = {"up": "down", "read": "write"}
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
@@ -135,10 +134,13 @@ class Footprint(HeldMemory):
         recipe = self.recipe
         if not recipe.streams(self.settings.device):
             return 0
-        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
-        if self.placed:
-            pieces = [one.part for one in self.placed if one.tier == "cpu"]
-        return sum(slots_nbytes(recipe, some) for some in by_optimizer(recipe, pieces))
+        pieces = [one.part for one in self.placed if one.tier == "cpu"]
+        all_of_it = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        some = by_optimizer(recipe, pieces if self.placed else all_of_it)
+        if not (recipe.is_muon and shards_parameters(self.stage) and self.world > 1):
+            return sum(slots_nbytes(recipe, one) for one in some)
+        cut = self.subject.cut_matrices(self.world, self.settings.bucket_bytes)
+        return round_slots_nbytes(recipe, cut, some[0], self.buckets.rank, self.world) + slots_nbytes(recipe, some[1])
 
     @cached_property
     def on_disk(self) -> list[OwnedPart]:
@@ -169,23 +171,22 @@ class Footprint(HeldMemory):
         """
         if not self.recipe.is_muon:
             return None
-        subject, buckets, world = self.subject, self.buckets, self.world
-        whole, steps = subject.whole, 2 * self.recipe.ns_steps  # a product adds as often as it multiplies
+        subject, buckets, world, recipe = self.subject, self.buckets, self.world, self.recipe
+        whole, steps = subject.whole, 2 * recipe.ns_steps  # a product adds as often as it multiplies
         trained = [member for member in subject.members if member.trainable]
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
-        most = buckets.most_work if shards_state(self.stage) else work
-        sent, rounds = [0], 0
+        most, sent, rounds = buckets.most_work if shards_state(self.stage) else work, [0], 0
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
             most = sum(sorted((one.each.work for one in whole for _ in range(one.split)), reverse=True)[::world])
             cut = subject.cut_matrices(world, self.settings.bucket_bytes)
+            cut.sort(key=lambda one: (-one.shape.work, one.name))  # as ranks are given them
             sent = exchanged(cut, world)
-        device, recipe = self.settings.device, self.recipe
-        dtype, on_host = recipe.iterates_in(device), device == "cpu" or recipe.iterates_on_host(device)
+        dtype = recipe.iterates_in(self.settings.device)
+        on_host = self.settings.device == "cpu" or recipe.iterates_on_host(self.settings.device)
         if shards_parameters(self.stage) and world > 1:
-            # what a disk or a slot of the device has comes round by round
-            pairs = recipe.tier == "device" or (recipe.tier == "cpu" and on_host)
+            one_by_one = recipe.tier == "nvme" or (recipe.tier == "cpu" and not on_host)  # beside state that moves
             turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
-            rounds = rounds_nbytes(cut, world, itemsize(dtype), pairs=pairs, turns=turns)
+            rounds = rounds_nbytes(cut, world, itemsize(dtype), pairs=not one_by_one, turns=turns)
         return Iteration(
             dtype,
             len(whole),

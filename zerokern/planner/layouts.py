@@ -8,13 +8,18 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zerokern.core.units import BLOCK, itemsize
+from zerokern.planner.matrices import CutShape
 from zerokern.planner.model import BucketSize, OwnedPart
 from zerokern.planner.recipe import OPTIMIZERS, Recipe, StateRole
 
 if TYPE_CHECKING:
+    from zerokern.io.pieces import Width
     from zerokern.optim.records import StateSpan
 
-__all__ = ["StatePiece", "by_optimizer", "pinned_nbytes", "place_state", "records_nbytes", "slots_nbytes"]
+__all__ = [
+    "StatePiece", "by_optimizer", "pinned_nbytes", "place_state", "records_nbytes", "round_slots_nbytes",
+    "slots_nbytes",
+]  # fmt: skip
 
 
 class StatePiece(NamedTuple):
@@ -115,35 +120,62 @@ def by_optimizer(recipe: Recipe, parts: Sequence[OwnedPart]) -> list[list[OwnedP
 
 def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     """Returns the bytes that the state of these parts passes through on the device; that of a matrix passes as one, and
-    with that of other small ones. Of matrices that ranks have cut a round is taken to be as large as each of them.
+    with that of other small ones.
 
     >>> from zerokern.planner.matrices import MatrixShape
     >>> slots_nbytes(Recipe("muon"), [OwnedPart(1 << 20, "bfloat16", MatrixShape(1024, 1024))] * 8) >> 20
     60
     """
-    from zerokern.io.pieces import Width  # packages that need torch, other plans do not
-    from zerokern.optim.matrices import Matrix
-    from zerokern.optim.streamed import SLOTS, pieces_of, whole_pieces
+    from zerokern.optim.matrices import Matrix  # packages that need torch, other plans do not
+    from zerokern.optim.streamed import pieces_of, whole_pieces
 
-    widths = [
-        tuple(
-            width
-            for role in recipe.state_of(one.dtype, one.matrix is not None)
-            for width in (Width(role.per_element, 1), Width(role.per_block, BLOCK))
-            if width.nbytes
-        )
-        for one in parts
-    ]
+    widths = [_widths_of(recipe, one.dtype, one.matrix is not None) for one in parts]
     if recipe.is_muon and any(one.matrix for one in parts):
         pairs = [(one.matrix, width) for one, width in zip(parts, widths, strict=True) if one.matrix is not None]
         each = [(Matrix(0, it.rows, it.columns), width) for it, width in pairs for _ in range(it.split)]
-        if all(one.bucket is None for one in parts):
-            _, count, nbytes = whole_pieces([one for one, _ in each], [width for _, width in each])
-        else:
-            count, nbytes = min(SLOTS, len(each)), max(whole_pieces([one], [width])[2] for one, width in each)
+        _, count, nbytes = whole_pieces([one for one, _ in each], [width for _, width in each])
     else:
         _, count, nbytes = pieces_of([one.numel for one in parts], widths)
     return count * nbytes
+
+
+def round_slots_nbytes(
+    recipe: Recipe, matrices: Sequence[CutShape], in_memory: Sequence[OwnedPart], rank: int, world: int
+) -> int:
+    """Returns what `slots_nbytes` does, of matrices that ranks have cut: what a rank has of a round passes as one.
+
+    `in_memory`: those whose state is there; on the device others are updated in the same rounds.
+
+    >>> from zerokern.planner.matrices import MatrixShape
+    >>> some = [CutShape(MatrixShape(8, 8), f"{n}", "float32", n, 0, 64 * n, 128) for n in range(4)]
+    >>> parts = [OwnedPart(32, "float32", turn=n) for n in range(4)]
+    >>> round_slots_nbytes(Recipe("muon", tier="cpu"), some, parts, rank=0, world=2)
+    1024
+    """
+    import torch
+
+    from zerokern.comm import Group
+    from zerokern.optim.cut_matrices import CutMatrix
+    from zerokern.optim.streamed import whole_pieces
+
+    group = Group(rank, world, torch.device("cpu"), "planned")
+    turns_there = {one.turn for one in in_memory}
+    cut = [CutMatrix(0, one.numel_of(rank), *one.shape[:2], one.name, (), group) for one in matrices]
+    widths = [_widths_of(recipe, one.dtype, True) if one.turn in turns_there else () for one in matrices]
+    turns = [one.bucket if recipe.schedule == "overlap" else 0 for one in matrices]
+    _, count, nbytes = whole_pieces(cut, widths, turns)
+    return count * nbytes
+
+
+def _widths_of(recipe: Recipe, dtype: str, matrix: bool) -> tuple[Width, ...]:
+    from zerokern.io.pieces import Width  # its package needs torch, other plans do not
+
+    return tuple(
+        width
+        for role in recipe.state_of(dtype, matrix)
+        for width in (Width(role.per_element, 1), Width(role.per_block, BLOCK))
+        if width.nbytes
+    )
 
 
 def pinned_nbytes(

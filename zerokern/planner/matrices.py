@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from zerokern.core.units import BUFFERS
 from zerokern.zero.partition import Bucket, Member, work_of
 
 __all__ = [
-    "Iteration", "MatrixShape", "PartsOfMatrix", "exchanged", "most_loaded", "open_in_backward", "rounds_nbytes",
+    "CutShape", "Iteration", "MatrixShape", "exchanged", "most_loaded", "open_in_backward", "rounds_nbytes",
     "workspace_nbytes",
 ]  # fmt: skip
 
@@ -104,19 +104,45 @@ def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int
     return numels.index(max(numels)), max(works)
 
 
-class PartsOfMatrix(NamedTuple):
-    """A matrix that stage 3 cuts: its elements, the bucket that they are in, and how many each of its ranks has."""
+class CutShape(NamedTuple):
+    """A matrix that lies in a bucket from its element `begin` on, of which each rank has `each`.
 
-    numel: int
+    `turn`: the place of its parameter among what optimizers update. `bucket`: the number of that.
+
+    >>> one = CutShape(MatrixShape(2, 5), "a", "bfloat16", 0, 0, begin=6, each=8)
+    >>> one.numel_of(0), one.numel_of(1), one.numel_of(2)
+    (2, 8, 0)
+    """
+
+    shape: MatrixShape
+    name: str
+    dtype: str
+    turn: int
     bucket: int
-    parts: Mapping[int, int]
+    begin: int
+    each: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel
+
+    def numel_of(self, rank: int) -> int:
+        """Returns how many of its elements a rank has."""
+        return max(0, min(self.end, (rank + 1) * self.each) - max(self.begin, rank * self.each))
+
+    @property
+    def parts(self) -> dict[int, int]:
+        """How many of its elements each rank has that has any."""
+        ranks = range(self.begin // self.each, (self.end - 1) // self.each + 1)
+        return {rank: self.numel_of(rank) for rank in ranks}
 
 
-def exchanged(matrices: Sequence[PartsOfMatrix], world: int) -> list[int]:
+def exchanged(matrices: Sequence[CutShape], world: int) -> list[int]:
     """Returns the elements that each rank sends in a step: its parts of others' matrices, and the results of its own to
     the ranks that have parts of them.
 
-    >>> exchanged([PartsOfMatrix(6, 0, {0: 4, 1: 2}), PartsOfMatrix(6, 0, {1: 6})], 2)
+    >>> some = [CutShape(MatrixShape(2, 3), "a", "float32", 0, n, begin=2 + 4 * n, each=6) for n in range(2)]
+    >>> exchanged(some, 2)  # 4 and 2, 0 and 6
     [2, 2]
     """
     sent = [0] * world
@@ -128,15 +154,16 @@ def exchanged(matrices: Sequence[PartsOfMatrix], world: int) -> list[int]:
     return sent
 
 
-def rounds_nbytes(matrices: Sequence[PartsOfMatrix], world: int, itemsize: int, *, pairs: bool, turns: bool) -> int:
+def rounds_nbytes(matrices: Sequence[CutShape], world: int, itemsize: int, *, pairs: bool, turns: bool) -> int:
     """Returns the bytes of rounds in memory, on the rank with most: its matrix of each, and its parts of the others.
 
     `pairs`: there are two at a time, of which one is on its way. `turns`: buckets are updated one after the other.
 
-    >>> rounds_nbytes([PartsOfMatrix(32, 0, {0: 16, 1: 16})] * 4, 2, 4, pairs=True, turns=False)  # of 48 elements each
+    >>> some = [CutShape(MatrixShape(4, 8), "a", "float32", n, 0, begin=16, each=32) for n in range(4)]  # 16 and 16
+    >>> rounds_nbytes(some, 2, 4, pairs=True, turns=False)  # of 48 elements each
     384
     """
-    of_turns: dict[int, list[PartsOfMatrix]] = {}
+    of_turns: dict[int, list[CutShape]] = {}
     for one in matrices:
         of_turns.setdefault(one.bucket if turns else 0, []).append(one)
     largest = 0
@@ -145,7 +172,7 @@ def rounds_nbytes(matrices: Sequence[PartsOfMatrix], world: int, itemsize: int, 
         for number, begin in enumerate(range(0, len(some), world)):
             numels = [0] * world
             for owner, one in enumerate(some[begin : begin + world]):
-                numels[owner] += one.numel
+                numels[owner] += one.shape.numel
                 for rank, part in one.parts.items():
                     numels[rank] += 0 if rank == owner else part
             place = number % 2 if pairs else 0

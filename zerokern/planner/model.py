@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK, SMALL_GRADIENT, itemsize
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.matrices import MatrixShape, PartsOfMatrix, most_loaded, open_in_backward
+from zerokern.planner.matrices import CutShape, MatrixShape, most_loaded, open_in_backward
 from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
@@ -364,31 +364,21 @@ class ModelSpec:
             if at in own
         ]
 
-    def cut_matrices(self, world: int, bucket_bytes: int) -> list[PartsOfMatrix]:
-        """Returns the matrices of Muon as stage 3 cuts them, in the order in which ranks are given them: those with
-        most work first and then by name, as zerokern.optim.cut_matrices has it.
-        """
+    def cut_matrices(self, world: int, bucket_bytes: int) -> list[CutShape]:
+        """Returns all matrices of which ranks have parts at stage 3, whichever ranks these are."""
         names = self.params or [f"{place:09}" for place in range(len(self.members))]
-        rows = [
-            (one.each, place, nth, names[place] if one.split == 1 else f"{names[place]}[{nth}]")
-            for place, one in enumerate(self.matrices)
-            if one is not None and self.members[place].trainable
-            for nth in range(one.split)
-        ]
-        rows.sort(key=lambda row: (-row[0].work, row[3]))
-        lying = {
-            spot.param: (spot.offset, bucket.shard_numel, bucket.index)
-            for bucket in self._partition(True, False, world, bucket_bytes)
-            for spot in bucket.places
-        }
+        order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
+        turns = {place: turn for turn, place in enumerate(order)}
         found = []
-        for one, place, nth, _ in rows:
-            offset, each, bucket = lying[place]
-            begin = offset + nth * one.numel
-            end = begin + one.numel
-            ranks = range(begin // each, (end - 1) // each + 1)
-            parts = {rank: min(end, (rank + 1) * each) - max(begin, rank * each) for rank in ranks}
-            found.append(PartsOfMatrix(one.numel, bucket, parts))
+        for number, bucket in enumerate(self._partition(True, False, world, bucket_bytes)):
+            for spot in bucket.places:
+                one, called = self.matrices[spot.param] if self.matrices else None, names[spot.param]
+                if one is None or spot.param not in turns:
+                    continue
+                for nth in range(one.split):
+                    name = called if one.split == 1 else f"{called}[{nth}]"
+                    at = spot.offset + nth * one.each.numel, bucket.shard_numel
+                    found.append(CutShape(one.each, name, bucket.dtype, turns[spot.param], number, *at))
         return found
 
     def buffers_nbytes(self, world: int, bucket_bytes: int, recipe: Recipe, device: str) -> int:

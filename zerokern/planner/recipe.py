@@ -158,7 +158,7 @@ class Recipe:
         return replace(made, budgets=budgets, update=str(update), **budgets_by_name)
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
-        """Raises what `zk.Muon` raises where it does not take state in these tiers."""
+        """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
         if not self.is_muon:
             return
         from zerokern.optim.disk import check_slots  # its package needs torch, other plans do not
@@ -177,7 +177,10 @@ class Recipe:
             do = "stages 1 and 2 with whole= leave matrices whole"
             allowed = "'device' for matrices on GPUs, which exchange them"
             raise ValueError(got("param_tier", self.param_tier, allowed, do))
-        check_whole(said, self.update, disk=on_disk, apart=apart and not self.rests)
+        if apart and on_disk and not self.rests:
+            do = "zk.Muon takes a disk there; a plan does not count that yet"
+            raise ValueError(got("tier", said, "'device', 'cpu' or both, with budgets, for matrices on a GPU", do))
+        check_whole(said, self.update, apart=apart and not self.rests)
 
     def is_taken(self, device: str, stage: int, world: int) -> bool:
         """Returns whether the optimizer takes state in these tiers.

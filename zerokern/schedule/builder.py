@@ -132,20 +132,24 @@ class ProgramBuilder:
         if span.streamed_nbytes:
             self.add("Store", state, "down", last, span.streamed_nbytes)
 
-    def stream(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
+    def stream(self, span: Span, after: Sequence[OpKey]) -> list[OpKey]:
         """Adds the update of a span whose state streams to the device and back, beside what the program computes there.
 
         The update itself hides behind the way up, piece by piece.
         """
         state = state_of(span.name)
         room = self._streams[-_STREAMS:][:1] if len(self._streams) >= _STREAMS else []
-        ready = [*after, *room, OpKey("Store", state, 1)]
+        ready = [*after, *room, OpKey("Store", state, 1), *(AWAY if self.on_disk else ())]
+        written = span.written_nbytes  # of what streams, it comes from a disk
+        ready += self.fetch_record(span.name, written, written, after)
         if span.step_flops:  # matrices are multiplied longer than they take to come
             ready = self.add("Fetch", state, "up", ready, span.streamed_nbytes)
             last = self.add("Step", span.name, "device", ready, span.there_nbytes, 0, span.step_flops)
         else:
             last = self.add("Step", span.name, "up", ready, span.streamed_nbytes)
-        self._streams += self.add("Store", state, "down", last, span.streamed_nbytes)
+        stored = self.add("Store", state, "down", last, span.streamed_nbytes)
+        self._streams += stored
+        self.store_record(span.name, written, stored)
         return last
 
     def fetch_record(self, name: str, read: int, written: int, ahead: Iterable[OpKey]) -> list[OpKey]:
