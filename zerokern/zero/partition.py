@@ -116,7 +116,7 @@ def partition(members: Sequence[Member], world: int | Sequence[int], bucket_nume
         size = worlds[ranks]
         groups = _even(members, numbers, size, bucket_numel) if whole else _capped(members, numbers, bucket_numel)
         for some in groups:
-            if isinstance(some, _Group):
+            if isinstance(some, _MatrixGroup):
                 shard_numel, places = _deal(members, some, loads[ranks])
             else:
                 shard_numel, places = _place(members, some, size)
@@ -174,14 +174,14 @@ _UNEVEN = 1 / 20  # of the average work that a rank has more than it
 _PADDING_FOR_WORK = 1 / 32  # of all elements: what is sent more so that no rank has
 
 
-class _Group(NamedTuple):
+class _MatrixGroup(NamedTuple):
     """Whole matrices of a bucket. `most_work`: of those in one shard, as far as shards may be uneven for that."""
 
     numbers: list[int]
     most_work: float = math.inf
 
 
-def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: int | None) -> list[_Group]:
+def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: int | None) -> list[_MatrixGroup]:
     """Puts whole matrices into buckets whose shards they fill evenly; the order is that of each bucket's first.
 
     Equal matrices go together, as many of them to one rank as to another. Those that are left over share a bucket, with
@@ -200,11 +200,11 @@ def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: i
         left += some[full:]
     groups.sort(key=min)
     if not left:
-        return [_Group(some) for some in groups]
+        return [_MatrixGroup(some) for some in groups]
     return sorted(_with_left(members, groups, left, world), key=lambda group: min(group.numbers))
 
 
-def _with_left(members: Sequence[Member], groups: list[list[int]], left: list[int], world: int) -> list[_Group]:
+def _with_left(members: Sequence[Member], groups: list[list[int]], left: list[int], world: int) -> list[_MatrixGroup]:
     """Returns the buckets and one more of what is left over."""
     everyone = [number for some in (*groups, left) for number in some]
     numel, work = (sum(getattr(members[number], what) for number in everyone) for what in ("numel", "work"))
@@ -214,15 +214,15 @@ def _with_left(members: Sequence[Member], groups: list[list[int]], left: list[in
     joins += [range(len(groups) - count, len(groups)) for count in counts]
     most = (1 + _UNEVEN) * work / world
 
-    def joined(join: Sequence[int], limit: float) -> tuple[int, float, list[_Group]]:
+    def joined(join: Sequence[int], limit: float) -> tuple[int, float, list[_MatrixGroup]]:
         """Returns the padding, the most work of a rank, and the buckets."""
         some = sorted(left + [number for place in join for number in groups[place]])
         own = sum(members[number].work for number in some)
         elsewhere = (work - own) / world  # on each rank
-        group = _Group(some, limit - elsewhere)
+        group = _MatrixGroup(some, limit - elsewhere)
         bins = _bins(members, group, world)
         padding = max(_sums(members, bins, "numel")) * world - sum(members[number].numel for number in some)
-        others = [_Group(of) for place, of in enumerate(groups) if place not in join]
+        others = [_MatrixGroup(of) for place, of in enumerate(groups) if place not in join]
         return padding, max(_sums(members, bins, "work")) + elsewhere, [*others, group]
 
     best = joined((), math.inf)
@@ -240,7 +240,7 @@ def _sums(members: Sequence[Member], bins: Sequence[Sequence[int]], what: str) -
     return [sum(getattr(members[number], what) for number in mine) for mine in bins]
 
 
-def _bins(members: Sequence[Member], group: _Group, world: int) -> list[list[int]]:
+def _bins(members: Sequence[Member], group: _MatrixGroup, world: int) -> list[list[int]]:
     """Divides matrices among as many shards, so that the fullest holds little.
 
     The largest come first, each to the shard that holds least; or, where that is better, to the fullest that has room
@@ -304,7 +304,7 @@ def _limited(members: Sequence[Member], order: Sequence[int], world: int, most_w
     return bins
 
 
-def _deal(members: Sequence[Member], group: _Group, loads: list[int]) -> tuple[int, tuple[Piece, ...]]:
+def _deal(members: Sequence[Member], group: _MatrixGroup, loads: list[int]) -> tuple[int, tuple[Piece, ...]]:
     """Lays a bucket out whose matrices are not cut. The shard with most work is that of the rank with least so far.
 
     `loads`: the work of each rank, to which this is added.
