@@ -140,7 +140,7 @@ def check_tier(argument: str, value: object) -> AnyTier:
         kind, _, path = value.partition(":")
         if kind == "nvme" and path.strip():
             for opens in plugs("disk"):
-                return opens(path)  # type: ignore[no-any-return]
+                return opens(path)
     elif hasattr(value, "open") and hasattr(value, "ring_nbytes"):
         config: Any = value
         return config
