@@ -131,8 +131,8 @@ def check_tier(argument: str, value: object) -> AnyTier:
 
     A disk may be text, for configuration files: `nvme:` and the path of a folder.
 
-    >>> check_tier("tier", "cpu"), check_tier("tier", "nvme:/tmp/swap").path
-    ('cpu', '/tmp/swap')
+    >>> check_tier("tier", "cpu"), check_tier("tier", "nvme:swap").path
+    ('cpu', 'swap')
     """
     if isinstance(value, str):
         if value in ("device", "cpu"):
