@@ -12,7 +12,7 @@ import torch
 from tables import each
 
 import zerokern as zk
-from zerokern.optim import survey
+from zerokern.optim import base, survey
 
 
 def stepped(dtype: torch.dtype = torch.float16) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -83,6 +83,28 @@ def test_gradients_may_be_dropped_by_another_thread_during_a_step() -> None:
     done.set()
     dropper.join()
     assert param.isfinite().all() and param.max() <= 1.0
+
+
+def test_a_step_reads_the_gradients_that_it_holds_beside_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes a moment later may be freed under the update: nobody holds that."""
+    param, held = torch.nn.Parameter(torch.ones(4)), base.held_gradients
+    opt = zk.SGD([param], lr=0.25)
+
+    def then_dropped(groups: Any, **how: Any) -> Any:
+        found = held(groups, **how)
+        param.grad = torch.full((4,), torch.nan)
+        return found
+
+    monkeypatch.setattr(base, "held_gradients", then_dropped)
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    for steps in (1, 2):  # the first of its kind, and one that is bound
+        param.grad = torch.ones(4)
+        opt.step()
+        assert param.eq(1.0 - 0.25 * steps).all()
+    done.set()
+    other.join()
 
 
 @each("native", [True, False])

@@ -33,7 +33,7 @@ from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.step import StepRunner
-from zerokern.optim.survey import Groups, Survey, params_of
+from zerokern.optim.survey import Groups, Survey, held_gradients, params_of
 from zerokern.zero import checks as zero_checks
 from zerokern.zero.hooks import import_compiler, weakly
 from zerokern.zero.kinds import shardings_of
@@ -257,19 +257,22 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
         binding = here.bound.binding if formats == here.bound.formats else None
-        grads, sums = (None, []) if shards.stand_alone else (shards.grads, shards.sums)
-        held = binding.survey.hold() if binding is not None and grads is None else []
+        alone = shards.stand_alone
+        grads, sums = (None, []) if alone else (shards.grads, shards.sums)
+        if alone and binding is not None:  # until the end no other thread can free them under native calls
+            grads = held_gradients(groups, resolved=False)
         pointers = binding.survey.pointers(groups, grads, sums) if binding is not None else None
         if binding is None or pointers is None:
-            if shards.stand_alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
+            if alone and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
-            of_shards = () if grads is None else (grads, shards.shares, shards.starts, sums)
-            matrices = self._matrices(groups, () if shards.stand_alone else shards.shards)
+            if alone:
+                grads = held_gradients(groups, resolved=True)
+            of_shards = (grads,) if alone else (grads, shards.shares, shards.starts, sums)
+            matrices = self._matrices(groups, () if alone else shards.shards)
             layouts, hosted = self._algorithm.layout, shards.is_hosted
             survey, binding = Survey(groups, layouts, *of_shards, hosted=hosted, matrices=matrices), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
-            held = survey.hold() if grads is None else []
             pointers = survey.pointers(groups, grads, sums) or survey.gradient_pointers
         else:
             survey = binding.survey
@@ -279,7 +282,6 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         bind = partial(here.bind, binding, survey, groups, formats, self.decision, intact=intact)
         prepare = methodcaller("prepare", settings, pointers)
         self.runner.submit(survey, bind, prepare, first=binding is None)
-        del held  # until here no other thread could free a gradient under the native calls
         return True
 
     def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:

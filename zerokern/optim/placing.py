@@ -84,7 +84,8 @@ class Placing:
         self._order, self.room, self.there = order, room, False
         self.free: int | None = None
         self.claimed = 0
-        self._peak, self._driver = 0, None  # the device's, when that was asked
+        self._peak = 0  # the device's, when that was asked
+        self._driver: Driver | None = None
         self.turns: Mapping[int, int] = {}  # by a parameter's id, when forwards need it; others as they are asked for
         self._below = WeakTensorKeyDictionary()  # parameters that a device updates, with their state on the disk
 

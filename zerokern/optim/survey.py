@@ -82,6 +82,16 @@ def added(terms: Iterable[float]) -> float:
     return functools.reduce(operator.add, terms, 0.0)
 
 
+def held_gradients(groups: Groups, *, resolved: bool) -> list[Tensor | None] | None:
+    """Returns the gradients of all parameters if another Python thread could drop them meanwhile; else None.
+
+    Surveys are made of these then: what a parameter has a moment later may be another one, which nobody holds. The
+    result is kept for as long as addresses are used. `resolved`: none is a lazily negated view.
+    """
+    read = _resolved if resolved else _grad_of
+    return list(map(read, params_of(groups))) if len(sys._current_frames()) > 1 else None
+
+
 class Survey:
     """Lists the parameters that have a gradient, in group order, as columns."""
 
@@ -216,13 +226,6 @@ class Survey:
             and all(map(_is_contiguous, params))
         )
         return pointers if unchanged else None
-
-    def hold(self) -> list[Tensor | None]:
-        """Returns the gradients if another Python thread could free them while the GIL is released; else nothing.
-
-        Call it before `pointers`, and keep the result for as long as the addresses are used.
-        """
-        return list(map(_grad_of, self.params)) if len(sys._current_frames()) > 1 else []
 
     def chosen(self, share: int, dtype: torch.dtype) -> list[bool]:
         """Returns which gradients are of this share and dtype."""
