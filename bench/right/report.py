@@ -85,7 +85,8 @@ def merged(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     programs |= {one["name"]: one for one in now["programs"]}
     cells = {(one["library"], one["program"]): one for one in (*earlier["cells"], *now["cells"])}
     order = [(library, program) for library in LIBRARIES for program in PROGRAMS]
-    news = f"{', '.join(now['ran'])} on {now['date'][:10]} at commit {now['commit'] or 'unknown'}"
+    through = f"{len(now['programs'])} programs through {', '.join(now['ran'])}"
+    news = f"{through} on {now['date'][:10]} at commit {now['commit'] or 'unknown'}"
     before = earlier.get("pieces") or f"{', '.join(earlier['ran'])} at commit {earlier['commit'] or 'unknown'}"
     return {
         **now,

@@ -214,7 +214,7 @@ class TestEarlier:
         }  # fmt: skip
         assert both["ran"] == ["ddp", "fsdp2", "zerokern-3"] and both["seconds"] == 10
         assert [one["name"] for one in both["programs"]] == ["accumulation", "no_weight_decay"]
-        assert both["pieces"].endswith("abc; fsdp2, ddp on 2026-11-27 at commit abc")
+        assert both["pieces"].endswith("abc; 1 programs through fsdp2, ddp on 2026-11-27 at commit abc")
         assert "In pieces: zerokern-3, ddp at commit abc" in report.page(both)
 
     @each(
