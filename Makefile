@@ -36,7 +36,7 @@ export PATH := $(bin):$(PATH)
 # where images switch this off, an interpreter compiles all of torch that it imports: 4.2 s instead of 1.7 s
 export PYTHONDONTWRITEBYTECODE :=
 
-# the same versions of all the rest; Triton, which wheels for GPUs ask for by version, is as torch has it
+# the same versions of all the rest; what torch itself asks for is as that torch has it
 pins = constraints.txt
 ifneq ($(TORCH),)
 pins = $(VENV)/constraints.txt
@@ -46,7 +46,7 @@ offline := --no-build-isolation --no-deps --no-index
 build = $(python) -m pip install $(offline) .
 define fetch
 $(PYTHON) -m venv $(VENV)
-$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(pins))
+$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^\(triton\|setuptools\|nvidia-cuda-nvrtc\)==/d' constraints.txt > $(pins))
 $(python) -m pip install --no-compile -c $(pins) scikit-build-core cmake ninja setuptools wheel
 $(python) -m pip install --no-compile -c $(pins) --no-build-isolation '.$(EXTRAS:%=[%])'
 endef

@@ -44,6 +44,7 @@ def _check_torch() -> None:
 _check_torch()
 PLUGS.update(
     {  # what the core reaches through its ports, without importing it
+        "disk": ("zerokern.io.tier:Nvme",),
         "checkpoint source": ("zerokern.interop.foreign:open_foreign",),
         "checkpoint model": ("zerokern.parallel.saved_stages:stages_of",),
         "group observer": ("zerokern.debug.watch:GroupWatch",),
@@ -56,7 +57,10 @@ if TYPE_CHECKING:
     from zerokern.activations.recompute import recompute
     from zerokern.activations.tiles import tile
     from zerokern.api import build, gathered, no_sync, shard, shards
-    from zerokern.checkpoint import Saving, latest, load, save
+    from zerokern.checkpoint.background import Saving
+    from zerokern.checkpoint.folder import latest
+    from zerokern.checkpoint.loader import load
+    from zerokern.checkpoint.saver import save
     from zerokern.core.errors import (
         BackendError,
         BudgetError,
@@ -69,7 +73,8 @@ if TYPE_CHECKING:
     )
     from zerokern.debug.tracing import trace
     from zerokern.integrations.deepspeed import from_deepspeed
-    from zerokern.interop import export, load_pretrained
+    from zerokern.interop.exporter import export
+    from zerokern.interop.pretrained import load_pretrained
     from zerokern.io import Nvme
     from zerokern.optim import (
         SGD,
@@ -172,8 +177,12 @@ _HOMES = {
     ),
     **dict.fromkeys(("build", "gathered", "no_sync", "shard", "shards"), "zerokern.api"),
     **dict.fromkeys(("Plan", "measure", "plan"), "zerokern.planner"),
-    **dict.fromkeys(("Saving", "latest", "load", "save"), "zerokern.checkpoint"),
-    **dict.fromkeys(("export", "load_pretrained"), "zerokern.interop"),
+    "Saving": "zerokern.checkpoint.background",
+    "latest": "zerokern.checkpoint.folder",
+    "load": "zerokern.checkpoint.loader",
+    "save": "zerokern.checkpoint.saver",
+    "export": "zerokern.interop.exporter",
+    "load_pretrained": "zerokern.interop.pretrained",
     "Nvme": "zerokern.io",
     "from_deepspeed": "zerokern.integrations.deepspeed",
     **dict.fromkeys(("get_include", "get_library", "info"), "zerokern.report"),

@@ -23,9 +23,9 @@ from zerokern.memory.heap import mmap_large_blocks, trim_heap
 from zerokern.memory.order import TierOrder
 from zerokern.parallel.experts import groups_of
 from zerokern.parallel.halves import refuse_half_backwards
-from zerokern.zero import shard_of
 from zerokern.zero.full_parameters import full_parameters
 from zerokern.zero.partition import check_stage, shards_parameters
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.units import Units, Whole
 

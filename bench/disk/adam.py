@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import zerokern as zk
-from zerokern.memory import Slot, flow
+from zerokern.memory import Slot, flowing
 
 from ..contest import WrongResult
 from ..shapes import Shape
@@ -71,7 +71,8 @@ class TieredStep:
         def store(i: int, slot: Slot) -> Any:
             return disk.store(records[i], disk.view(slot, records[i]))
 
-        flow(disk.ring, len(records), fetch, lambda i, slot: None, store)
+        for _ in flowing(disk.ring, len(records), fetch, lambda i, slot: None, store):
+            pass
 
     def movers(self) -> list[Mover]:
         """The step, and its two halves."""

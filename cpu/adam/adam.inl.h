@@ -138,3 +138,6 @@ struct AdamRule {
 #if defined(ZK_STAGGERED)
 #include "adam/staggered.inl.h"
 #endif
+#if defined(ZK_IN_LANES)
+#include "adam/in_lanes_int8.inl.h"
+#endif

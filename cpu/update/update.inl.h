@@ -28,8 +28,9 @@ struct LiftedScales {
 };
 #endif
 
-#if defined(ZK_STAGGERED)
-// A rule's own order of operations over many tiles, with the same bits: adam/staggered.inl.h.
+#if defined(ZK_STAGGERED) || defined(ZK_IN_LANES)
+#define ZK_OWN_ORDER 1
+// A rule's own order of operations over many tiles, with the same bits: adam/staggered.inl.h, adam/in_lanes_int8.inl.h.
 template <class Rule, int G, int T, int S, int O>
 struct Staggered {
     static constexpr bool EXISTS = false;
@@ -217,7 +218,7 @@ struct Update {
     // the reduction between the two has a long latency.
     static int64_t whole_tiles(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t begin, int64_t end) {
         int64_t i = begin;
-#if defined(ZK_STAGGERED)
+#if defined(ZK_OWN_ORDER)
         if constexpr (Staggered<Rule, G, T, S, O>::EXISTS)
             if (rule.usual) return Staggered<Rule, G, T, S, O>::tiles(s, k, rule, begin, end);
 #endif

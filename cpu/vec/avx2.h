@@ -171,19 +171,23 @@ inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(lo), pack_bytes(bytes));
 }
 
-// code -> c / (254 - |c|); -128, which no encoder writes for finite values, decodes as 0. The divider has enough to do
-// with roots and steps, so this quotient is made of an estimate and two remainders. They are exact, for the divisor has
-// 8 bits; and half way between two numbers is 2^-9 of a unit away from any such quotient, where the last correction is
-// wrong by less than 2^-10 whatever the estimate's last bits are, which differ between processors.
+// c / (254 - |c|) of a code and its divisor, both times any power of 2. The divider has enough to do with roots and
+// steps, so this quotient is made of an estimate, of which 16 bits remain: its products with code and divisor are
+// exact, and the two terms of its error leave the cube, less than 2^-33.6 of the quotient. A quotient is at least 2^-9
+// of a unit away from half way between two numbers, which is more, whatever the estimate's bits are: they differ
+// between processors.
+inline F code_quotient(F code, F divisor) {
+    const F estimate = floats(_mm256_and_si256(ints(_mm256_rcp_ps(divisor)), _mm256_set1_epi32(-256))),
+            error = fnma(divisor, estimate, set1(1.0f)), coarse = mul(code, estimate);
+    return fma(coarse, fma(error, error, error), coarse);
+}
+// code -> c / (254 - |c|); -128, which no encoder writes for finite values, decodes as 0.
 inline void decode_signed(const int8_t *p, F (&x)[Q]) {
     for (int j = 0; j < Q; ++j) {
         const F code =
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p + 8 * j))));
         const F c = _mm256_and_ps(code, _mm256_cmp_ps(code, _mm256_set1_ps(-128.0f), _CMP_NEQ_OQ));
-        const F divisor = sub(set1(254.0f), abs(c)), estimate = _mm256_rcp_ps(divisor);
-        F quotient = mul(c, estimate);
-        for (int i = 0; i < 2; ++i) quotient = fma(fnma(quotient, divisor, c), estimate, quotient);
-        x[j] = quotient;
+        x[j] = code_quotient(c, sub(set1(254.0f), abs(c)));
     }
 }
 inline void decode_unsigned(const uint8_t *p, F (&x)[Q]) {

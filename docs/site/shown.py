@@ -9,17 +9,24 @@ from typing import Any
 CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 CODE = re.compile(r"<code>([^<]*)</code>")
-LONGEST = 34  # characters; what is longer may break, but at its spaces alone
+INTERVAL = re.compile(r"(<strong>[\d.]+x</strong>) (\([\d.]+ to [\d.]+\))")
+LONGEST = 34  # characters; what is longer may break, at its spaces, and within a long word after dots and signs
 
 
 def unbroken(html: str) -> str:
-    """The page with a class for short code in the cells of its tables, which the style sheet keeps in one line."""
+    """The page with a class for short code in the cells of its tables, which the style sheet keeps in one line.
+    The interval of a ratio stands below it.
+    """
 
     def marked(code: re.Match[str]) -> str:
-        name = " " not in code[1] or len(code[1]) <= LONGEST
-        return f'<code class="name">{code[1]}</code>' if name else code[0]
+        if len(code[1]) <= LONGEST:
+            return f'<code class="name">{code[1]}</code>'
+        words = (
+            re.sub(r"([.=,])(?=\w)", r"\1<wbr>", word) if len(word) > LONGEST else word for word in code[1].split(" ")
+        )
+        return f"<code>{' '.join(words)}</code>"
 
-    return CELL.sub(lambda cell: CODE.sub(marked, cell[0]), html)
+    return CELL.sub(lambda cell: INTERVAL.sub(r"\1<br>\2", CODE.sub(marked, cell[0])), html)
 
 
 def on_page_content(html: str, **_: Any) -> str:

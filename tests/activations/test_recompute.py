@@ -191,3 +191,18 @@ def test_a_backward_for_some_inputs_only(keep: Any) -> None:
 def test_an_unknown_place(wrong: Any) -> None:
     with pytest.raises(ValueError, match="must be 'device', 'cpu' or"):
         zk.recompute(torch.sin, torch.ones(2), keep=wrong)
+
+
+@pytest.mark.parametrize(("keep", "micro"), [("device", 2), ("cpu", 1)])
+def test_an_error_that_is_held_leaves_no_hooks_in_force(keep: str, micro: int) -> None:
+    """Tensors saved after it are not those of the function that has raised, as with torch's checkpoint before 2.13."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        (x @ weight).relu()
+        raise OSError("in forward")
+
+    with pytest.raises(OSError, match="in forward") as held:
+        zk.recompute(fails, torch.randn(2, 4), keep=keep, micro=micro)
+    (torch.randn(2, 4) @ weight).relu().sum().backward()
+    assert weight.grad is not None and held.value.__traceback__ is not None

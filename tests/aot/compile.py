@@ -1,4 +1,4 @@
-"""Compiles jobs of `zerokern.kernels.triton.ahead` and prints what the compiled kernels are made of.
+"""Compiles jobs of `promises.py` and prints what the compiled kernels are made of.
 
 A process of its own: Triton decides when a kernel is defined whether it is compiled or interpreted. Reads a JSON list
 of [job, architecture] from stdin, prints a JSON line of facts for each, in order, and with the word `launches` one
@@ -16,8 +16,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 import launches
-
-from zerokern.kernels.triton.ahead import compile_job
+from promises import compile_job
 
 TOOLS = Path(sys.argv[1] if __name__ == "__main__" else "")
 BITS = re.compile(r"(?:\.v(\d))?\.[a-z]+(\d+)$")

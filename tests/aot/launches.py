@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import triton
+from jobs import every_format, of_updates
+from promises import StandInDriver, plain
 from triton.backends.compiler import GPUTarget
 
 from zerokern.kernels.checks import SpanList
 from zerokern.kernels.formats import CODECS
 from zerokern.kernels.triton import (
     accumulate,
-    ahead,
     bucket,
     codecs,
     ferry,
@@ -28,23 +29,9 @@ from zerokern.kernels.triton import (
     sumsq,
     table,
     upload,
-    variants,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class StandInDriver:
-    """As much of a driver as a launch looks at before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def recorder(launches: list[dict[str, Any]]) -> Callable[..., bool]:
@@ -55,7 +42,7 @@ def recorder(launches: list[dict[str, Any]]) -> Callable[..., bool]:
             {
                 "kernel": f"{fn.module}:{fn.name}",
                 "signature": compile["signature"],
-                "constexprs": {names[path[0]]: ahead.plain(value) for path, value in compile["constants"].items()},
+                "constexprs": {names[path[0]]: plain(value) for path, value in compile["constants"].items()},
                 "aligned": [names[path[0]] for path, value in attributes.items() if value],
                 "num_warps": compile["num_warps"],
                 "maxnreg": json.loads(compile["specialization_data"])["options"]["maxnreg"],
@@ -97,9 +84,9 @@ def everything() -> None:
 
 def updates() -> None:
     """Each kernel of the optimizers that is compiled ahead, as its table launches it."""
-    ahead_of_time = {job["case"] for job in variants.aot_jobs(every=True)}
+    ahead_of_time = {job["case"] for job in of_updates(every=True)}
     memory = torch.zeros(4096)
-    for made in variants.every_format():
+    for made in every_format():
         if str(made) in ahead_of_time:
             one = table.DeviceTable(torch.device("cpu"), 1, 1)
             one.set_group(
@@ -120,7 +107,7 @@ def conversions() -> None:
 
 def recorded() -> list[dict[str, Any]]:
     launches: list[dict[str, Any]] = []
-    triton.runtime.driver.set_active(StandInDriver())
+    triton.runtime.driver.set_active(StandInDriver(GPUTarget("cuda", 90, 32)))
     triton.knobs.runtime.jit_cache_hook = recorder(launches)
     for module in (bucket, sumsq, table):
         module.check_device = lambda device: None

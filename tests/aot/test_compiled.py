@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
 from ahead_of_time import Work, compile_all
 from compile import access_widths, facts_of_ptx
+from jobs import all_jobs, every_format, of_ferry, of_sumsq
 from products import covering
+from promises import ARCHITECTURES, Promises, compile_job, is_for, make_job, promised
 from tables import run_table
 
-from zerokern.kernels.triton import ahead, sumsq
+from zerokern.kernels import formats
+from zerokern.kernels.triton import sumsq
+from zerokern.kernels.triton.variants import Formats
 
 OTHER = "3.6.0"  # of torch 2.11
 
@@ -26,8 +31,8 @@ OTHER = "3.6.0"  # of torch 2.11
 def in_turn(every: bool) -> list[Work]:
     """The jobs, each for the next architecture of those that it is for."""
     work = []
-    for number, job in enumerate(ahead.jobs(every)):
-        fitting = [one for one in ahead.ARCHITECTURES if ahead.is_for(job, one)]
+    for number, job in enumerate(all_jobs(every)):
+        fitting = [one for one in ARCHITECTURES if is_for(job, one)]
         work.append((job, fitting[number % len(fitting)]))
     return work
 
@@ -52,7 +57,7 @@ def many() -> list[Work]:
     for work in in_turn(every=True):
         by_kernel.setdefault(work[0]["kernel"], []).append(work)
     met = [some[place] for some in by_kernel.values() for place in sorted(covering(settings_of(some)))]
-    usual = [(job, at) for job, _ in one_of_each() for at in ahead.ARCHITECTURES if ahead.is_for(job, at)]
+    usual = [(job, at) for job, _ in one_of_each() for at in ARCHITECTURES if is_for(job, at)]
     return met + usual
 
 
@@ -117,7 +122,7 @@ def test_each_kernel_keeps_its_promises_with_the_triton_of_torch_2_11(
 
 def assert_promises(kernel: str, facts: dict[str, Any], job: dict[str, Any], architecture: int) -> None:
     assert "error" not in facts, facts["error"]
-    promises = ahead.promised(job, architecture)
+    promises = promised(job, architecture)
     assert facts["registers"] <= promises["registers"]
     assert facts["stack"] <= promises["spilled"]
     assert facts["spills"] == 0 or promises["spilled"]
@@ -161,24 +166,38 @@ def test_widths_of_accesses_are_told_apart() -> None:
 
 def test_jobs_survive_json_name_every_argument_and_have_names_of_their_own() -> None:
     for every in (False, True):
-        jobs = ahead.jobs(every)
+        jobs = all_jobs(every)
         assert json.loads(json.dumps(jobs)) == jobs
         assert len({(job["kernel"], job["case"]) for job in jobs}) == len(jobs)
         for job in jobs:
             assert {*job["constexprs"]} == {name for name, kind in job["signature"].items() if kind == "constexpr"}
 
 
+def test_formats_cover_what_the_ops_accept() -> None:
+    every = set(every_format())
+    assert len(every) == 777
+    assert all(made.vector in (4, 8) and 16 % made.vector == 0 for made in every)
+    assert {made.algorithm for made in every} == set(formats.ALGORITHMS)
+    fp32 = Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False)
+    assert fp32 in every and fp32.vector == 4
+
+
+def test_spans_of_each_alignment_have_a_job() -> None:
+    words = [job["constexprs"]["WORD"] for job in of_ferry(every=True)]
+    assert words == ["tl.int64", "tl.int32", "tl.int16", "tl.int8"]
+
+
 def test_a_job_that_leaves_an_argument_out_is_refused() -> None:
-    promises = ahead.Promises(registers=64)
+    promises = Promises(registers=64)
     with pytest.raises(ValueError, match=r"sumsq_chunks has arguments .* not given exactly once: .*'VEC'"):
-        ahead.make_job(sumsq.sumsq_chunks, "bad", {"out": "*fp64"}, {"CHUNKS": 1}, promises, num_warps=1)
+        make_job(sumsq.sumsq_chunks, "bad", {"out": "*fp64"}, {"CHUNKS": 1}, promises, num_warps=1)
 
 
 def test_an_interpreted_kernel_says_why_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = sumsq.aot_jobs(every=False)[0]
+    job = of_sumsq(every=False)[0]
     monkeypatch.setattr(sumsq, "sumsq_chunks", sumsq.sumsq_chunks.fn)  # not a JITFunction, as under TRITON_INTERPRET
     with pytest.raises(ValueError, match="sumsq_chunks is interpreted in this process; allowed: a process started"):
-        ahead.compile_job(job, 90)
+        compile_job(job, 90)
 
 
 def test_one_of_each_keeps_its_promises_and_what_is_launched_is_what_was_compiled(
@@ -189,7 +208,7 @@ def test_one_of_each_keeps_its_promises_and_what_is_launched_is_what_was_compile
     In one process, whose start takes as long as several kernels.
     """
     (launches,) = compiled(one_of_each(), tmp_path, pytestconfig, "launches")
-    covered = [essence(job) for job in ahead.jobs(every=True)]
+    covered = [essence(job) for job in all_jobs(every=True)]
     assert len(launches) > 500
     for launch in launches:
         assert essence(launch) in covered, launch

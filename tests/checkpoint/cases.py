@@ -21,7 +21,7 @@ from worlds import built
 from zero_cases import IN, OUT, Block
 
 import zerokern as zk
-from zerokern.checkpoint import load, save
+from zerokern import load, save
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero.sharded import Sharded
 

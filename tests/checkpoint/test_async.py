@@ -20,7 +20,8 @@ from tries import best
 from worlds import on_ranks
 
 import zerokern as zk
-from zerokern.checkpoint import Saving, background
+from zerokern.checkpoint import background
+from zerokern.checkpoint.background import Saving
 from zerokern.checkpoint.storage import Writer
 from zerokern.core.errors import BudgetError, IoError
 

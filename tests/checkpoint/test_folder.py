@@ -375,3 +375,18 @@ def test_newer_ones_that_are_not_complete_are_skipped_with_a_word(
     told = {Path(record.args[0]).name: record.args[1] for record in caplog.records}
     assert list(told) == ["step6", "step5", "step4", "step3"]
     assert "never published" in told["step6"] and "is missing" in told["step4"] and "truncated" in told["step3"]
+
+
+def test_the_newest_checkpoint_is_the_one_that_was_saved_last_whatever_its_files_say(tmp_path: Path) -> None:
+    """`cp -r` writes files in any order. Within a second, too; and a checkpoint that says nothing goes by its file."""
+    for step in range(1, 5):
+        save(tmp_path / f"step{step}", step)
+    for step in range(1, 5):
+        for path in [*(tmp_path / f"step{step}").iterdir(), tmp_path / f"step{step}"]:
+            os.utime(path, (2e9 - step, 2e9 - step))
+    assert latest(tmp_path) == tmp_path / "step4"
+    save(tmp_path / "step2", 5)  # again, after the others
+    os.utime(tmp_path / "step2" / "zerokern.json", (1, 1))
+    assert latest(tmp_path) == tmp_path / "step2"
+    (tmp_path / "step2" / "zerokern.json").write_text("")
+    assert latest(tmp_path) == tmp_path / "step4"

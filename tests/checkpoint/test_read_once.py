@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from zerokern.checkpoint.files import BLOCK, Slots
 from zerokern.core import native
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.memory import arena
+from zerokern.memory.layout import PAGE
 
 KINDS = ("device", "cpu", "disk", "torch", "int8", "two tiers")
 WIDTH = 1000  # 8 MB of state for each layer: several blocks
@@ -227,3 +230,45 @@ def test_memory_that_is_refused_while_it_is_touched_beside_is_named(monkeypatch:
     monkeypatch.setattr(arena, "_populate", lambda address, nbytes: 12)  # ENOMEM
     with pytest.raises(BudgetError, match="while touching it"), arena.resident_later():
         arena.Arena(arena._STEP)
+
+
+def test_what_is_allocated_last_is_touched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are allocated behind the state, and the disk reads them before it."""
+    monkeypatch.setattr(arena, "_STEP", PAGE)
+    monkeypatch.setattr(arena.env, "usable_cpus", lambda: 2)
+    began, go = threading.Event(), threading.Event()
+    touched: list[int] = []
+
+    def populate(address: int, nbytes: int) -> int:
+        touched.append(address)
+        began.set()
+        assert go.wait(30)
+        return 0
+
+    monkeypatch.setattr(arena, "_populate", populate)
+    with arena.resident_later():
+        first = arena.Arena(3 * PAGE)
+        assert began.wait(30) and not first.locked
+        last = arena.Arena(2 * PAGE)
+        go.set()
+    after = [last.base, last.base + PAGE, first.base + PAGE, first.base + 2 * PAGE]
+    assert touched == [first.base, *after]
+
+
+def test_an_old_kernel_does_not_overwrite_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_STEP", PAGE)
+    written, asked = threading.Event(), threading.Event()
+
+    def populate(address: int, nbytes: int) -> int:
+        asked.set()
+        assert written.wait(30)
+        return EINVAL  # MADV_POPULATE_WRITE is unknown before Linux 5.14
+
+    monkeypatch.setattr(arena, "_populate", populate)
+    with arena.resident_later():
+        made = arena.Arena(PAGE)
+        lease = made.lease(PAGE, "state")
+        assert asked.wait(30)
+        lease.tensor().fill_(7)
+        written.set()
+    assert bool((lease.tensor() == 7).all())

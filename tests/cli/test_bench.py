@@ -150,14 +150,6 @@ class TestShapes:
 
 
 class TestRun:
-    def test_no_speed_on_red(self) -> None:
-        def wrong() -> None:
-            raise contest.WrongResult("element 3")
-
-        red = contest.Contest("red", 1, [provider("ours", check=wrong)], {})
-        with pytest.raises(contest.WrongResult, match="element 3"):
-            run.run(red, 1, run.SMOKE, **SILENT)
-
     def test_the_fastest_wiring_competes(self, clock: Clock) -> None:
         clock.look_s = 1e-4  # or a copy of memory takes no time at all
         slow, quick = (lambda: clock.sleep(0.03)), (lambda: clock.sleep(0.01))

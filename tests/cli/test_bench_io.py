@@ -135,12 +135,6 @@ class TestOurs:
         assert (found.nbytes, found.ns > 0) == (mover.task.pattern.nbytes, True)
         assert not mover.task.file.direct or share_moved(mover.run, 1.001) <= 1.001
 
-    @pytest.mark.parametrize("mover", [("threads", READ)], ids=["read"], indirect=True)
-    def test_an_engine_that_moves_nothing_is_found(self, mover, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ours.Batch, "run", lambda self, engine: None)
-        with pytest.raises(io_wrong()):
-            mover.check()
-
     @pytest.mark.parametrize("mover", [("threads", RANDOM[0])], ids=["random"], indirect=True)
     def test_blocks_are_requests_of_their_own_all_over_the_file(self, mover) -> None:
         transfers = mover.transfers(READ.nbytes)

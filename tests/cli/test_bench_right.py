@@ -249,23 +249,21 @@ class TestKept:
 
 
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+COLUMNS = (["right"], ["refused"], ["wrong"], ["crash", "hang"], ["unclear"])
 
 
 def over_stages(counts: list[str]) -> str:
-    """The README's words: each library once, from the stage with the fewest to the one with the most."""
+    """The README's table: a row for each library, each number from its lowest stage's to its highest's."""
     heads = counts[0].split()
     of: dict[str, list[dict[str, int]]] = {}
     for name, *numbers in (row.split() for row in counts[1:]):
         of.setdefault(name.partition("-")[0], []).append(dict(zip(heads, map(int, numbers), strict=True)))
     lines = []
-    for what, verdicts in (
-        ("wrong", ["wrong"]), ("crashed or hung", ["crash", "hang"]),
-        ("refused by name", ["refused"]), ("unclear", ["unclear"]),
-    ):  # fmt: skip
-        found = {name: [sum(row[one] for one in verdicts) for row in rows] for name, rows in of.items()}
-        spans = {name: " to ".join(map(str, sorted({min(each), max(each)}))) for name, each in found.items()}
-        lines.append(f"{what}: {', '.join(f'{NAMES.get(name, name)} {span}' for name, span in spans.items())}")
-    return "; ".join(lines) + "."
+    for name, rows in of.items():
+        sums = [[sum(row[one] for one in column) for row in rows] for column in COLUMNS]
+        spans = (" to ".join(map(str, sorted({min(each), max(each)}))) for each in sums)
+        lines.append(f"| {NAMES.get(name, name)} | {' | '.join(spans)} |")
+    return "\n".join(lines)
 
 
 class TestCommand:

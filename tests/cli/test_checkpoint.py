@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint import save
 from zerokern.checkpoint.folder import Draft, Published
+from zerokern.checkpoint.saver import save
 from zerokern.cli.main import main
 
 

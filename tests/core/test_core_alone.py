@@ -21,7 +21,8 @@ class Refuse(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Refuse())
 from zerokern.core.ports import PLUGS
 PLUGS.clear()
-from zerokern.checkpoint import load, save
+from zerokern.checkpoint.loader import load
+from zerokern.checkpoint.saver import save
 from zerokern.comm import CommError, group_on
 from zerokern.optim import AdamW
 from zerokern.zero.sharding import Sharding

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerokern as zk
-from zerokern.zero import shard_of
+from zerokern.zero.shard import shard_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
 from ranks import run_ranks  # noqa: F401

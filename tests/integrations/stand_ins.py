@@ -6,10 +6,13 @@ Each function here has the name, the arguments and the result of the framework's
 from __future__ import annotations
 
 import importlib
+import json
+import random
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -91,6 +94,46 @@ def with_axolotl(put: Callable[[str, ModuleType], None]) -> Any:
         put(name, ModuleType(name))
     put(base.__name__, base)
     return PluginManager()
+
+
+def small_llama(folder: Path) -> None:
+    """Writes `model`, an untrained Llama of 40 words with its tokenizer, and `rows.jsonl`, for a command."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    names = ["<unk>", "<s>", "</s>", *(f"word{number}" for number in range(40))]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    widths = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(names), **widths, **heads, **ends)).save_pretrained(folder / "model")
+    drawn = random.Random(0)
+    lines = [" ".join(drawn.choices(names[3:], k=20)) for _ in range(64)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+AXOLOTL = {
+    "base_model": "./model",
+    "datasets": [{"path": "./rows.jsonl", "ds_type": "json", "type": "completion", "field": "text"}],
+    "dataset_prepared_path": "./prepared",
+    "sequence_len": 32,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_epochs": 1,
+    "optimizer": "adamw_torch",
+    "learning_rate": 1e-3,
+    "lr_scheduler": "constant",
+    "bf16": False,
+    "tf32": False,
+    "attn_implementation": "eager",
+    "logging_steps": 1,
+    "save_steps": 3,
+}
+"""axolotl's keys for a run of `small_llama` on a CPU; its launcher of several ranks asks for an accelerator."""
 
 
 def llamafactory_trainer() -> type:

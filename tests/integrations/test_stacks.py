@@ -5,6 +5,9 @@ docs/frameworks.md has each line, and says which were run with the framework its
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -148,6 +151,33 @@ def test_axolotl(put: Any, tmp_path: Path) -> None:
         run(HOST, optim="adafactor")
     with pytest.raises(TypeError, match="learning_rate"):
         run({"lr": 1e-3})
+
+
+def test_axolotl_train(tmp_path: Path) -> None:
+    """Its command: torch's losses, and a resumed run goes on as one that was not broken off."""
+    if stand_ins.real("axolotl") is None:
+        pytest.skip("needs axolotl")
+    stand_ins.small_llama(tmp_path)
+
+    def run(name: str, steps: int, **keys: Any) -> list[dict[str, float]]:
+        config = {**stand_ins.AXOLOTL, "output_dir": name, "max_steps": steps, **keys}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "axolotl.cli.main", "train", f"{name}.yaml", "--launcher", "python"]
+        offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **offline}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+        state = json.loads((tmp_path / name / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+        return [{key: entry[key] for key in ("loss", "grad_norm")} for entry in state["log_history"] if "loss" in entry]
+
+    ours = {"plugins": ["zerokern.integrations.axolotl.ZerokernPlugin"], "zerokern": {"tier": "cpu"}}
+    whole = run("whole", 6, **ours)
+    broken = run("broken", 3, **ours)
+    saved = torch.load(tmp_path / "broken" / "checkpoint-3" / "optimizer.pt")
+    assert "state_format" in saved["param_groups"][0]  # which torch's AdamW has not
+    resumed = run("broken", 6, resume_from_checkpoint="broken/checkpoint-3", **ours)
+    assert broken == whole[:3] and resumed[-3:] == whole[3:]
+    for found, expected in zip(whole, run("torchs", 6), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_llamafactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

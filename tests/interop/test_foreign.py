@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from worlds import on_ranks
 
 import zerokern as zk
-from zerokern.checkpoint import load
 from zerokern.checkpoint.extra import decode_extra
+from zerokern.checkpoint.loader import load
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import IoError, StateError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from worlds import World, built
 
-from zerokern.interop import export, load_pretrained
+from zerokern import export, load_pretrained
 
 __all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "raw", "restart_peak"]
 

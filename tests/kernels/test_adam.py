@@ -11,6 +11,7 @@ from kernel_cases import (
     BLOCK,
     Case,
     Row,
+    assert_same,
     check_updates,
     every_impl,
     every_set,
@@ -175,6 +176,48 @@ def test_int8_states_survive_every_magnitude(native_impl: str, magnitude: float)
         ops.adam(exact[0], grad, *exact[1:], lr=0.1, step=step, impl=native_impl)
     torch.testing.assert_close(int8.master, exact[0], rtol=1e-3, atol=0)
     assert int8.master[0].abs().item() == pytest.approx(5.0 if 1e-15 < magnitude < 1e19 else 0.0, abs=1e-4)
+
+
+@each("target", ["split16", "split8", "fp32>bf16"])
+@every_set
+def test_an_int8_block_that_is_unusual_in_one_thing(native_impl: str, target: str) -> None:
+    """Blocks are usual but for one thing each, which decides how sets go on: all have the reference's bits."""
+    unusual = 10
+    rows = make_rows("adam", Case("bf16", "int8", target, "none"), (2 * unusual * BLOCK,))
+    row = rows[0]
+    exp_avg, exp_avg_sq, grad = row["exp_avg"], row["exp_avg_sq"], row["grad"]
+    exp_avg_sq.clamp_(min=1)
+    value = row["master"] if target == "fp32>bf16" else row["param"]
+    first = itertools.count(BLOCK, 2 * BLOCK)  # a usual one follows each
+    exp_avg[next(first) + 77] = -128
+    exp_avg_sq[next(first) + 5] = 0  # with a gradient, and without one
+    at = next(first)
+    exp_avg_sq[at : at + 3], grad[at : at + 3] = 0, 0.0
+    value[next(first) + 11] = math.nan
+    value[next(first) + 64] = math.inf
+    if target == "fp32>bf16":
+        value[next(first) + 1 :][:2].view(torch.int32)[:] = torch.tensor([0x7FFFFFFF, 0x7F800001]).int()
+    else:  # the halves of a NaN that rounding to nearest would carry over into the sign
+        at = next(first)
+        value[at].view(torch.int16).fill_(-0x8000)
+        row["remainder"][at].fill_(-1)
+    for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        row[name][next(first) // BLOCK] = 2.0**-120
+    at = next(first)
+    grad[at : at + BLOCK], row["exp_avg_scale"][at // BLOCK], row["exp_avg_sq_scale"][at // BLOCK] = 0.0, 0.0, 0.0
+    grad[next(first)] = 3e38
+    assert next(first) == (2 * unusual + 1) * BLOCK
+    for hyper in (
+        {"lr": 1e-3, "weight_decay": 0.1, "step": 3},
+        {"lr": 1e-3, "step": 3, "eps": 0.0},
+        {"lr": 0.5, "step": 9, "beta1": 0.5, "beta2": 1e-30},
+        {"lr": 0.5, "step": 9, "beta1": 0.0, "beta2": 0.0},
+    ):
+        result, expected = [row.clone()], [row.clone()]
+        run_op("adam", result, hyper, native_impl)
+        run_reference("adam", expected, hyper)
+        approximate = "avx512" in native_impl  # the parameter, not its state
+        assert_same(result, expected, ("param", "remainder", "master") if approximate else ())
 
 
 @each("silence", [20, 500])

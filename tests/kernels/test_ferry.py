@@ -11,7 +11,6 @@ from tables import each
 pytest.importorskip("triton", reason="needs triton")
 
 from zerokern.kernels.triton.ferry import TILE, WORDS, ferry
-from zerokern.kernels.triton.ferry import aot_jobs as jobs_of_ferry
 
 POISON = 0x5A
 FAST = 16 * TILE // 2  # bytes that a program moves at once where all is aligned
@@ -53,12 +52,6 @@ def test_lists_of_all_alignments_by_any_number_of_programs(programs: int) -> Non
     source, target, spans = spans_in(numels, [(draw.randrange(0, 17, draw.choice((1, 2, 4, 16))),) * 2 for _ in numels])
     ferry(spans, torch.empty(WORDS * len(spans) + 5, dtype=torch.int64), programs)
     assert torch.equal(target, expected(source, target, spans))
-
-
-def test_there_is_a_job_for_each_alignment() -> None:
-    assert [job["constexprs"]["WORD"] for job in jobs_of_ferry(every=True)] == [
-        "tl.int64", "tl.int32", "tl.int16", "tl.int8",
-    ]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -88,7 +88,7 @@ def test_no_further_from_float64_than_torch() -> None:
 def test_a_batch_has_the_bits_of_its_matrices(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x = matrix(shape, dtype)
     sums = sums_of(x) if x.numel() else torch.empty(shape[0], 0 if 0 in shape[1:] else 1, dtype=torch.float64)
-    found = orthogonalize_(x.clone(), sums)
+    found = orthogonalize_(x.clone(), sums, workspace=torch.empty(workspace_numel(x), dtype=dtype))
     assert found.shape == x.shape
     for one, mine in zip(x, found, strict=True):
         if one.numel():
@@ -111,10 +111,37 @@ def test_a_batch_whose_bits_seldom_differ_is_found_out(shape: tuple[int, int, in
     """Of few terms, and in bf16, another order or rounding shows in few results."""
     for seed in range(40):
         batch = matrix(shape, torch.bfloat16, seed)
-        together, alone = batch.clone(), batch.clone()
+        together = batch.clone()
         iterate_(together, sums_of(batch), COEFFICIENTS, STEPS, EPS)
-        orthogonalize_(alone, sums_of(batch))
-        assert same_bits(together, alone), seed
+        alone = [orthogonalize_(one.clone(), sums_of(one)) for one in batch]
+        assert same_bits(together, torch.stack(alone)), seed
+
+
+def test_a_batch_is_multiplied_at_once_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one way through the iteration, for callers that check and for tables."""
+    from zerokern.kernels import products
+
+    calls: list[str] = []
+    bmm = torch.bmm
+    monkeypatch.setattr(products, "_batch_is_exact", lambda *given: True)
+    monkeypatch.setattr(torch, "bmm", lambda *given, **named: calls.append("bmm") or bmm(*given, **named))
+    x = matrix((4, 8, 8), torch.float32)
+    orthogonalize_(x, sums_of(x))
+    assert len(calls) == STEPS
+
+
+@each("steps, before", [(0, 0), (1, 0), (4, 2), (5, 2)])
+def test_what_goes_on_beside_it_is_called_once_in_the_middle(
+    steps: int, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerokern.kernels import orthogonal
+
+    said: list[str] = []
+    multiply = orthogonal.multiply
+    monkeypatch.setattr(orthogonal, "multiply", lambda *given: said.append("step") or multiply(*given))
+    x = matrix((9, 5), torch.float32)
+    iterate_(x, sums_of(x), COEFFICIENTS, steps, EPS, lambda: said.append("halfway"))
+    assert said == ["step"] * before + ["halfway"] + ["step"] * (steps - before)
 
 
 def test_a_batch_whose_bits_differ_is_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from tables import each, pairwise
 pytest.importorskip("triton", reason="needs triton")
 
 from zerokern.core.errors import BackendError
-from zerokern.kernels import formats, reference
+from zerokern.kernels import reference
 from zerokern.kernels.reference_int8 import power, step_scalars, to_fp32
 from zerokern.kernels.triton.backend import INSTEAD, interpreted, refuse_before
 from zerokern.kernels.triton.codecs import INTERPRETED
 from zerokern.kernels.triton.table import Control, DeviceTable
 from zerokern.kernels.triton.upload import tile_map
-from zerokern.kernels.triton.variants import CANDIDATES, DEFAULT, Config, Formats, every_format
+from zerokern.kernels.triton.variants import CANDIDATES, DEFAULT, Config
 
 CPU = torch.device("cpu")
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -232,15 +232,6 @@ def test_a_quotient_is_rounded_to_nearest_whatever_the_reciprocal_is(off: int) -
     r = reference_fma(r, reference_fma(-d, r, torch.ones_like(d)), r)
     q = x * r
     assert same_bits(reference_fma(r, reference_fma(-q, d, x), q), x / d)
-
-
-def test_formats_cover_what_the_ops_accept() -> None:
-    every = set(every_format())
-    assert len(every) == 777
-    assert all(made.vector in (4, 8) and 16 % made.vector == 0 for made in every)
-    assert {made.algorithm for made in every} == set(formats.ALGORITHMS)
-    fp32 = Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False)
-    assert fp32 in every and fp32.vector == 4
 
 
 def test_these_tests_ran_interpreted() -> None:

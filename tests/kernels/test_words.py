@@ -74,13 +74,6 @@ def test_words_are_replaced_in_place(count: int, launches: list[str]) -> None:
     assert (made.tolist(), made.data_ptr(), len(launches)) == (list(range(count)), address, 2)
 
 
-@each("count", [1, 5000])
-def test_words_are_read_back(count: int, launches: list[str]) -> None:
-    launches.clear()
-    assert uploading.read_back(torch.arange(count)).tolist() == list(range(count))
-    assert launches == ["copy_words"]
-
-
 @each("count, expected", [(1, ["accumulate_tile"]), (2, ["write_words", "accumulate_tile"])])
 def test_one_source_is_an_argument(count: int, expected: list[str], launches: list[str]) -> None:
     """What a reduction adds to a gradient: nothing is sent beforehand."""
@@ -186,15 +179,6 @@ def test_what_a_kernel_reads_is_kept_until_it_has_read(late: LateDevice) -> None
     assert [one.tolist() for one in made] == [one.tolist() for one in [values[-1], *values[1:-1]]]
     upload(values[0], HOST)
     assert len(uploading._STILL_READ) == 1
-
-
-def test_what_a_kernel_writes_is_kept_until_it_has_written(late: LateDevice) -> None:
-    """Whoever wanted to read it may be gone by then."""
-    uploading.read_back(torch.arange(3))
-    (address,) = [at for at, block in Pinned.blocks.items() if block.numel() == 24]
-    gc.collect()
-    late.run()
-    assert Pinned.blocks[address].view(torch.int64).tolist() == [0, 1, 2]
 
 
 def test_it_is_kept_where_a_ctrl_c_comes_behind_the_launch(late: LateDevice) -> None:
@@ -355,20 +339,6 @@ def test_the_same_steps_captured_again_keep_no_more(graphs: LateDevice) -> None:
         if not repeat:
             kept = len(uploading._OF_GRAPHS)
     assert kept == len(uploading._OF_GRAPHS) > 0
-
-
-def test_what_is_read_back_in_a_capture_is_filled_at_every_replay(
-    graphs: LateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No event of a capture may be asked."""
-    monkeypatch.setattr(uploading, "_mark", None)
-    values = torch.arange(MANY)
-    graph = captured(graphs, lambda: uploading.read_back(values))
-    (address,) = [at for at in Pinned.lent if Pinned.blocks[at].numel() == 8 * MANY]
-    gc.collect()
-    values += 1
-    replay(graph)
-    assert Pinned.blocks[address].view(torch.int64).tolist() == values.tolist()
 
 
 class Capturing:

@@ -12,7 +12,7 @@ from tables import each
 
 import zerokern as zk
 from zerokern.memory import addresses
-from zerokern.memory.addresses import GradientReader, TensorBodies, gradient_reader
+from zerokern.memory.addresses import GradientReader, MemoryRecord, TensorBodies, gradient_reader
 
 Params = list[torch.nn.Parameter]
 
@@ -192,3 +192,23 @@ def test_what_many_tensors_answer_is_what_each_says(lacks: Callable[[pytest.Monk
         for weight in weights:
             weight.grad = None
         assert many.have_gradients()
+
+
+def test_memory_is_exchanged_where_its_storage_was_freed_or_it_lies_elsewhere() -> None:
+    """Another view of a storage, or another storage over memory whose first one lives, is the same memory."""
+    memory = bytearray(8)
+    first = torch.frombuffer(memory, dtype=torch.float32)
+    weights = [torch.nn.Parameter(first), torch.nn.Parameter(torch.ones(2))]
+    known = MemoryRecord(weights)
+    weights[0].data = torch.frombuffer(memory, dtype=torch.float32)
+    weights[1].data = weights[1].data.view(2)
+    assert known.exchanged() == [False, False] and not known.any_freed()
+    known.look_again()
+    del first
+    assert known.exchanged() == [False, False] and not known.any_freed()
+    weights[0].data = torch.zeros(2)
+    weights[0].data = torch.frombuffer(memory, dtype=torch.float32)
+    assert known.exchanged() == [True, False] and known.any_freed()
+    weights[1].data = torch.frombuffer(memory, dtype=torch.float32)
+    known.look()
+    assert known.exchanged() == [False, False]

@@ -35,7 +35,7 @@ class Divided:
         shapes: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.group, self.stage, self.replicated = group, stage, stage == 0
-        self.everyone, self.publisher, self.holds_unreduced = group, None, False
+        self.everyone, self.publisher = group, None
         self.team, self.copies = None if stage == 0 else group, 1
         self.teams = [] if stage == 0 else [group]
         self.factor: float | Tensor = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -242,8 +243,17 @@ def test_refusals() -> None:
         (lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), ValueError, "chained_optimizers"),
         (lambda: setattr(opt, "param_groups", [{}]), AttributeError, "chained_optimizers"),
         (lambda: opt.load_state_dict(alone.state_dict()), ValueError, "1 param_groups, the chain has 2"),
+        (lambda: opt.param_groups.append({}), TypeError, "change them there"),
+        (lambda: opt.param_groups.extend([{}]), TypeError, "change them there"),
+        (lambda: operator.iadd(opt.param_groups, [{}]), TypeError, "change them there"),
+        (lambda: opt.param_groups.pop(), TypeError, "change them there"),
+        (lambda: operator.setitem(opt.param_groups, 0, {}), TypeError, "change them there"),
+        (lambda: operator.delitem(opt.param_groups, 0), TypeError, "change them there"),
     ]:
         with pytest.raises(kind, match=words):
             work()
+    apart = copy.deepcopy(opt.param_groups)
+    apart.append({})  # nobody's
+    assert type(apart) is list and len(opt.param_groups) == 2
     adamw.add_param_group({"params": [("new", nn.Parameter(torch.ones(1)))]})
     assert len(opt.param_groups) == 3

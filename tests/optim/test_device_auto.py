@@ -79,6 +79,23 @@ def test_it_is_said_and_does_not_change(devices: Callable, caplog: pytest.LogCap
     assert same_bits([weights[0][:8]], [weights[2][:8]])
 
 
+def test_what_one_optimizer_has_claimed_is_not_free_for_another(devices: Callable) -> None:
+    """Of one model, in the same step: no pass has shown the state of the first when the second asks. Nor may it exist
+    yet. What a later pass has shown is not counted twice, and a closed optimizer has nothing."""
+    device = devices(memory_nbytes=HAS, peak_nbytes=820_000)
+    (weights, opt), (others, second) = (trained(device, ["device:auto", "cpu"]) for _ in range(2))
+    elsewhere, apart = trained(devices(memory_nbytes=HAS, peak_nbytes=820_000), ["device:auto", "cpu"])
+    for some, one in ((weights, opt), (others, second), (elsewhere, apart)):
+        step(device, some, one)
+    assert staying(opt) == staying(apart) == [True, True, False] and staying(second) == [False] * 3
+    assert second.statistics()["state_budget_bytes/device"] == 80_000 - opt.holdings.placing.claimed > 0
+    device.peak_nbytes = 820_000 + opt.holdings.placing.claimed - 40_000
+    opt.close()
+    late, third = trained(device, ["device:auto", "cpu"])
+    step(device, late, third)
+    assert staying(third) == [True, False, False]
+
+
 def with_memory(world: World, row: Row, schedule: str, last: list[Any]) -> None:
     """Rank 0's device has room for some, rank 1's for nothing."""
     peak = (870_000, 950_000)[world.rank]
@@ -108,20 +125,21 @@ def test_ranks_have_what_their_devices_leave(schedule: str, row: Row, tier: Tier
 
 def test_a_load_before_anything_is_known_is_refused(devices: Callable, tmp_path: Path) -> None:
     """It changes nothing, and says what to do; that done, the training goes on with the same bits."""
-    device = devices(memory_nbytes=HAS, peak_nbytes=820_000)
 
     def model() -> Any:
+        device = devices(memory_nbytes=HAS, peak_nbytes=820_000)
         made = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
         for param in made.parameters():
             nn.init.constant_(device.own(param), 2.0)
-        return made, zk.AdamW(made.parameters(), lr=0.1, tier=["device:auto", "cpu"], max_grad_norm=1.0)
+        opt = zk.AdamW(made.parameters(), lr=0.1, tier=["device:auto", "cpu"], max_grad_norm=1.0)
+        return made, opt, device
 
-    first, opt = model()
+    first, opt, device = model()
     step(device, list(first.parameters()), opt)
     zk.save(tmp_path / "saved", first, opt)
     kept = opt.state_dict()
     for how in ("file", "dict"):
-        other, mine = model()
+        other, mine, there = model()
 
         def load(other: Any = other, mine: Any = mine, how: str = how) -> None:
             if how == "file":
@@ -133,13 +151,13 @@ def test_a_load_before_anything_is_known_is_refused(devices: Callable, tmp_path:
         with pytest.raises(StateError, match="no backward pass has shown that; load after one step, which"):
             load()
         assert not mine.state and not mine.holdings.torn
-        step(device, list(other.parameters()), mine)
+        step(there, list(other.parameters()), mine)
         load()
         assert staying(mine) == [True, True, False]
-        twin, theirs = model()
-        for one, optimizer in ((other, mine), (twin, theirs)):
+        twin, theirs, elsewhere = model()
+        for one, optimizer, place in ((other, mine, there), (twin, theirs, elsewhere)):
             for _ in range(1 if one is other else 2):
-                step(device, list(one.parameters()), optimizer)
+                step(place, list(one.parameters()), optimizer)
         assert same_bits(list(other.parameters()), list(twin.parameters()))
 
 

@@ -24,6 +24,7 @@ from tries import best
 
 import zerokern as zk
 from zerokern.io import Faults, Nvme
+from zerokern.memory.order import TierOrder
 from zerokern.optim import SGD, AdamW
 from zerokern.optim.binding import Binding
 
@@ -171,7 +172,24 @@ def test_files_are_private_nameless_and_gone_with_the_optimizer(tier: Tier) -> N
     train(AdamW(params, tier=where), params, 1)
 
 
-@each("value", ["nvme", "swap", Path("swap"), None, 3])
+@each("listed", [False, True])
+def test_a_disk_may_be_text_as_configuration_files_have_it(listed: bool, tmp_path: Path) -> None:
+    """Alone and behind budgets, in every option that takes tiers; copies of the optimizer's settings are made of it."""
+    text = f"nvme:{tmp_path / 'swap: 1'}"
+    ours, twins = make_params(SPREAD), make_params(SPREAD)
+    optimizer, reference = AdamW(ours, tier=["cpu:1KiB", text] if listed else text), AdamW(twins)
+    assert optimizer.holdings.order.config == zk.Nvme(tmp_path / "swap: 1")
+    train(optimizer, ours, 2)
+    train(reference, twins, 2)
+    assert same_bits(ours, twins) and (tmp_path / "swap: 1").is_dir()
+    assert TierOrder.of("keep", text).config == zk.Nvme(tmp_path / "swap: 1")
+    plans = [
+        zk.plan(torch.nn.Linear(64, 64), tier=[*before, one]) for one in ("nvme", text) for before in ([], ["cpu:1MiB"])
+    ]
+    assert str(plans[0]) == str(plans[2]) and str(plans[1]) == str(plans[3])
+
+
+@each("value", ["nvme", "nvme:", "nvme: ", ["cpu:1KiB", "nvme:"], "disk:/tmp", "swap", Path("swap"), None, 3])
 def test_other_tiers_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"tier=.*'device', 'cpu' or zk\.Nvme\(path\)"):
         SGD(make_params(), tier=value)

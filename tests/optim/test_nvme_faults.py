@@ -250,18 +250,6 @@ def test_swap_is_gone_with_its_process(tier: Tier) -> None:
     assert twins.agree()
 
 
-def test_a_native_refusal_leaves_everything_as_it_was(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = Twins("adamw", tier(), SIZES)
-    twins.train(1)
-    with monkeypatch.context() as patch:
-        refuse = lambda *arguments: (_ for _ in ()).throw(zk.KernelError("refused"))  # noqa: E731
-        patch.setattr("zerokern.kernels.cpu.UpdateTable.run", refuse)
-        with pytest.raises(zk.KernelError, match=r"refused.*Nothing was changed"):
-            step_ours(twins, 1)
-    twins.train(1, 1)
-    assert twins.agree()
-
-
 @each("seed, engine", [(0, "auto"), (1, "threads")])
 def test_a_disk_that_fails_at_random_never_lies(tier: Tier, seed: int, engine: str) -> None:
     """Each step is done, or not begun, or torn; what is read back is right. About one block in 60 fails."""

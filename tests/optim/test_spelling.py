@@ -83,6 +83,27 @@ def test_text_is_no_number(name: str) -> None:
         zk.AdamW(params(), betas=(0.9, "0.999"))
 
 
+@each("value", [True, False, np.bool_(True), torch.tensor(True)])
+@each("name", ["lr", "weight_decay", "eps", "max_grad_norm", "betas"])
+def test_a_boolean_is_no_number(name: str, value: Any) -> None:
+    """It would count as 1: `lr=True` trained, and `max_grad_norm=True`, a switch elsewhere, clipped at 1."""
+    given, shown = ((0.9, value), r"betas\[1\]") if name == "betas" else (value, name)
+    with pytest.raises(TypeError, match=rf"^{shown}=.*: must be a number\. A boolean"):
+        zk.AdamW(params(), **{name: given})
+    opt = zk.AdamW(params())
+    opt.param_groups[0][name] = given
+    opt.param_groups[0]["params"][0].grad = torch.ones(4)
+    with pytest.raises(TypeError, match=rf"^{shown}=.*: must be a number\. A boolean"):
+        opt.step() if name != "max_grad_norm" else setattr(opt, name, given)
+    for call in (
+        lambda: zk.ChainedOptimizer([zk.AdamW(params())], max_grad_norm=value),
+        lambda: zk.clip_grad_norm_(params(), value),
+        lambda: zk.Muon([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1, ns_coefficients=(value, 1.0, 1.0)),
+    ):
+        with pytest.raises(TypeError, match=r"must be a number\. A boolean"):
+            call()
+
+
 def test_refusals_say_why_and_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"state_format='int8': must be 'fp32' \| 'bf16'\. SGD subtracts .*'bf16'"):
         zk.SGD(params(), lr=0.1, momentum=0.9, state_format="int8")

@@ -69,6 +69,16 @@ def test_a_name_in_a_table_stays_in_one_piece() -> None:
     assert page == f'<code>a</code><td>a <code class="name">--param-tier</code> <code>{long}</code></td>'
 
 
+def test_a_long_word_in_a_table_breaks_after_dots() -> None:
+    """A table with one of them was wider than its page, and its last column was cut off."""
+    unbroken = runpy.run_path(str(ROOT / "docs/site/shown.py"))["unbroken"]
+    page = unbroken(
+        "<td><code>use actor.optim.impl.of.the.framework=zerokern</code> <strong>1.2x</strong> (1.1 to 1.3)</td>"
+    )
+    word = "actor.<wbr>optim.<wbr>impl.<wbr>of.<wbr>the.<wbr>framework=<wbr>zerokern"
+    assert page == f"<td><code>use {word}</code> <strong>1.2x</strong><br>(1.1 to 1.3)</td>"
+
+
 def test_the_site_shows_its_version() -> None:
     config = SimpleNamespace(site_name="zerokern")
     runpy.run_path(str(ROOT / "docs/site/shown.py"))["on_config"](config)

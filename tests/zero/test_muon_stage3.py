@@ -29,6 +29,7 @@ from worlds import (
 
 import zerokern as zk
 from zerokern.core.errors import StateError
+from zerokern.kernels.orthogonal import workspace_numel
 from zerokern.zero.shard import shard_of
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -306,6 +307,132 @@ def replicated(world: World) -> None:
 @pytest.mark.slow
 def test_each_replica_brings_its_matrices_together() -> None:
     on_hybrid_threads(2, 2, replicated)
+
+
+class Five(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(384, 256) / 16 for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum((torch.nn.functional.linear(x, weight)[:, :256] for weight in self.weights), torch.zeros(()))
+
+
+class Many(nn.Module):
+    """Two units of five equal matrices each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Five() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def steps_of_many(world: World, schedule: str, ns_dtype: str) -> tuple[zk.Muon, Any]:
+    model = world.shard(built(Many), stage=3)
+    opt = zk.Muon(model.parameters(), lr=0.01, schedule=schedule, ns_dtype=ns_dtype)
+
+    def step() -> None:
+        model(torch.ones(2, 256)).square().mean().backward()
+        step_and_zero(opt)
+        opt.flush()
+
+    for _ in range(2):
+        step()
+    return opt, step
+
+
+@everywhere(2, 3, schedule=["sync", "overlap"])
+def test_the_next_round_is_on_its_way_while_one_is_orthogonalized(world: World, schedule: str) -> None:
+    """Collectives begin in the order of the rounds, also on ranks that have no matrix of the last one."""
+    opt, step = steps_of_many(world, schedule, "fp32")
+    said: list[str] = []
+    table, group = opt.holdings.bound.binding.compute.table, shard_of(opt.param_groups[0]["params"][0]).gradients.group
+    exchange, orthogonalize = group.all_to_all, table._orthogonalize
+
+    def begins(*given: Any) -> Any:
+        said.append("begins")
+        handle, number = exchange(*given), said.count("begins")
+        return mock.Mock(wait=lambda: (handle.wait(), said.append(f"{number} ended")))
+
+    def iterates(*given: Any) -> None:
+        said.append("iterates")
+        orthogonalize(*given)
+        said.append("iterated")
+
+    with mock.patch.object(group, "all_to_all", begins), mock.patch.object(table, "_orthogonalize", iterates):
+        step()
+    expected: list[str] = []
+    begun = 0
+    for matrices in (10,) if schedule == "sync" else (5, 5):
+        rounds = -(-matrices // world.size)
+        there, back = {0: begun + 1}, {}
+        expected += ["begins", f"{there[0]} ended"]
+        begun += 1
+        for number in range(rounds):
+            has_one = number * world.size + world.rank < matrices
+            expected += ["iterates"] * has_one
+            expected += [f"{back[number - 1]} ended"] if number else []
+            if number + 1 < rounds:
+                there[number + 1] = begun = begun + 1
+                expected += ["begins"]
+            expected += ["iterated"] * has_one + ["begins"]
+            back[number] = begun = begun + 1
+            expected += [f"{there.get(number + 1, begun)} ended"]
+    assert said == expected
+
+
+@ranked
+def fails_under_way(world: World, schedule: str, when: str) -> None:
+    """One rank fails in its second iteration, while the rounds beside that are on their way."""
+    opt, step = steps_of_many(world, schedule, "fp32")
+    table = opt.holdings.bound.binding.compute.table
+    orthogonalize, calls = table._orthogonalize, []
+
+    def fails(row: int, matrix: torch.Tensor, sums: torch.Tensor, halfway: Any) -> None:
+        def breaks() -> None:
+            if when == "after the next one sets off":
+                halfway()
+            raise RuntimeError("no such matrix")
+
+        calls.append(row)
+        orthogonalize(row, matrix, sums, halfway if len(calls) == 1 else breaks)
+
+    with mock.patch.object(table, "_orthogonalize", fails if world.rank == 1 else orthogonalize):
+        says(refusal(step, (RuntimeError, zk.CommError)), ["no such matrix"])
+    says(refusal(opt.step, (StateError, zk.CommError)), ["load a checkpoint"])
+
+
+@everywhere(2, 3, schedule=["sync", "overlap"], when=["before", "after the next one sets off"])
+def test_a_rank_that_fails_with_rounds_on_their_way_ends_the_step_on_all(
+    world: World, schedule: str, when: str
+) -> None:
+    fails_under_way(world, schedule, when)
+
+
+def test_real_ranks_end_it_too() -> None:
+    on_ranks(2, fails_under_way, "sync", "after the next one sets off")
+
+
+@everywhere(2, 3, schedule=["sync", "overlap"], ns_dtype=["fp32", "bf16"])
+def test_two_rounds_are_in_memory_as_planned(world: World, schedule: str, ns_dtype: str) -> None:
+    opt, step = steps_of_many(world, schedule, ns_dtype)
+    table, held = opt.holdings.bound.binding.compute.table, []
+    orthogonalize = table._orthogonalize
+
+    def watched(row: int, matrix: torch.Tensor, *others: Any) -> None:
+        held.append(table.spare.nbytes + workspace_numel(matrix) * matrix.itemsize)
+        orthogonalize(row, matrix, *others)
+
+    with mock.patch.object(table, "_orthogonalize", watched):
+        step()
+    plan = zk.plan(
+        built(Many), world=world.size, stage=3, optimizer="muon", schedule=schedule, ns_dtype=ns_dtype, device="cpu"
+    )
+    assert max(world.exchange(max(held))) == plan.muon.workspace
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,6 +99,40 @@ def test_a_model_that_is_built_a_unit_at_a_time(world: World) -> None:
     model = zk.build(Even, stage=2, mesh=world.mesh, whole=["blocks.*.weight"])
     numels = [shard_of(block.weight).piece.numel() for block in model.blocks]
     assert set(numels) == {0, 48 * 48} and sum(numels) == 3 * 48 * 48
+
+
+class Tall(nn.Module):
+    """Kinds of matrices of which ranks share each: their buckets wait for gradients of all layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256), nn.Linear(256, 128), nn.Linear(128, 256))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@everywhere(2, 4, layers=[2, 5, 8])
+def test_buffers_of_gradients_are_planned(world: World, layers: int) -> None:
+    """More than two are open at once where a layer has matrices of several buckets."""
+    model = built(lambda: Tall(layers))
+    matrices = zk.muon_groups(model)[0]
+    settings: dict[str, Any] = {"stage": 2, "bucket_bytes": 1 << 20}
+    plan = zk.plan(model, world=world.size, optimizer="muon", whole=matrices, device="cpu", **settings)
+    world.shard(model, whole=matrices, **settings)
+    for _ in range(2):
+        model(torch.ones(2, 256)).square().mean().backward()
+        held = zk.measure(model, []).roles["buffers"]
+        for param in model.parameters():
+            param.grad = None
+    assert held == plan.roles["buffers"]
+    sizes = [bucket.nbytes for bucket in shard_of(model.blocks[0][0].weight).sharding.gradient_buckets]
+    assert held <= 2 * max(sizes) + sum(sizes)
 
 
 @everywhere(1)

@@ -20,8 +20,8 @@ __all__ = ["IN_SLICES", "Results", "SlicedBatch", "captured_tensors"]
 
 IN_SLICES = "a function that is computed in slices (micro > 1)"
 SHARED = (
-    "Hand over what slices share with a dimension of 1 in front (mask[None]) or as a parameter or buffer of a module; "
-    "where all results have the batch in dimension 0, functools.partial and closures share too"
+    "Pass what the slices share with a dimension of 1 in front (mask[None]), or as a parameter or buffer of a module; "
+    "if all results have the batch in dimension 0, functools.partial and closures share too"
 )
 OF_SHAPES = re.compile("shape|size|dimension|broadcast|match", re.IGNORECASE)
 
@@ -59,8 +59,8 @@ class SlicedBatch:
         square = one.dim() == 2 and one.shape[1] == self.count
         if square or self.count in first.shape[1:]:
             raise ValueError(
-                f"a tensor of shape {tuple(one.shape)} beside one of shape {tuple(first.shape)}: whether its dimension "
-                f"0 is the batch of {self.count}, or something as long, cannot be told. {SHARED}"
+                f"an argument has shape {tuple(one.shape)}, another {tuple(first.shape)}: it cannot be told whether "
+                f"its dimension 0 is the batch of {self.count} or only as long. {SHARED}"
             )
 
     def has(self, tensor: Tensor) -> bool:
@@ -99,8 +99,8 @@ class SlicedBatch:
             begin, end = self.bounds[number]
             raise StateError(
                 f"slice {number} of {IN_SLICES} failed: {error}. It got {end - begin} of {self.count} rows of the "
-                f"batch, and all of: {'; '.join(uncut)}. Hand over what has the batch as an argument with the batch in "
-                "dimension 0"
+                f"batch, and all of: {'; '.join(uncut)}. Pass tensors that have the batch as arguments, with the batch "
+                "in dimension 0"
             ) from error
 
 
@@ -158,16 +158,16 @@ class Results:
         """Refuses a number of which nobody can tell whether it was computed of the rows of its slice alone."""
         if self._batch.shared:
             raise ValueError(
-                f"a function of slices gives a number, and tensors of shapes {self._batch.shared} among its arguments "
-                f"are not as long as the batch of {self._batch.count}: which of them has the batch cannot be told by "
-                f"what it gives. {SHARED}"
+                f"a function in slices returns a number, and its arguments of shapes {self._batch.shared} are not as "
+                f"long as the batch of {self._batch.count}: the number does not show which of them has the batch. "
+                f"{SHARED}"
             )
         uncut = self._batch.uncut()
         if uncut:
             raise StateError(
-                f"{IN_SLICES} gives a number, and uses tensors that are as long as the batch of {self._batch.count} "
-                f"and not among its arguments, so that each slice gets all of: {'; '.join(uncut)}. Hand over as an "
-                f"argument what has the batch. {SHARED}"
+                f"{IN_SLICES} returns a number and uses tensors as long as the batch of {self._batch.count} that are "
+                f"not among its arguments, so that each slice gets all of: {'; '.join(uncut)}. Pass tensors that have "
+                f"the batch as arguments. {SHARED}"
             )
 
     def _refuse(self, what: str) -> NoReturn:

@@ -207,11 +207,13 @@ def recompute_with(
         if turn is not None:
             hooks.push_saved_hooks(turn.pack, turn.unpack)
         try:
-            return checkpoint(call, *tensors, use_reentrant=False, **settings)
+            result = checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
             call.end_forward()
             if turn is not None:
                 hooks.pop_saved_hooks()
+        call.raise_error()
+        return result
 
     return compute(tensors) if micro == 1 else in_slices(compute, tensors, micro, fn)
 
@@ -236,19 +238,38 @@ class _Call:
     ) -> None:
         self._fn, self._arguments, self._given, self._state = fn, arguments, given, state
         self._in_slices, self._is_over = given is None, False
+        self._error: BaseException | None = None
 
     def end_forward(self) -> None:
         """Makes further calls recomputations."""
         self._given, self._is_over = None, True
         self._state.end_forward()
 
+    def raise_error(self) -> None:
+        """Raises what the forward has raised, which torch's checkpoint did not see: before 2.13 it would have left its
+        hooks on saved tensors in force for as long as somebody holds the error."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame
+
     def __call__(self, *tensors: Tensor) -> Any:
-        args, kwargs = self._given or fill_slots(self._arguments, tensors)
         if self._is_over:
             if self._in_slices and not hooks.is_within_pass():
                 raise StateError(KEPT_OUTSIDE)
+            args, kwargs = fill_slots(self._arguments, tensors)
             with self._state.restored():
                 return self._fn(*args, **kwargs)
+        try:
+            return self._forward(tensors)
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def _forward(self, tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = self._given or fill_slots(self._arguments, tensors)
         if not self._in_slices:
             return self._fn(*args, **kwargs)
         recorded = _recorded_by_transformers()

@@ -40,7 +40,7 @@ class Saving:
     exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end.
 
     >>> import tempfile, torch, zerokern as zk
-    >>> from zerokern.checkpoint import load, save
+    >>> from zerokern import load, save
     >>> model = torch.nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saving = save(f"{folder}/step1", model, wait=False)

@@ -40,6 +40,8 @@ METADATA = ".metadata"  # torch's name for its own index
 LOCK = "zerokern.lock"
 SAVE_ID = r"\d{8}T\d{6}-[0-9a-f]{6}"
 DATA = re.compile(rf"({SAVE_ID})_\d+\.distcp")  # a data file of ours
+ID_WITHIN = re.compile(rb'^\{"save_id":"(%b)"' % SAVE_ID.encode(), re.MULTILINE)  # in an index, at its beginning
+HEAD = 256  # bytes of an index that have its id
 NEW = re.compile(rf"{re.escape(NAME)}\.new|\.metadata\.({SAVE_ID})\.new")
 SAMPLES, SAMPLE = 64, 4096  # how many places of some files are compared, and how many bytes of each
 APPEARS_S = 10.0  # a network file system shows a new name to other hosts when its cache allows
@@ -124,10 +126,19 @@ def fingerprint(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
 def saved_at(save_id: str) -> float:
     """Returns when a save began, in seconds since 1970.
 
-    >>> saved_at("20261122T070024-a1b2c3")
-    1795330824.0
+    >>> saved_at("20261122T070024-8000c3")
+    1795330824.5
     """
-    return float(calendar.timegm(time.strptime(save_id.partition("-")[0], "%Y%m%dT%H%M%S")))
+    second, _, digits = save_id.partition("-")
+    return calendar.timegm(time.strptime(second, "%Y%m%dT%H%M%S")) + int(digits[:4], 16) / 65536
+
+
+def _new_save_id() -> str:
+    """Returns an id that no other save has: the second, 65536ths of it, so that ids are in the order of saves, and a
+    random number."""
+    now = time.time_ns()
+    part = (now % 10**9 << 16) // 10**9
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now // 10**9))}-{part:04x}{secrets.token_hex(1)}"
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -185,6 +196,7 @@ class Published:
 def latest(run: str | os.PathLike[str]) -> Path | None:
     """Finds the newest complete checkpoint among the folders within `run`; None if there is none.
 
+    The newest is the one whose save began last, as checkpoints say themselves: copies of them may have any file times.
     Newer ones that are damaged (an index that cannot be read, files that are missing or have another length) or were
     never published are skipped, with a warning in the log that says why. Checksums are compared by `zk.load`.
 
@@ -200,12 +212,14 @@ def latest(run: str | os.PathLike[str]) -> Path | None:
 
 def _newest(run: Path, skip: Callable[[Path, str], None] = lambda folder, why: None) -> Path | None:
     """Returns the newest complete checkpoint within the folder; `skip` is called for newer ones that are none."""
-    ages: list[tuple[int, Path]] = []
+    ages: list[tuple[float, int, Path]] = []
     for child in filter(Path.is_dir, list_files(run)):
         with suppress(OSError):  # gone meanwhile
             place = child / NAME
-            ages.append(((place if place.exists() else child).stat().st_mtime_ns, child))
-    for _, folder in sorted(ages, reverse=True):
+            changed = (place if place.exists() else child).stat().st_mtime_ns
+            save_id = _id_of(child)
+            ages.append((saved_at(save_id) if save_id else changed / 1e9, changed, child))
+    for _, _, folder in sorted(ages, reverse=True):
         if not (folder / NAME).exists():
             if unfinished := describe_unfinished(folder):
                 skip(folder, unfinished)
@@ -218,6 +232,15 @@ def _newest(run: Path, skip: Callable[[Path, str], None] = lambda folder, why: N
             return folder
         skip(folder, wrong)
     return None
+
+
+def _id_of(folder: Path) -> str:
+    """Returns the id of a folder's checkpoint, else of its last save; "" where nothing says one. Nothing is checked."""
+    with suppress(OSError), open(folder / NAME, "rb") as file:
+        if match := ID_WITHIN.search(file.read(HEAD)):
+            return match[1].decode()
+    ids = [match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match]
+    return max(ids, default="")
 
 
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
@@ -314,7 +337,7 @@ class Draft:
     def begin(cls, path: str | os.PathLike[str], nbytes: int) -> Draft:
         """Locks the folder for a save of nbytes by all ranks. Raises before anything in it changes."""
         folder = Path(path)
-        save_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+        save_id = _new_save_id()
         with refusing(folder, "Saving"):
             draft = cls(folder, save_id, 0, None, make_folder(folder))
             try:

@@ -37,27 +37,28 @@ def load(
     rng: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Load what `zk.save` has saved, straight into model and optimizer; every rank calls it. Returns `extra`.
+    """Loads what `zk.save` has saved, straight into model and optimizer; every rank calls it. Returns `extra`.
 
-    Any number of ranks, stage, tier, bucket size and format goes into any other. What torch's `dcp.save`, `torch.save`
-    and DeepSpeed (universal) have written is read too. Nothing is unpickled but tensors, by torch's restricted reader.
+    A checkpoint loads on any number of ranks, at any stage, tier, bucket size and format. Files of torch's `dcp.save`,
+    of `torch.save` and of DeepSpeed (universal) are read too. Nothing is unpickled except tensors, by torch's
+    restricted reader.
 
     Args:
-        path: the folder of one checkpoint, or what torch or DeepSpeed have written there.
-        model: a module; of a pipeline its stages here, one or several, each with the names that the whole model has.
+        path: the folder of one checkpoint, or a file or folder that torch or DeepSpeed has written.
+        model: a module; for a pipeline the stages of this rank, one or several, with the names of the whole model.
         opt: its optimizer, or several; without it the optimizer's state is not read.
         extra: objects with `load_state_dict` (schedulers, GradScaler, samplers) by the names they were saved under.
-        lossy: whether state may be rounded into a narrower format (`state_format`, `master_format`); otherwise that is
+        lossy: whether state may be rounded to a narrower format (`state_format`, `master_format`); otherwise that is
             refused.
-        verify: "first" compares all checksums, on every rank, before anything is changed. An optimizer without state
-            gets what was read then; what is there already is read again. "reading" compares while loading, and leaves
-            an optimizer that refuses to step where a checksum is found wrong.
-        rng: whether the random generators go on from where they were, each rank's its own. A rank that was not there
-            then gets a state of its own.
+        verify: "first" compares all checksums, on every rank, before anything changes. It reads the state once if the
+            optimizer has none yet, and twice if it has stepped. "reading" compares while it loads, and always reads
+            once; if a checksum is wrong, the optimizer is left in a state in which it refuses to step.
+        rng: whether to restore each rank's random generators. A rank that the saved run did not have gets a state of
+            its own.
         group: the ranks that load, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.
 
     >>> import tempfile
-    >>> from zerokern.checkpoint import save
+    >>> from zerokern.checkpoint.saver import save
     >>> model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/step3", model)

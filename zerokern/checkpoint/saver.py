@@ -38,31 +38,31 @@ def save(
     group: Any = None,
     progress: bool | Callable[[int, int], None] | None = None,
 ) -> Saving | None:
-    """Save model, optimizer state in its format, random state and `extra` into the folder `path`; every rank calls it.
+    """Saves model, optimizer state in its format, random state and `extra` into the folder `path`; every rank calls it.
 
     At any moment the folder holds a whole checkpoint: the old one until the new one is published. It can be loaded by
     any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
 
     Args:
         path: a folder for this checkpoint alone.
-        model: a module; of a pipeline its stages here, one or several (`zk.PipelineStage`), which are saved as one
-            model: each with the names that the whole one has, and with the same optimizers and param_groups.
+        model: a module; for a pipeline the stages of this rank, one or several (`zk.PipelineStage`). They are saved as
+            one model, so each must have the names of the whole model, and the same optimizers and param_groups.
         opt: its optimizer, or several.
         extra: numbers, strings, containers, tensors, and objects with `state_dict` (schedulers, GradScaler, samplers).
-            What is not the same on all ranks is kept by rank.
-        wait: False returns as soon as what this rank writes has been copied into host memory, and the rest goes on
-            beside training; the `Saving` that is returned says when it has ended. State on NVMe is not copied: it is
-            written before this returns.
-        rng: whether the state of the random generators of every rank is kept.
-        staging_budget: the most bytes that the copy of `wait=False` may have on this rank; without it, what is free.
+            Values that differ between ranks are saved for each rank.
+        wait: False returns once this rank's data has been copied into host memory, and writes it in the background; the
+            `Saving` that it returns says when that has ended. State on NVMe is not copied: it is written before this
+            returns.
+        rng: whether to save the state of every rank's random generators.
+        staging_budget: the most bytes that the copy of `wait=False` may take on this rank; by default what is free.
         group: the ranks that save, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.
-        progress: None shows it where the save takes long, True always, False never; or a function of
+        progress: None shows it if the save takes long, True always, False never; or a function of
             (bytes done, bytes in all).
 
     `torch.distributed.destroy_process_group` waits for the saves that still run, as Python's exit does.
 
     >>> import tempfile
-    >>> from zerokern.checkpoint import load
+    >>> from zerokern.checkpoint.loader import load
     >>> model = torch.nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/step3", model, extra={"step": 3})

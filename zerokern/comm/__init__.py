@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 from zerokern.comm.group import Group, Handle
-from zerokern.comm.joining import MeshGroups, group_of, group_on, sharding_group, user_group, world_size
+from zerokern.comm.joining import MeshGroups, group_of, group_on, sharding_group, user_group
 from zerokern.comm.operations import during
 from zerokern.core.errors import CommError
 
 __all__ = [
     "CommError", "Group", "Handle", "MeshGroups", "during", "group_of", "group_on", "sharding_group", "user_group",
-    "world_size",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from zerokern.core.errors import got, say_once
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MeshGroups", "group_of", "group_on", "sharding_group", "user_group", "world_size"]
+__all__ = ["MeshGroups", "group_of", "group_on", "sharding_group", "user_group"]
 
 # What was posted is counted per process group: messages of two groups that share one must not be mistaken.
 _COMMON: weakref.WeakKeyDictionary[Any, dict[str, Common]] = weakref.WeakKeyDictionary()
@@ -54,15 +54,6 @@ _ONE_ORDER = (
 _TWO = "(replicate, shard), as FSDP2 has it: what is divided along the second has copies along the first"
 # dimensions that divide a model's work and not the batch, as torchtitan and Accelerate call them
 _OF_THE_MODEL = {"tp": "tensor", "pp": "pipeline"}
-
-
-def world_size() -> int:
-    """Returns the size of the default process group, or 1 without one. Unlike `group_on`, it does not communicate.
-
-    >>> world_size()
-    1
-    """
-    return dist.get_world_size() if _has_world() else 1
 
 
 def _has_world() -> bool:

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 from zerokern.core.errors import got
 
 __all__ = [
-    "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "STATE_FORMATS",
-    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units", "itemsize",
-    "parse_nbytes",
+    "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
+    "STATE_FORMATS", "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
+    "itemsize", "parse_nbytes",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -35,6 +35,8 @@ MASTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 STATE_FORMATS = get_args(StateFormat)
 BUFFERS = 2
 """of gradients: one is filled by backward while the other is reduced"""
+SMALL_GRADIENT = 64 << 10
+"""bytes of a gradient on a CPU up to which a call costs more than copying at once saves"""
 AUTO: Literal["auto"] = "auto"
 """the budget in "device:auto": what a step leaves free on the device, less a margin"""
 FILLED = 0.9

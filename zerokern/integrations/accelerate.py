@@ -19,10 +19,11 @@ except ImportError as error:
     raise without("accelerate", error) from error
 
 import zerokern as zk
-from zerokern import checkpoint
 from zerokern.api import sharding_of
+from zerokern.checkpoint.loader import load
+from zerokern.checkpoint.saver import save
 from zerokern.integrations.sharded_model import check_model, check_optimizer, is_ours, is_sharded, trains
-from zerokern.zero import shard_of
+from zerokern.zero.shard import shard_of
 
 __all__ = ["FOLDER", "Accelerator", "unwrapped"]
 
@@ -114,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
         with self._withheld() as held:
             folder = super().save_state(output_dir, safe_serialization, **settings)
         for number, (model, optimizers) in enumerate(held):
-            checkpoint.save(Path(folder) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+            save(Path(folder) / f"{FOLDER}_{number}", model, optimizers, rng=False)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **settings: Any) -> None:
@@ -127,7 +128,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             handle.remove()
         for number, (model, optimizers) in enumerate(held):
-            checkpoint.load(Path(folders[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+            load(Path(folders[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
 
     @contextmanager
     def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:

@@ -23,8 +23,8 @@ from zerokern.checkpoint.extra import EachRank
 from zerokern.core.errors import ShardError, got
 from zerokern.core.units import Stage
 from zerokern.integrations.sharded_model import check_optimizer, is_ours
-from zerokern.zero import shard_of
 from zerokern.zero.kinds import shardings_of
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 
 __all__ = ["ZerokernStrategy"]

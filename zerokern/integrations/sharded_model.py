@@ -13,7 +13,7 @@ from zerokern.api import sharding_of
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.chained import unchained
-from zerokern.zero import shard_of
+from zerokern.zero.shard import shard_of
 
 __all__ = ["check_model", "check_optimizer", "check_settings", "is_ours", "is_sharded", "trains"]
 

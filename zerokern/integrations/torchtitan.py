@@ -35,9 +35,9 @@ from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
 from zerokern.integrations.sharded_model import check_settings
 from zerokern.optim.base import FusedOptimizer
-from zerokern.zero import shard_of
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.partition import check_stage, shards_parameters
+from zerokern.zero.shard import shard_of
 
 __all__ = ["exchanged", "train_spec", "use"]
 

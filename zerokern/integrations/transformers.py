@@ -20,11 +20,12 @@ except ImportError as error:
     raise without("accelerate", error) from error
 
 import zerokern as zk
-from zerokern import interop
-from zerokern.checkpoint import load, save
+from zerokern.checkpoint.loader import load
+from zerokern.checkpoint.saver import save
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
 from zerokern.integrations.sharded_model import check_model, check_settings, is_ours, is_sharded
+from zerokern.interop.pretrained import load_pretrained
 
 __all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs", "use"]
 
@@ -172,7 +173,7 @@ class TrainerMixin(_Any):
     def _load_weights(self, folder: str, model: nn.Module | None = None) -> None:
         model = self.model if model is None else model
         if is_sharded(model):
-            interop.load_pretrained(model, folder)
+            load_pretrained(model, folder)
         else:
             super()._load_from_checkpoint(folder, model)
 

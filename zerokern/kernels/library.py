@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch._ops import OpOverload
 
 from zerokern.kernels import ops
 
@@ -23,6 +23,7 @@ __all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "muon_", "sgd_",
 
 Tensors = Sequence[Tensor]
 _DEVICES = ("cpu", "cuda")
+_LIBRARY = torch.library.Library("zerokern", "FRAGMENT")
 _MASTERS = ("remainders", "masters", "outs")
 _COMMON = "bool maximize=False, float scale=1.0, int? stochastic_seed=None, int[]? keys=None"
 
@@ -31,7 +32,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake of an op that only writes in place."""
 
 
-def _over_lists(op: Callable[..., None], states: Sequence[str], optional: Sequence[str], numbers: str) -> CustomOpDef:
+def _over_lists(op: Callable[..., None], states: Sequence[str], optional: Sequence[str], numbers: str) -> OpOverload:
     """An update of `kernels.ops` over lists, which have its names in the plural; all but `grads` are written."""
     required, optional = ("params", *states), (*optional, *_MASTERS)
     aliases = iter("abcdefgh")
@@ -45,14 +46,27 @@ def _over_lists(op: Callable[..., None], states: Sequence[str], optional: Sequen
             given["key"] = keys
         op(**{name.removesuffix("s"): value for name, value in zip(names, tensors, strict=False)}, **given)
 
-    made = torch.library.custom_op(
-        f"zerokern::{op.__name__}_",
-        run,
-        mutates_args=(*required, *optional),
-        device_types=_DEVICES,
-        schema=f"({', '.join(lists)}, *, {numbers}, {_COMMON}) -> ()",
-    )
-    made.register_fake(_nothing)
+    return _writing(f"{op.__name__}_", run, f"({', '.join(lists)}, *, {numbers}, {_COMMON}) -> ()")
+
+
+def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
+    """An op that writes all of its lists but `grads` in place.
+
+    It is not made by `custom_op`: torch before 2.13 looks for lists there that the caller has left out.
+    """
+    _LIBRARY.define(f"{name}{schema}")
+    made: OpOverload = getattr(torch.ops.zerokern, name).default
+    grads_at = [argument.name for argument in made._schema.arguments].index("grads")
+
+    def counted(*tensors: Tensors | None, **given: Any) -> None:
+        run(*tensors, **given)
+        for at, some in enumerate(tensors):
+            if at != grads_at and some is not None:
+                torch.autograd.graph.increment_version([one for one in some if not one.is_inference()])
+
+    for key in _DEVICES:
+        _LIBRARY.impl(name, counted, key.upper())
+    torch.library.register_fake(f"zerokern::{name}", _nothing, lib=_LIBRARY)
     return made
 
 
@@ -84,15 +98,7 @@ sgd_ = _over_lists(
 )
 
 
-@torch.library.custom_op(
-    "zerokern::muon_",
-    mutates_args=("exp_avgs", "outs", "sums", "exp_avg_scales"),
-    device_types=_DEVICES,
-    schema="(Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] outs, Tensor(c!)[] sums, "
-    "Tensor(d!)[]? exp_avg_scales=None, *, float momentum=0.95, bool nesterov=True, bool maximize=False, "
-    "float scale=1.0) -> ()",
-)
-def muon_(
+def _muon(
     grads: Tensors,
     exp_avgs: Tensors,
     outs: Tensors,
@@ -109,7 +115,13 @@ def muon_(
     ops.muon(grads, exp_avgs, outs, sums, exp_avg_scale=exp_avg_scales, **given)
 
 
-muon_.register_fake(_nothing)
+muon_ = _writing(
+    "muon_",
+    _muon,
+    "(Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] outs, Tensor(c!)[] sums, "
+    "Tensor(d!)[]? exp_avg_scales=None, *, float momentum=0.95, bool nesterov=True, bool maximize=False, "
+    "float scale=1.0) -> ()",
+)
 
 
 @torch.library.custom_op(

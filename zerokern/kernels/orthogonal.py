@@ -7,7 +7,7 @@ roughly; the existing rule `sgd` applies that, with the two settings of `apply_s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float
 
 import torch
@@ -63,19 +63,14 @@ def orthogonalize_(
     tensor([[1., 0.],
             [0., 1.]])
     """
-    matrices, chunk_sums = _checked(x, sums)
-    a, b, c = _coefficients(coefficients)
+    _check(x, sums)
+    by = _coefficients(coefficients)
     if checks.count("steps", steps, 0) > _MOST_STEPS:
         raise ValueError(got("steps", steps, f"a whole number up to {_MOST_STEPS}"))
     least = checks.number("eps", eps, 0.0)
     room = _room(x, workspace)
-    if not x.numel():
-        return x
-    if x.device.type == "cpu":
-        for matrix, some in zip(matrices, chunk_sums, strict=True):
-            iterate_(matrix, some, (a, b, c), steps, least, room)
-    else:
-        _iterate(x.detach(), _norms(sums, least), room, steps, (a, b, c))
+    if x.numel():
+        iterate_(x.detach(), sums, by, steps, least, room=room)
     return x
 
 
@@ -85,12 +80,13 @@ def iterate_(
     coefficients: tuple[float, float, float],
     steps: int,
     least: float,
+    halfway: Callable[[], None] | None = None,
     room: Tensor | None = None,
 ) -> None:
     """Does what `orthogonalize_` does, and checks nothing: for tables, whose rows have been checked.
 
-    On a CPU, too, all of a batch is multiplied at once where that leaves the bits as they are (`products`). `room` has
-    then as many elements for each matrix.
+    All of a batch is multiplied at once where that leaves the bits as they are (`products`). `halfway` is called in the
+    middle of the steps: for what goes on beside them.
 
     >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     >>> iterate_(x, torch.tensor([25.0], dtype=torch.float64), (1.5, -0.5, 0.0), 20, 1e-7); x
@@ -98,8 +94,7 @@ def iterate_(
             [0., 1.]])
     """
     if room is None:
-        numel = x.shape[:-2].numel() * workspace_numel(x[0] if x.dim() == 3 else x)
-        room = torch.empty(numel, dtype=x.dtype, device=x.device)
+        room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
     norm: float | list[float] | Tensor
     if x.device.type != "cpu":
         norm = _norms(sums, least)
@@ -107,20 +102,17 @@ def iterate_(
         norm = _norm(sums.tolist(), least)
     else:
         norm = [_norm(some, least) for some in sums.tolist()]
-    _iterate(x, norm, room, steps, coefficients)
+    _iterate(x, norm, room, steps, coefficients, halfway)
 
 
 def workspace_numel(x: Tensor) -> int:
-    """Returns how many elements the iteration needs beside `x`: those of one matrix and of two small squares.
-
-    On a GPU a batch is multiplied at once, and needs as much for each of its matrices.
+    """Returns how many elements the iteration needs beside `x`: for each matrix its own and those of two small squares.
 
     >>> workspace_numel(torch.empty(10, 4)), workspace_numel(torch.empty(8, 10, 4))
-    (72, 72)
+    (72, 576)
     """
     rows, cols = x.shape[-2:]
-    batch = x.shape[0] if x.dim() == 3 and x.device.type != "cpu" else 1
-    return batch * (rows * cols + 2 * min(rows, cols) ** 2)
+    return x.shape[:-2].numel() * (rows * cols + 2 * min(rows, cols) ** 2)
 
 
 def adjusted_lr(lr: float, rule: str | None, shape: Sequence[int]) -> float:
@@ -154,14 +146,12 @@ def apply_settings(lr: float, adjusted: float, weight_decay: float) -> dict[str,
     return {"lr": adjusted, "weight_decay": weight_decay * lr / adjusted if adjusted else 0.0}
 
 
-def _checked(x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrices as (k, rows, cols), and their sums as (k, chunks)."""
+def _check(x: Tensor, sums: Tensor) -> None:
     checks.tensor("x", x, (torch.float32, torch.bfloat16))
     if x.dim() not in (2, 3):
         raise ValueError(
             f"x has shape {tuple(x.shape)}; allowed: a matrix (rows, cols) or a batch (k, rows, cols) of them"
         )
-    matrices = x.detach().view(-1, *x.shape[-2:]) if x.numel() else x.detach()
     chunks = -(-x.shape[-1] * x.shape[-2] // reference.SUMSQ_CHUNK)
     wanted = (chunks,) if x.dim() == 2 else (x.shape[0], chunks)
     checks.tensor("sums", sums, (torch.float64,))
@@ -171,7 +161,6 @@ def _checked(x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
             f"{reference.SUMSQ_CHUNK} elements of each matrix"
         )
     checks.one_device([("x", x), ("sums", sums)])
-    return matrices, sums.view(-1, chunks) if sums.numel() else sums
 
 
 def _coefficients(values: Sequence[float]) -> tuple[float, float, float]:
@@ -224,6 +213,7 @@ def _iterate(
     room: Tensor,
     steps: int,
     by: tuple[float, float, float],
+    halfway: Callable[[], None] | None = None,
 ) -> None:
     """The iteration on a matrix, or on a batch. X and its successor change places in the memory of `x` and in `room`.
 
@@ -247,11 +237,15 @@ def _iterate(
     else:
         _divide(x, norm, other)
         now, following = other, mine
-    for _ in range(steps):
+    for step in range(steps):
+        if step == steps // 2 and halfway is not None:
+            halfway()
         multiply(now, now.mT, gram)
         add_product(gram, gram, gram, change, beta=b, alpha=c)
         add_product(now, change, now, following, beta=a)
         now, following = following, mine if following is other else other
+    if not steps and halfway is not None:
+        halfway()
     if tall and steps:
         if now is mine:
             now = other.copy_(mine)

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.core import native
 
-__all__ = ["AddressRecord", "GradientReader", "TensorBodies", "gradient_reader"]
+__all__ = ["AddressRecord", "GradientReader", "MemoryRecord", "TensorBodies", "gradient_reader"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -47,6 +48,7 @@ _WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
 _pointer_of = torch.Tensor.data_ptr
+_is_freed = torch.UntypedStorage._expired  # of a storage that is referred to weakly
 _grad_of, _version_of = operator.attrgetter("grad"), operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
@@ -292,3 +294,43 @@ class AddressRecord:
             return array("Q", map(_pointer_of, self._tensors)) == self._addresses
         bodies, addresses = self._bodies.buffer_info()[0], self._addresses.buffer_info()[0]
         return bool(self._look(self._calls, bodies, addresses, count) == count)
+
+
+class MemoryRecord:
+    """The memory of tensors, for whoever keeps something made of their values: whether it was exchanged since.
+
+    Allocators give memory that was freed out again at the same address. So a tensor has what it had only where its
+    address is the same and the storage that was there lives; that is referred to weakly, and freed as if unknown here.
+    The same memory under another storage, while the first one lives, counts as the same.
+
+    >>> weight = torch.ones(3); known = MemoryRecord([weight]); known.exchanged()
+    [False]
+    >>> weight.data = torch.ones(3); known.exchanged()
+    [True]
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self.look()
+
+    def look(self) -> None:
+        """Records the memory that the tensors have now."""
+        self._addresses = list(map(_pointer_of, self._tensors))
+        self._storages = [StorageWeakRef(one.untyped_storage()) for one in self._tensors]
+        self._numbers = [storage.cdata for storage in self._storages]
+
+    def look_again(self) -> None:
+        """Does what `look` does, in less time where most of them have what was recorded."""
+        if [one.untyped_storage()._cdata for one in self._tensors] != self._numbers:
+            self.look()
+        else:
+            self._addresses = list(map(_pointer_of, self._tensors))
+
+    def any_freed(self) -> bool:
+        """Returns whether a storage has been freed: all that is left to ask about tensors that are at their address."""
+        return any(map(_is_freed, self._numbers))
+
+    def exchanged(self) -> list[bool]:
+        """Returns for each tensor whether it has other memory."""
+        moved = map(operator.ne, map(_pointer_of, self._tensors), self._addresses)
+        return list(map(operator.or_, moved, map(_is_freed, self._numbers)))

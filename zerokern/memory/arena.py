@@ -312,7 +312,8 @@ def resident_later() -> Iterator[None]:
     """Context manager: what this thread allocates becomes resident beside what it does, and is when it ends.
 
     A disk fills new memory at its own speed then, instead of waiting until the system has cleared all of it. Whoever
-    writes first brings in pages by himself. Raises BudgetError at the end if there was no memory.
+    writes first brings in pages by himself; so what is allocated last, which the disk should fill first, is touched
+    first. Raises BudgetError at the end if there was no memory.
 
     >>> with resident_later():
     ...     arena = Arena(64 << 20)
@@ -320,40 +321,72 @@ def resident_later() -> Iterator[None]:
     >>> arena.nbytes
     67108864
     """
-    if getattr(_LATER, "touched", None) is not None:
+    if getattr(_LATER, "touching", None) is not None:
         yield
         return
-    touched: list[Future[None]] = []
-    _LATER.touched = touched
     try:
-        with ThreadPoolExecutor(1) as _LATER.pool:
+        with ThreadPoolExecutor(max(1, min(env.usable_cpus() - 1, _TOUCHING))) as pool:  # one goes on meanwhile
+            touching = _LATER.touching = _TouchLater(pool)
             yield
     finally:
-        _LATER.touched = _LATER.pool = None
-    for one in touched:
+        _LATER.touching = None
+    for one in touching.touched:
         one.result()
 
 
+class _TouchLater:
+    """Touches pieces of several mappings, those of the last one first."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._lock = pool, threading.Lock()
+        self._waiting: list[tuple[list[_Piece], Callable[[_Piece], None]]] = []
+        self.touched: list[Future[None]] = []
+
+    def add(self, pieces: list[_Piece], touch: Callable[[_Piece], None], then: Callable[[], object] | None) -> None:
+        """Has pieces touched in order; then calls `then`."""
+        left = len(pieces)
+
+        def touch_one(piece: _Piece) -> None:
+            nonlocal left
+            touch(piece)
+            with self._lock:
+                left -= 1
+            if not left and then is not None:
+                then()
+
+        with self._lock:
+            self._waiting.append((pieces[::-1], touch_one))
+        self.touched += [self._pool.submit(self._touch_next) for _ in pieces]
+
+    def _touch_next(self) -> None:
+        with self._lock:
+            pieces, touch = self._waiting[-1]
+            piece = pieces.pop()
+            if not pieces:
+                self._waiting.pop()
+        touch(piece)
+
+
 def touch_later(mapping: mmap.mmap, begin: int, nbytes: int, then: Callable[[], object] | None = None) -> bool:
-    """Touches all pages, then calls `then`, in another thread within `resident_later`; elsewhere, or for few bytes,
+    """Touches all pages, then calls `then`, in other threads within `resident_later`; elsewhere, or for few bytes,
     returns False."""
-    touched: list[Future[None]] | None = getattr(_LATER, "touched", None)
-    if touched is None or nbytes < _STEP:
+    touching: _TouchLater | None = getattr(_LATER, "touching", None)
+    if touching is None or nbytes < _STEP:
         return False
-
-    def touch() -> None:
-        _make_resident(mapping, begin, nbytes, spared=1)  # for the thread that goes on meanwhile
-        if then is not None:
-            then()
-
-    touched.append(_LATER.pool.submit(touch))
+    touching.add(*_touches(mapping, begin, nbytes, beside=True), then)
     return True
 
 
-def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int, *, spared: int = 0) -> None:
-    """Asks for huge pages and touches every page, so that no page fault comes once transfers run.
+_Piece = tuple[int, int]
+"""Bytes of a mapping: from which on, how many."""
 
-    Many gigabytes are touched by several threads at once. `spared`: CPUs that are left to others.
+
+def _touches(
+    mapping: mmap.mmap, begin: int, nbytes: int, *, beside: bool = False
+) -> tuple[list[_Piece], Callable[[_Piece], None]]:
+    """Asks for huge pages; returns the pieces of a mapping that are to be touched, and what touches one.
+
+    `beside`: others write there meanwhile.
     """
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
@@ -365,23 +398,30 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int, *, spared: int =
     except OSError as error:
         say_once("zerokern.memory", f"arena memory has no huge pages (madvise: {error.strerror})")
     start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-    pieces = [(at, min(_STEP, begin + nbytes - at)) for at in range(begin, begin + nbytes, _STEP)]
 
-    def touch(piece: tuple[int, int]) -> None:
+    def touch(piece: _Piece) -> None:
         at, count = piece
         error = _populate(start + at, count)
         if error == EINVAL:  # before Linux 5.14
-            torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=at).zero_()
+            if not beside:  # zeros would overwrite what the others have written
+                torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=at).zero_()
         elif error:
             check_fits(nbytes, "an arena", because=f"the system said {os.strerror(error)} while touching it")
 
-    threads = env.usable_cpus() - spared
-    if len(pieces) == 1 or (spared and threads <= 1):
-        for piece in pieces:
-            touch(piece)
+    return [(at, min(_STEP, begin + nbytes - at)) for at in range(begin, begin + nbytes, _STEP)], touch
+
+
+def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
+    """Asks for huge pages and touches every page, so that no page fault comes once transfers run.
+
+    Many gigabytes are touched by several threads at once.
+    """
+    pieces, touch = _touches(mapping, begin, nbytes)
+    if len(pieces) == 1:
+        touch(pieces[0])
         return
     # the system clears each page in the thread that asks: one core clears 100 GB in most of a minute
-    with ThreadPoolExecutor(min(len(pieces), threads, _TOUCHING)) as pool:
+    with ThreadPoolExecutor(min(len(pieces), env.usable_cpus(), _TOUCHING)) as pool:
         touched = [pool.submit(touch, piece) for piece in pieces]
         try:
             for one in touched:

@@ -127,7 +127,7 @@ class Copies:
     """Copies on the two copy streams of a device, and which of its own are in flight there.
 
     ``ready``: a ticket after which the tensors may be read or written; by default the point that the current stream has
-    reached. ``after``: one more such ticket, as `flow` passes it; for a ticket of another engine the host waits.
+    reached. ``after``: one more such ticket, as `flowing` passes it; for a ticket of another engine the host waits.
     Methods may be called from any thread.
 
     >>> class NoDevice:

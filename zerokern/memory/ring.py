@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.staging import Ticket
 
-__all__ = ["DeferredSignals", "Ring", "Slot", "flow", "flowing"]
+__all__ = ["DeferredSignals", "Ring", "Slot", "flowing"]
 
 
 @dataclass(eq=False)
@@ -73,42 +73,9 @@ class Ring:
     def close(self) -> None:
         """Releases the leases. Nothing moves in them: flow never leaves a transfer behind."""
         if self.flowing:
-            raise StateError("the ring is in use by flow(), which is not over yet")
+            raise StateError("the ring is in use by flowing(), which is not over yet")
         while self.slots:
             self.slots.pop().lease.release()
-
-
-def flow(
-    ring: Ring,
-    count: int,
-    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
-    compute: Callable[[int, Slot], object],
-    store: Callable[[int, Slot], Ticket | None],
-    progress: Callable[[int], object] | None = None,
-) -> None:
-    """Runs items 0 to count - 1 through the ring: fetch, compute, store, each overlapped with those of other items.
-
-    ``fetch(i, slot, after)`` starts a transfer and returns its ticket, or None if there is nothing to fetch; the engine
-    starts it when ``after`` has ended (None: at once). It must not touch the slot itself: ``compute(i, slot)`` may, and
-    is called in order, when both have ended well. ``store(i, slot)`` returns a ticket or None. ``progress`` is called
-    with the number of finished items.
-
-    Returns or raises only when everything has ended: the first error, with the others in its notes. Signals are handled
-    between items.
-
-    >>> arena = Arena(1 << 20)
-    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
-    >>> def compute(i, slot):
-    ...     print(f"item {i} in slot {slot.index}")
-    >>> flow(ring, 3, fetch=lambda i, slot, after: None, compute=compute, store=lambda i, slot: None)
-    item 0 in slot 0
-    item 1 in slot 1
-    item 2 in slot 0
-    >>> ring.close(); arena.close()
-    """
-    with DeferredSignals() as signals:
-        for _ in flowing(ring, count, fetch, compute, store, progress, signals.deliver):
-            pass
 
 
 def flowing(
@@ -117,15 +84,18 @@ def flowing(
     fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
     compute: Callable[[int, Slot], object],
     store: Callable[[int, Slot], Ticket | None],
-    progress: Callable[[int], object] | None = None,
-    between: Callable[[], object] | None = None,
     waits_first: bool = False,
 ) -> Generator[int, None, None]:
-    """Does the same as `flow`, item by item: yields how many have been computed, while later ones are being fetched.
+    """Runs items 0 to count - 1 through the ring, each overlapped with others; yields how many have been computed.
 
-    `waits_first`: yields once more before anything is computed, when the first item is there.
-    Its end waits for the stores; `close` stops it early, and waits for all transfers. `between` is called before each
-    item. Signals are not deferred: it is for threads that do not receive them.
+    ``fetch(i, slot, after)`` starts a transfer and returns its ticket, or None if there is nothing to fetch; the engine
+    starts it when ``after`` has ended (None: at once). It must not touch the slot itself: ``compute(i, slot)`` may, and
+    is called in order, when both have ended well. ``store(i, slot)`` returns a ticket or None. `waits_first`: yields
+    once more before anything is computed, when the first item is there.
+
+    It ends or raises only when everything has ended: the first error, with the others in its notes. `close` stops it
+    early, and waits for all transfers. Signals are not deferred: whoever runs it on the main thread holds them back
+    from one item to the next by `DeferredSignals`.
 
     >>> arena = Arena(1 << 20)
     >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
@@ -142,7 +112,7 @@ def flowing(
         raise ValueError(got("count", count, "a whole number from 0 on"))
     if ring.flowing or not ring.slots:
         raise StateError(
-            f"the ring is {'in use by another flow()' if ring.flowing else 'closed'}; make one for this flow"
+            f"the ring is {'in use by another flowing()' if ring.flowing else 'closed'}; make one for this one"
         )
     ring.flowing = True
     slots, process = ring.slots, os.getpid()
@@ -153,8 +123,6 @@ def flowing(
         for i, slot in enumerate(slots[:count]):
             fetched[i] = fetch(i, slot, None)
         for i in range(count):
-            if between is not None:
-                between()
             k = i % depth
             slot = slots[k]
             # The fetch first: it ends after the store before it, so one sleep serves both.
@@ -175,8 +143,6 @@ def flowing(
             slot.drained = store(i, slot)
             if i + depth < count:
                 fetched[k] = fetch(i + depth, slot, slot.drained)
-            if progress is not None:
-                progress(i + 1)
             yield i + 1
         began = time.perf_counter_ns()
         for i in range(max(0, count - depth), count):

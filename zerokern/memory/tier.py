@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import BudgetError, got
+from zerokern.core.ports import plugs
 from zerokern.memory.arena import HUGE_PAGE, Arena, touch_later
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
@@ -122,22 +123,28 @@ class TierConfig(Protocol):
 
 
 AnyTier = str | TierConfig
-TIERS = "'device', 'cpu' or zk.Nvme(path)"
+TIERS = "'device', 'cpu' or zk.Nvme(path), as text 'nvme:/path'"
 
 
 def check_tier(argument: str, value: object) -> AnyTier:
     """Returns the tier that was asked for, or raises an error that says what there is.
 
-    >>> check_tier("tier", "cpu")
-    'cpu'
+    A disk may be text, for configuration files: `nvme:` and the path of a folder.
+
+    >>> check_tier("tier", "cpu"), check_tier("tier", "nvme:/tmp/swap").path
+    ('cpu', '/tmp/swap')
     """
     if isinstance(value, str):
         if value in ("device", "cpu"):
             return value
+        kind, _, path = value.partition(":")
+        if kind == "nvme" and path.strip():
+            for opens in plugs("disk"):
+                return opens(path)  # type: ignore[no-any-return]
     elif hasattr(value, "open") and hasattr(value, "ring_nbytes"):
         config: Any = value
         return config
-    do = "a folder becomes a tier with zk.Nvme(path)" if isinstance(value, str | os.PathLike) else ""
+    do = "A folder becomes a tier with zk.Nvme(path)" if isinstance(value, str | os.PathLike) else ""
     raise ValueError(got(argument, value, TIERS, do))
 
 

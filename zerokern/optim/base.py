@@ -131,7 +131,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        checks.no_text("max_grad_norm", value)
+        checks.refuse_other_kinds("max_grad_norm", value)
         if value is not None and not float(value) > 0.0:
             raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
         self._max_grad_norm = None if value is None else float(value)
@@ -240,8 +240,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
                     pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
                     when = {"schedule": "delayed" if self.holdings.delays else self.schedule}
-                    if shards.cut:  # in rounds of a bucket, or of all of them
+                    if shards.cut:  # in rounds of a bucket, or of all of them; one by one, or two at a time
                         when["'state or parameters are on a disk'"] = self.holdings.moves_on_disk
+                        when["'state is on a disk'"] = self.holdings.disk is not None
                     told = [{**one, "parameters with a gradient": which, **when} for one, which in pairs]
                     shards.accord.settings = told
                     if shards.exchanges and shards.are_decided_there:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
+from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.clip import clip_grad_norm_
 from zerokern.zero.kinds import is_divided
@@ -26,14 +27,13 @@ __all__ = ["ChainedOptimizer", "unchained"]
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, for trainers and schedulers that take a single object: `zk.Muon` beside `zk.AdamW`.
 
-    `param_groups` are those of all of them, the very same dicts, so that a scheduler changes the rates of all. A step
-    is carried out by all or by none: one norm decides, and one factor clips. Under `zk.shard`, and of DTensors,
-    gradients are measured for that also without `max_grad_norm`. `zk.save` and `zk.load` see the optimizers, so that
-    checkpoints of a chain and of a list of the same optimizers are the same.
+    `param_groups` are the dicts of all of them, so a scheduler changes every learning rate. Either all optimizers step
+    or none does: one norm decides, and one factor clips. Under `zk.shard`, and for DTensors, the norm is measured even
+    without `max_grad_norm`. A checkpoint of `zk.save` is the same as for a list of the same optimizers.
 
-    optimizers: zerokern's own, of different parameters, each without `max_grad_norm`.
-    max_grad_norm: gradients are scaled by `zk.clip_grad_norm_` so that the norm of all of them together is at most
-        this; None leaves them alone, and math.inf measures the norm.
+    optimizers: optimizers of zerokern over different parameters, each without `max_grad_norm`.
+    max_grad_norm: `zk.clip_grad_norm_` scales all gradients so that their common norm is at most this. None changes
+        nothing; math.inf only measures the norm.
 
     An error in one of the optimizers leaves those before it in the chain a step ahead: load a checkpoint.
 
@@ -73,8 +73,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in their order."""
-        return [group for opt in self.chained_optimizers for group in opt.param_groups]
+        """The groups of all optimizers, in their order. The list is made anew: to change it is refused."""
+        return ChainedGroups(group for opt in self.chained_optimizers for group in opt.param_groups)
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -100,6 +100,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
+        checks.refuse_other_kinds("max_grad_norm", value)
         if value is not None and not float(value) > 0.0:
             raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
         self._max_grad_norm = None if value is None else float(value)
@@ -223,6 +224,22 @@ class ChainedOptimizer(torch.optim.Optimizer):
             opt.load_state_dict({"state": state, "param_groups": own})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+class ChainedGroups(list[dict[str, Any]]):
+    """The groups of a chain: dicts that may be changed, in a list that may not."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        do = "opt.chained_optimizers[0].add_param_group(group) says which rule it is for"
+        raise TypeError(
+            f"param_groups of a ChainedOptimizer are those of its chained_optimizers; change them there: {do}"
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (list(self),)  # a copy is anybody's
 
 
 class ChainedState(MutableMapping[Any, Any]):

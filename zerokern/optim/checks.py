@@ -44,7 +44,7 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
     if isinstance(value, Tensor) and device.serves(value.device):
         do = "only lr is read where it lies; reading this one would wait for the device"
         raise TypeError(got(name, value, "a number or a tensor on the CPU", do))
-    no_text(name, value)
+    refuse_other_kinds(name, value)
     try:
         found = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -55,10 +55,10 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
     return found
 
 
-def no_text(name: str, value: Any) -> None:
-    """Raises for text, which float() would read: a configuration file's "3e-4" shows itself here.
+def refuse_other_kinds(name: str, value: Any) -> None:
+    """Raises for what float() reads and nobody means as a number: text, as a configuration file has it, and booleans.
 
-    >>> no_text("lr", "3e-4")
+    >>> refuse_other_kinds("lr", "3e-4")
     Traceback (most recent call last):
     ...
     TypeError: lr='3e-4': must be a number. Pass lr=float('3e-4') if it comes from a file (YAML reads 3e-4 as text)
@@ -66,6 +66,8 @@ def no_text(name: str, value: Any) -> None:
     if isinstance(value, str | bytes):
         do = f"Pass {name}=float({value!r}) if it comes from a file (YAML reads 3e-4 as text)"
         raise TypeError(got(name, value, "a number", do))
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):  # numpy's and torch's
+        raise TypeError(got(name, value, "a number", "A boolean would count as 0 or 1"))
 
 
 def rate(name: str, value: Any) -> float | Tensor:
@@ -108,7 +110,7 @@ def coefficients(name: str, value: Any) -> tuple[float, float, float]:
     """
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
         for each in value:
-            no_text(name, each)
+            refuse_other_kinds(name, each)
         a, b, c = map(float, value)
         if all(map(math.isfinite, (a, b, c))):
             return a, b, c

@@ -17,6 +17,7 @@ from zerokern.comm import Group, MeshGroups, user_group
 from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
+from zerokern.optim import checks
 from zerokern.optim.accord import norm_of_all
 from zerokern.optim.shards import gradient_of, scale_gradients, with_gradients
 from zerokern.optim.survey import added
@@ -51,6 +52,7 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
+    checks.refuse_other_kinds("max_norm", max_norm)
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
     params = [_gradient_holder(one) for one in ([parameters] if isinstance(parameters, Tensor) else parameters)]

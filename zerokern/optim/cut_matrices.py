@@ -3,24 +3,30 @@
 It goes round by round, with a matrix for each rank. A rank moves the averages of its own parts, and sends what results
 to the matrices' owners, in `ns_dtype`; they send back the orthogonal factors, which each applies to its own parts. An
 owner sums squares again over all it has received: in chunks of the whole matrix, so that it has the bits of a rank that
-never cut it.
+never cut it. Rounds are on their way while their neighbours are orthogonalized (`in_pipeline`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerokern.comm import Group, during
+from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import CommError
 from zerokern.zero.partition import shards_parameters, work_of
 from zerokern.zero.shard import Shard
 
-__all__ = ["CutMatrix", "Round", "exchange_groups", "parts_of_matrices", "rounds_of", "together"]
+__all__ = [
+    "CutMatrix", "Round", "RoundUnderWay", "exchange_groups", "in_pipeline", "parts_of_matrices", "rounds_nbytes",
+    "rounds_of", "together",
+]  # fmt: skip
+
+_ALIGNED = 64  # bytes: each round begins at a line of a cache
 
 
 class CutMatrix(NamedTuple):
@@ -116,7 +122,12 @@ class Round(NamedTuple):
         others = sum(part.numel for rank, part in enumerate(self.parts) if rank != self.group.rank)
         return others + (0 if self.own is None else self.own.height * self.own.width)
 
-    def divide(self, memory: Tensor, apart: Mapping[int, Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+    @property
+    def nbytes(self) -> int:
+        """The bytes of that."""
+        return self.numel * self.dtype.itemsize
+
+    def divide(self, memory: Tensor, apart: Mapping[int, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns in this memory the matrix of this rank, 1-D, and its parts of all matrices of the round.
 
         Its part of its own matrix lies in its place there. `apart`: by rank, parts with memory of their own.
@@ -127,33 +138,113 @@ class Round(NamedTuple):
         for rank, part in enumerate(self.parts):
             if rank == self.group.rank:
                 found.append(matrix[part.span(rank)])
-            elif apart and rank in apart:
+            elif rank in apart:
                 found.append(apart[rank])
             else:
                 found.append(memory[at : at + part.numel])
                 at += part.numel
         return matrix, found
 
-    def gather(self, matrix: Tensor, parts: Sequence[Tensor]) -> None:
-        """Brings each matrix together on its owner. On a device the current stream waits."""
-        of_others, of_own = self._by_rank(matrix, parts)
-        self._move(of_own, of_others, "directions")
-
-    def scatter(self, matrix: Tensor, parts: Sequence[Tensor]) -> None:
-        """Divides each matrix between all ranks again."""
-        of_others, of_own = self._by_rank(matrix, parts)
-        self._move(of_others, of_own, "orthogonal factors")
-
-    def _by_rank(self, matrix: Tensor, parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def by_rank(self, matrix: Tensor, parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns by rank what this one has of that rank's matrix, and that rank's part of this one's matrix."""
         size, nothing, own = self.group.size, matrix[:0], self.own
         mine = [nothing] * size if own is None else [matrix[own.span(rank)] for rank in range(size)]
         return [*parts, *[nothing] * (size - len(parts))], mine
 
+
+class RoundUnderWay:
+    """A round in memory: this rank's matrix, 1-D, its parts of all of them, and the exchange that is on its way.
+
+    `apart`: by rank, parts whose averages have moved already, in memory of their own. `here`: rank, row and memory of
+    the parts that have elements.
+    """
+
+    def __init__(self, one: Round, memory: Tensor, apart: Mapping[int, Tensor]) -> None:
+        self.round, self.apart = one, apart
+        self.matrix, self._parts = one.divide(memory, apart)
+        pairs = enumerate(zip(one.rows, self._parts, strict=True))
+        self.here = [(rank, row, part) for rank, (row, part) in pairs if len(part)]
+        self._handle = Handle()
+        self._about = ""
+
+    def gather(self) -> None:
+        """Begins to bring each matrix together on its owner."""
+        rank = self.round.group.rank
+        if rank in self.apart:
+            self._parts[rank].copy_(self.apart[rank])
+        of_others, of_own = self.round.by_rank(self.matrix, self._parts)
+        self._move(of_own, of_others, "directions")
+
+    def scatter(self) -> None:
+        """Begins to divide each matrix between all ranks again."""
+        of_others, of_own = self.round.by_rank(self.matrix, self._parts)
+        self._move(of_others, of_own, "orthogonal factors")
+
+    def give_back(self) -> None:
+        """Puts this rank's part of its own matrix, too, where the parts with memory of their own are."""
+        rank = self.round.group.rank
+        if rank in self.apart:
+            self.apart[rank].copy_(self._parts[rank])
+
     def _move(self, receives: list[Tensor], sends: list[Tensor], what: str) -> None:
-        names = ", ".join(part.name for part in self.parts)
-        with during("opt.step", of=f"{what} of {names}"):
-            self.group.all_to_all(receives, sends).wait()
+        self._about = f"{what} of {', '.join(part.name for part in self.round.parts)}"
+        with during("opt.step", of=self._about):
+            self._handle = self.round.group.all_to_all(receives, sends)
+
+    def wait(self) -> None:
+        """Waits for the exchange that was begun last: on a CPU the host, on a device the current stream."""
+        with during("opt.step", of=self._about):
+            self._handle.wait()
+
+
+def in_pipeline(
+    rounds: Sequence[Round],
+    send: Callable[[Round, int], RoundUnderWay],
+    orthogonalize: Callable[[RoundUnderWay, Callable[[], None]], None],
+    receive: Callable[[RoundUnderWay], None],
+) -> None:
+    """Makes rounds, each of which is on its way while its neighbours are orthogonalized; two at a time are in memory.
+
+    `send` begins a round's gather, in the memory from this byte on. `orthogonalize` waits for that, calls its second
+    argument in the middle of the iteration, and begins the way back, for which `receive` waits. In the middle of an
+    iteration the round before it has come back, and the one after it sets off, in the same memory: so one half of the
+    iteration hides the way back, and the other the way there. The order of collectives is that of the rounds alone,
+    whatever a rank has of them: there 0, there 1, back 0, there 2, back 1, and so on.
+
+    >>> group, said = Group(0, 2, torch.device("cpu"), "two"), []
+    >>> parts = [CutMatrix(0, 8, 4, 4, name, (8, 16), group) for name in "abcde"]
+    >>> def send(one, at):
+    ...     said.append(f"there {one.parts[0].name}"); return one.parts[0].name
+    >>> def orthogonalize(name, halfway):
+    ...     halfway(); said.append(f"back {name}")
+    >>> rounds = rounds_of([(row, part, torch.float32) for row, part in enumerate(parts)])
+    >>> in_pipeline(rounds, send, orthogonalize, lambda name: said.append(f"{name} is here")); said
+    ['there a', 'there c', 'back a', 'a is here', 'there e', 'back c', 'c is here', 'back e', 'e is here']
+    """
+    places = 0, _second_place(rounds)
+    under_way = [send(one, places[0]) for one in rounds[:1]]
+
+    def halfway(number: int) -> None:
+        if number:
+            receive(under_way[number - 1])
+        if number + 1 < len(rounds):
+            under_way.append(send(rounds[number + 1], places[(number + 1) % 2]))
+
+    for number in range(len(rounds)):
+        orthogonalize(under_way[number], partial(halfway, number))
+    for one in under_way[-1:]:
+        receive(one)
+
+
+def rounds_nbytes(rounds: Sequence[Round]) -> int:
+    """Returns how many bytes rounds take that are made by `in_pipeline`: those of two, or of one."""
+    return _second_place(rounds) + max((one.nbytes for one in rounds[1::2]), default=0)
+
+
+def _second_place(rounds: Sequence[Round]) -> int:
+    """Returns where in memory every second round lies, behind the others."""
+    largest = max((one.nbytes for one in rounds[::2]), default=0)
+    return -(-largest // _ALIGNED) * _ALIGNED if len(rounds) > 1 else largest
 
 
 def rounds_of(rows: Sequence[tuple[int, CutMatrix, torch.dtype]]) -> list[Round]:

@@ -194,6 +194,7 @@ class Holdings:
             return
         self.closed, self.state = because, Elsewhere(because)
         self.bound, self.shards, self.host = Bound(), Shards(()), None
+        self.placing.claimed = 0
         if self.room is not None:
             self.room.forget_others(())
         if self.disk is not None:

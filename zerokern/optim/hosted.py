@@ -20,6 +20,7 @@ from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
 from zerokern.kernels.squares import one_by_one
 from zerokern.memory import NextRest, Wanted, placement
+from zerokern.memory.addresses import MemoryRecord
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.squares import MeasuredThere, SquaresBelow
 from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
@@ -72,7 +73,8 @@ class HostCopy:
     shadow: Tensor | None = None
     rest: NextRest | None = None
     shown: Tensor | None = None  # the values, for who shows them: other views would keep them in memory
-    seen: tuple[int, int] = (0, 0)  # version and address of `local`, as of the last time both agreed
+    version: int = 0  # of `local`, and its memory, as of the last time both agreed
+    memory: MemoryRecord | None = None
     fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
     checked: bool = False  # copies to and from it have been checked
     free: bool = True  # no update has yet to read the gradient that is here
@@ -91,7 +93,8 @@ class HostCopy:
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
-        if (self.local._version, self.local.data_ptr()) == self.seen:
+        memory = self.memory
+        if memory is not None and self.local._version == self.version and not memory.exchanged()[0]:
             return False
         if self.loaded is None or self.bits != self.loaded:
             return True
@@ -105,7 +108,12 @@ class HostCopy:
             return int(fingerprints(self.local.detach().contiguous()))
 
     def agree(self) -> None:
-        self.seen = (self.local._version, self.local.data_ptr())
+        """Notes that both have the same values now."""
+        self.version = self.local._version
+        if self.memory is None:
+            self.memory = MemoryRecord([self.local])
+        else:
+            self.memory.look_again()
 
     def bring_back(self) -> None:
         """Brings a gradient back to the device that has its values here alone."""

@@ -18,17 +18,27 @@ from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.cut_matrices import CutMatrix, Round, group_of, parts_of_matrices, rounds_of
+from zerokern.optim.cut_matrices import (
+    CutMatrix,
+    Round,
+    RoundUnderWay,
+    group_of,
+    in_pipeline,
+    parts_of_matrices,
+    rounds_nbytes,
+    rounds_of,
+)
 from zerokern.optim.formats import Layout
 from zerokern.optim.records import StateSpan
 from zerokern.optim.small_matrices import SmallMatrices, batches_of, most_together
+from zerokern.optim.spare_matrix import SpareMatrix
 from zerokern.zero.kinds import Placed
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
 
 __all__ = [
-    "Matrix", "MatrixPart", "MatrixTable", "SpareMatrix", "check_matrix", "check_shard", "matrices_of", "ns_dtype_of",
-    "part_of", "state_span",
+    "Matrix", "MatrixPart", "MatrixTable", "check_matrix", "check_shard", "matrices_of", "ns_dtype_of", "part_of",
+    "state_span",
 ]  # fmt: skip
 
 _HOST = torch.device("cpu")
@@ -270,8 +280,7 @@ class MatrixTable:
             for row in rows:
                 if row not in self._small:
                     self._update(row, scale)
-            for one in rounds:
-                self._update_together(one, partial(self._average, scale), self._apply)
+            self._update_together(rounds, partial(self._average, scale), self._apply)
 
     @contextmanager
     def _prepared(self, rows: range) -> Iterator[tuple[list[int], list[Round]]]:
@@ -288,8 +297,11 @@ class MatrixTable:
         batches = self._batches_of([row for row, _ in there])
         wanted += [(batch.numel, self._iterations[batch.rows[0]]["dtype"]) for batch in batches]
         rounds = self._rounds_of(rows)
-        wanted += [(one.numel, one.dtype) for one in rounds]
-        with whole("the step"), self.spare.lent(wanted):
+        numel = max((numel for numel, _ in wanted), default=0)
+        nbytes = max((numel * dtype.itemsize for numel, dtype in wanted), default=0)
+        numel = max([numel, *(part.height * part.width for one in rounds for part in one.parts)])
+        nbytes = max(nbytes, rounds_nbytes(rounds))
+        with whole("the step"), self.spare.lent(numel, nbytes):
             yield [row for row, _ in there], rounds
             self.carried_out = True
             if self._next >= 0:
@@ -342,8 +354,7 @@ class MatrixTable:
                 average(row)
                 self._orthogonalize(row, matrix, sums)
                 apply(row)
-        for one in rounds:
-            self._update_together(one, average, apply)
+        self._update_together(rounds, average, apply)
         if self._decided is None:
             self._decided = self._decides()
         self._decided.set_group(0, **self._decided_as)
@@ -419,31 +430,44 @@ class MatrixTable:
     def _apply(self, row: int, table: Any = None) -> None:
         (table or self._tables[row][1]).run(1.0)
 
-    def _update_together(self, one: Round, average: Callable[[int], None], apply: Callable[[int], None]) -> None:
-        """Updates this rank's parts of the matrices of a round; one of them it orthogonalizes for all ranks."""
-        apart = self._take_directions(one)
-        matrix, parts = one.divide(self.spare.memory(one.numel, one.dtype), apart)
-        there = [(rank, row, part) for rank, (row, part) in enumerate(zip(one.rows, parts, strict=True)) if len(part)]
-        for rank, row, part in there:
-            self._arrange_memory(row, part, self.spare.sums(part.numel()))
-            if rank not in apart:
-                average(row)
-            elif rank == one.group.rank:
-                part.copy_(apart[rank])
-        one.gather(matrix, parts)
-        if (own := one.own) is not None:
-            sums = self.spare.sums(matrix.numel())
-            _sum_squares(matrix, sums)
-            self._orthogonalize(one.rows[one.group.rank], matrix.view(own.height, own.width), sums)
-        one.scatter(matrix, parts)
-        for rank, row, part in there:
-            key = id(self._parts[row])
-            if key not in self._applied_by:
-                apply(row)
+    def _update_together(
+        self, rounds: Sequence[Round], average: Callable[[int], None], apply: Callable[[int], None]
+    ) -> None:
+        """Updates this rank's parts of the matrices of these rounds, of each of which it orthogonalizes one."""
+
+        def send(one: Round, at: int) -> RoundUnderWay:
+            memory = self.spare.memory(one.numel, one.dtype, at)
+            going = RoundUnderWay(one, memory, self._take_directions(one))
+            for rank, row, part in going.here:
+                self._arrange_memory(row, part, self.spare.sums(part.numel()))
+                if rank not in going.apart:
+                    average(row)
+            going.gather()
+            return going
+
+        def orthogonalize(going: RoundUnderWay, halfway: Callable[[], None]) -> None:
+            going.wait()
+            one, matrix = going.round, going.matrix
+            if one.own is None:
+                halfway()
             else:
-                self._factors[key] = apart[rank]
-                if rank == one.group.rank:
-                    apart[rank].copy_(part)
+                sums = self.spare.sums(matrix.numel())
+                _sum_squares(matrix, sums)
+                shape = one.own.height, one.own.width
+                self._orthogonalize(one.rows[one.group.rank], matrix.view(shape), sums, halfway)
+            going.scatter()
+
+        def receive(going: RoundUnderWay) -> None:
+            going.wait()
+            going.give_back()
+            for rank, row, _ in going.here:
+                key = id(self._parts[row])
+                if key not in self._applied_by:
+                    apply(row)
+                else:
+                    self._factors[key] = going.apart[rank]
+
+        in_pipeline(rounds, send, orthogonalize, receive)
 
     def _take_directions(self, one: Round) -> dict[int, Tensor]:
         """Returns by rank what is here of a round's matrices whose averages have moved already, in records."""
@@ -455,9 +479,10 @@ class MatrixTable:
                 found[rank] = self._directions.pop(id(part))
         return found
 
-    def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor) -> None:
+    def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor, halfway: Callable[[], None] | None = None) -> None:
+        """Orthogonalizes the matrix of a row. `halfway` is called in the middle of that."""
         how = self._iterations[row]
-        iterate_(matrix, sums, how["coefficients"], how["steps"], how["eps"])
+        iterate_(matrix, sums, how["coefficients"], how["steps"], how["eps"], halfway)
 
     def _arrange(self, row: int) -> tuple[Tensor, Tensor]:
         """Points the tables of a row at what it is about; returns the matrix between them, and its sums of squares."""
@@ -484,62 +509,6 @@ class MatrixTable:
             self._arranged[row] = (mine, others)
         averages.columns["grad"][0] = columns["grad"][row]
         parameters.columns["grad"][0] = memory.data_ptr()
-
-
-class SpareMatrix:
-    """Memory for the one matrix that is orthogonalized, or for a round, on a device as long as whoever holds it.
-
-    In host memory it is there during an update alone; a device's addresses have to stay, for they have been sent there.
-    """
-
-    def __init__(self, place: torch.device) -> None:
-        self.place = place
-        self._memory = self._sums = torch.empty(0)
-        self._stays = False
-
-    @contextmanager
-    def lent(self, wanted: Sequence[tuple[int, torch.dtype]]) -> Iterator[None]:
-        """Has room for as many elements, of each of these in turn, within the block."""
-        numel = max((numel for numel, _ in wanted), default=0)
-        nbytes = max((numel * dtype.itemsize for numel, dtype in wanted), default=0)
-        self._memory = self._grown(self._memory, nbytes, torch.uint8)
-        self._sums = self._grown(self._sums, -(-numel // SUMSQ_CHUNK), torch.float64)
-        self._stays = False
-        try:
-            yield
-        finally:
-            if not self._stays:
-                self.free()
-
-    def _grown(self, memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        if memory.numel() >= numel:
-            return memory
-        more = torch.empty(numel, dtype=dtype, device=self.place)
-        if self._stays:
-            more[: memory.numel()] = memory
-        return more
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it has now."""
-        return self._memory.nbytes + self._sums.nbytes
-
-    def stay(self) -> None:
-        """Keeps what is in it past the end of the block, for the next one."""
-        self._stays = True
-
-    def free(self) -> None:
-        """Frees host memory."""
-        if self.place == _HOST:
-            self._memory = self._sums = torch.empty(0)
-
-    def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns room for as many elements, whatever it holds."""
-        return self._memory[: numel * dtype.itemsize].view(dtype)
-
-    def sums(self, numel: int) -> Tensor:
-        """Returns room for the sums of squares of as many elements."""
-        return self._sums[: -(-numel // SUMSQ_CHUNK)]
 
 
 def _is_small(part: MatrixPart | CutMatrix, most: int) -> bool:

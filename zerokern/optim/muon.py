@@ -27,19 +27,19 @@ __all__ = ["Muon"]
 class Muon(FusedOptimizer):
     """Muon as torch.optim.Muon defines it: momentum whose singular values are made nearly 1, matrix by matrix.
 
-    It is for matrices that multiply activations. Embeddings, heads, biases and norms belong into another optimizer;
+    It is for matrices that multiply activations. Embeddings, heads, biases and norms need another optimizer;
     `zk.muon_groups(model)` proposes which parameters go where. lr, weight_decay, momentum, nesterov, ns_coefficients,
     eps, ns_steps and adjust_lr_fn are torch's.
 
-    A matrix is updated whole, one at a time. Beside a bf16 parameter lie 6 bytes of exact state, an fp32 average and a
-    16-bit remainder, where AdamW has 10. Under `zk.shard` each matrix must lie whole on one rank (`whole=`), or be cut
-    by stage 3: then it comes together on one rank in each step.
+    A matrix is updated as a whole. The exact state of a bf16 parameter is 6 bytes, an fp32 average and a 16-bit
+    remainder; AdamW's is 10. Under `zk.shard` at stages 1 and 2 each matrix must lie whole on one rank (`whole=`). At
+    stage 3 each step assembles it on one rank.
 
-    ns_dtype: what matrices are orthogonalized in, "bf16" or "fp32". By default bf16 on a GPU, and on a CPU fp32 unless
-        the CPU multiplies bf16 itself. Also per param_group.
-    split: parameters of a group consist of so many matrices along their first dimension, of which each is
-        orthogonalized by itself: 3 for a fused query, key and value, the number of experts for a stack of them. Also
-        per param_group. It changes the update; 1 is torch's.
+    ns_dtype: the dtype in which matrices are orthogonalized, "bf16" or "fp32". By default bf16 on a GPU; on a CPU fp32,
+        unless the CPU has instructions for bf16 products. Also per param_group.
+    split: how many matrices a parameter consists of, as equal slices of its first dimension: 3 for a fused query, key
+        and value, the number of experts for a stack of them. Each is orthogonalized by itself, which changes the
+        update; 1 is torch's. Also per param_group.
     maximize: as in torch's other optimizers.
     tier: "device", "cpu", `zk.Nvme(path)` for parameters on a CPU, or a list of these. Records on a disk end where
         matrices do, or this rank's parts of them; a matrix whose state is larger than a slot of the ring has several,

@@ -63,13 +63,13 @@ def muon_groups(
 ) -> MuonGroups:
     """Proposes which parameters `zk.Muon` updates, and which another optimizer does; returns param_groups for both.
 
-    Matrices are what has two dimensions and lies in a repeated block (a child of an `nn.ModuleList`), and is no
-    embedding, nor tied to one. All else, and the output head with it, is the rest. Print the result, and correct it:
+    Matrices are parameters with two dimensions in a repeated block (a child of an `nn.ModuleList`), without embeddings
+    and what is tied to one. Everything else is the rest, the output head too. Print the result, and correct it:
 
     matrices, rest: patterns of names ("blocks.*.attn.weight") that go there, whatever is proposed.
-    split: patterns of names, and of how many matrices along the first dimension these parameters consist: 3 for a fused
-        query, key and value, the number of experts for a stack with three dimensions. Each is orthogonalized by itself.
-        What is not named here is one matrix; a warning tells where a name sounds as if it were several.
+    split: a dict from patterns of names to the number of matrices in such a parameter, along its first dimension: 3 for
+        a fused query, key and value, the number of experts for a stack with three dimensions. Each is orthogonalized by
+        itself. A parameter that is not named here is one matrix; a warning lists names that suggest several.
 
     >>> import torch, zerokern as zk
     >>> class Model(torch.nn.Module):

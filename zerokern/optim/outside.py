@@ -3,7 +3,8 @@
 Looking at 10,000 parameters' state tensors one by one costs more than the rest of a step's bookkeeping, nearly all of
 it in cache misses. Frameworks do replace them (a move to another device, a cast), always by assignment into these
 dicts; so the assignment is noticed instead. Parameters that somebody wrote show by their version, and their masters
-begin anew. Exchanged memory shows by its address (`AddressRecord`).
+begin anew. Exchanged memory shows by its address (`AddressRecord`), and that of parameters by its storage too
+(`MemoryRecord`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels.ops import fingerprints
+from zerokern.memory.addresses import MemoryRecord
 from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
 from zerokern.zero.kinds import present, rest_of
 
 _version_of = operator.attrgetter("_version")
-_pointer_of = torch.Tensor.data_ptr
 
 
 def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -144,19 +145,20 @@ for _kind in (WatchedEntry, WatchedState):
 
 
 class Witness:
-    """The version and address of each parameter that has a master, as of the last time both agreed."""
+    """The version and memory of each parameter that has a master, as of the last time both agreed."""
 
     def __init__(self, params: Iterable[Tensor], *, loaded: bool = False) -> None:
         self.params = list(params)
         self.loaded = loaded  # nothing has stepped since load_state_dict
         # torch's set_state_dict loads the model, whose parameters hold the checkpoint's values already, after this
         self._prints = dict(zip(map(id, self.params), _prints_of(self.params), strict=True)) if loaded else {}
-        self.look()
+        self._memory = MemoryRecord(self.params)
+        self.versions = list(map(_version_of, self.params))
 
     def look(self) -> None:
         """Records that the masters stand for the parameters as they are now."""
         self.versions = list(map(_version_of, self.params))
-        self.pointers = list(map(_pointer_of, self.params))
+        self._memory.look()
 
     def stepped(self) -> None:
         """Accounts for our own update, which bumps versions and moves nothing. Views of one bucket share a version."""
@@ -166,19 +168,16 @@ class Witness:
     def catch_up(self, state: Mapping[Tensor, dict[str, Any]], *, in_place: bool = False) -> None:
         """Makes the masters of parameters anew that were written from outside, or whose memory was exchanged.
 
-        `in_place`: the caller knows that nothing has moved, unless something was written as well.
+        `in_place`: the caller knows that all are at their addresses.
         """
         versions = list(map(_version_of, self.params))
-        if in_place and versions == self.versions:
+        if in_place and versions == self.versions and not self._memory.any_freed():
             return
         written = [param for param, was, now in zip(self.params, self.versions, versions, strict=True) if was != now]
         if self.loaded:
             prints = zip(written, _prints_of(written), strict=True)
             written = [param for param, now in prints if now != self._prints[id(param)]]
-        if in_place and not written:
-            return
-        pointers = map(_pointer_of, self.params)
-        moved = [param for param, was, now in zip(self.params, self.pointers, pointers, strict=True) if was != now]
+        moved = compress(self.params, self._memory.exchanged())
         changed = {id(param): param for param in (*written, *moved)}
         if changed:
             follow([param for param in changed.values() if param in state], state, loaded=self.loaded)

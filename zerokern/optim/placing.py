@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,13 +66,16 @@ _GROWN = (
     "all anew"
 )
 _log = logging.getLogger("zerokern")
+# of optimizers that take what is free on a device, in the order in which they asked
+_measured: weakref.WeakKeyDictionary[Placing, None] = weakref.WeakKeyDictionary()
 
 
 class Placing:
     """Chooses by the budgets of `order`; what was placed once stays where it is.
 
     `room`: host memory that state lies in. `there`: parameters lie on a device with memory of its own. `free`: the
-    bytes that "device:auto" is, once they are known; they do not change any more.
+    bytes that "device:auto" is, once they are known; they do not change any more. `claimed`: those of state that has
+    been given a place on the device, made or not.
 
     >>> import torch
     >>> placing = Placing(TierOrder.of("tier", "cpu"), HostTier("example"))
@@ -82,6 +86,8 @@ class Placing:
     def __init__(self, order: TierOrder, room: HostTier | None) -> None:
         self._order, self.room, self.there = order, room, False
         self.free: int | None = None
+        self.claimed = 0
+        self._peak, self._driver = 0, None  # the device's, when that was asked
         self.turns: Mapping[int, int] = {}  # by a parameter's id, when forwards need it; others as they are asked for
 
     def choose(self, state: Mapping[Any, Any], wanted: Sequence[tuple[Tensor, int]]) -> list[str]:
@@ -117,10 +123,19 @@ class Placing:
         return AUTO in self._order.budgets and self.free is None
 
     def measure(self, driver: Driver) -> None:
-        """Sets what is free on the device, once: its share that state may fill, less what was in use at the peak."""
+        """Sets what is free on the device, once: its share that state may fill, less what was in use at the peak.
+
+        State that other optimizers were given there since theirs was measured comes on top of that: no pass since then
+        may have shown it, and it may not even exist yet.
+        """
         if not self.waits:
             return
         total, peak = driver.memory()
+        self._peak, self._driver, needed = peak, driver, 0
+        for one in [one for one in list(_measured) if one._driver is driver]:
+            needed = max(needed, one._peak) + one.claimed
+        peak = max(peak, needed)
+        _measured[self] = None
         self.free = max(0, int(FILLED * total) - peak)
         text = "tier='device:auto': state takes %d bytes of %s, %d %% of %d bytes less %d at the peak so far"
         _log.info(text, self.free, driver.device, round(100 * FILLED), total, peak)
@@ -131,7 +146,9 @@ class Placing:
         `held_there`: bytes of state that are on the device already.
         """
         tiers = self._order.kinds(apart=self.there, free=self.free or 0)
-        return self._filled(tiers, sizes, held_there, self._kept_by().total())
+        kinds = self._filled(tiers, sizes, held_there, self._kept_by().total())
+        self.claimed = held_there + sum(size for size, kind in zip(sizes, kinds, strict=True) if kind == "device")
+        return kinds
 
     def check_growth(self, stays: Sequence[tuple[int, int]]) -> None:
         """Raises where state on the device takes more than its budget. `stays`: of each, its bytes now and before."""

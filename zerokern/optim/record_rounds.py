@@ -3,12 +3,14 @@
 All ranks make the same rounds in the same order; which records a rank has, and how many, is its own affair. So rounds
 hang on records: each comes as soon as all averages that this rank has of it have moved, and records of masters and
 remainders as soon as all of their matrices have come back. A rank that has nothing of a round makes it all the same.
+So that all ranks have one order of collectives, rounds come one by one here, each in a batch of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -44,11 +46,12 @@ def _turn_in_rounds(
     rounds = rounds_of([(at, part, dtypes[i]) for at, (i, part) in enumerate(cut) if part.height * part.width])
     made: list[Any] = []
     for number, some in _walk(passes, rounds):
-        batch = loose if number is None else records[number]
-        members = [cut[row] for one in some for row in one.rows]
-        batch.members = [*(() if batch is loose else batch.members), *members]
-        batch.turns = [loose.turns[0]] * len(batch.members)
-        made.append(batch)
+        batch = replace(loose, members=[]) if number is None else records[number]
+        batches = [batch, *(replace(loose, members=[]) for _ in some[1:])]
+        for one, of in zip_longest(some, batches):
+            of.members = [*of.members, *(cut[row] for row in (() if one is None else one.rows))]
+            of.turns = [loose.turns[0]] * len(of.members)
+        made += batches
     return made
 
 

@@ -49,7 +49,9 @@ def groups_of(
         for name, param in params:
             if any(param is mine for mine in module.parameters()):
                 if numbers[id(param)] not in (0, number):
-                    raise ValueError(f"mesh names two modules that have {name!r}, and for each of them other ranks")
+                    raise ValueError(
+                        f"two modules in mesh= have {name!r}, with different ranks; allowed: one entry for it"
+                    )
                 numbers[id(param)] = number
     each: list[RankGroups] = []
     for number, one in enumerate(groups):
@@ -65,11 +67,11 @@ def _join_ranks(root: RankGroups, experts: RankGroups, params: Sequence[tuple[st
     if experts.everyone.size != root.everyone.size:
         name = params[0][0] if params else "a module without parameters"
         raise ShardError(
-            f"{name!r} is to be divided among {experts.group.everyone.size} ranks"
-            + ("" if experts.place is None else f", beside its DTensor's mesh {experts.everyone.size} together")
-            + f", and the model has {root.everyone.size}; allowed: experts that are DTensors of a mesh which has "
-            "each rank of the model once, together with the ranks they are divided among: of one that "
-            'init_device_mesh makes as ("efsdp", "ep"), DTensors on mesh["ep"] and mesh["efsdp"] for zk.shard'
+            f"{name!r} would be divided among {experts.group.everyone.size} ranks"
+            + ("" if experts.place is None else f", {experts.everyone.size} with its DTensor's mesh")
+            + f", and the model has {root.everyone.size}; allowed: two dimensions of one mesh that together have each "
+            'rank of the model once, such as init_device_mesh(.., mesh_dim_names=("efsdp", "ep")): the experts are '
+            'DTensors on mesh["ep"], and zk.shard gets mesh["efsdp"] for them'
         )
     experts.hearing = experts.everyone
     for one in root.group.join():

@@ -175,9 +175,9 @@ class PipelineStage(TorchStage):
         self._reshard()
         if self.tied:
             raise StateError(
-                f"pipeline stage {self.stage_index} shares {min(self.tied)!r} with others, and the schedule ends it "
-                "before all is sent that others wait for; allowed: a schedule that calls perform_reduce_grad, as all "
-                "of torch's do from 2.10 on"
+                f"pipeline stage {self.stage_index} shares {min(self.tied)!r} with others, and the schedule ended the "
+                "step before its gradients were sent to them; allowed: a schedule that calls perform_reduce_grad, as "
+                "all of torch's do from 2.10 on"
             )
         self._reduce_rest()
         self._finish(grad_scale_factor)

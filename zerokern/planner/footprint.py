@@ -25,7 +25,7 @@ from zerokern.planner.layouts import (
     records_nbytes,
     slots_nbytes,
 )
-from zerokern.planner.matrices import Iteration, workspace_nbytes
+from zerokern.planner.matrices import Iteration, exchanged, rounds_nbytes, workspace_nbytes
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, short
@@ -174,12 +174,18 @@ class Footprint(HeldMemory):
         trained = [member for member in subject.members if member.trainable]
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
         most = buckets.most_work if shards_state(self.stage) else work
-        sent = [0]
+        sent, rounds = [0], 0
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
             most = sum(sorted((one.each.work for one in whole for _ in range(one.split)), reverse=True)[::world])
-            sent = subject.exchanged(world, self.settings.bucket_bytes)
-        device, cut = self.settings.device, shards_parameters(self.stage) and world > 1
-        dtype, on_host = self.recipe.iterates_in(device), device == "cpu" or self.recipe.iterates_on_host(device)
+            cut = subject.cut_matrices(world, self.settings.bucket_bytes)
+            sent = exchanged(cut, world)
+        device, recipe = self.settings.device, self.recipe
+        dtype, on_host = recipe.iterates_in(device), device == "cpu" or recipe.iterates_on_host(device)
+        if shards_parameters(self.stage) and world > 1:
+            # what a disk or a slot of the device has comes round by round
+            pairs = recipe.tier == "device" or (recipe.tier == "cpu" and on_host)
+            turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
+            rounds = rounds_nbytes(cut, world, itemsize(dtype), pairs=pairs, turns=turns)
         return Iteration(
             dtype,
             len(whole),
@@ -190,7 +196,7 @@ class Footprint(HeldMemory):
             rank_flops=steps * most,
             imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
-            workspace=workspace_nbytes(whole, dtype, cut=cut, place="cpu" if on_host else "cuda"),
+            workspace=workspace_nbytes(whole, dtype, rounds=rounds, place="cpu" if on_host else "cuda"),
             exchanged=sum(sent) * itemsize(dtype),
             rank_exchanged=max(sent) * itemsize(dtype),
         )
@@ -477,6 +483,8 @@ def _working(run: Footprint) -> Iterator[Holding]:
             nbytes = sum(kind.padded_numel * size for kind, size in wire)
         else:
             nbytes = min(BUFFERS, sum(kind.count for kind in buckets.trained)) * largest
+            if run.subject.matrices and not shards_parameters(stage):
+                nbytes = run.subject.buffers_nbytes(run.world, settings.bucket_bytes, run.recipe, settings.device)
         yield Holding("buffers", "", "device", nbytes)
     if settings.device == "cpu":
         yield Holding("scratch", "", "device", _scratch_nbytes(largest, stage, settings))

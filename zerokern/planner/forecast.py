@@ -45,7 +45,7 @@ _NOTE_AT_REST = (
     "T*: the tokens from which what moves takes no longer than compute, bytes / rate x flops per second / flops per "
     "token. T / (T + T*) is the ZeRO-Infinity paper's efficiency, of copies that run beside nothing."
 )
-_MUON_ON_HOST = "Newton-Schulz on the host, whose flops per second the machine's description has not"
+_MUON_ON_HOST = "Newton-Schulz on the host: the machine's description has no rate for products there"
 _UNTIMED = "inputs that are kept off the device, where parameters rest on it"
 
 

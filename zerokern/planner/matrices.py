@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerokern.core.units import BUFFERS
 from zerokern.zero.partition import Bucket, Member, work_of
 
-__all__ = ["Iteration", "MatrixShape", "most_loaded", "workspace_nbytes"]
+__all__ = [
+    "Iteration", "MatrixShape", "PartsOfMatrix", "exchanged", "most_loaded", "open_in_backward", "rounds_nbytes",
+    "workspace_nbytes",
+]  # fmt: skip
 
 _SUMMED_IN = 8  # bytes of a float64 sum of squares
+_ALIGNED = 64  # bytes that every second round begins at a multiple of
 
 
 class MatrixShape(NamedTuple):
@@ -56,8 +61,10 @@ class Iteration:
     `numel` of `matrices` parameters, with `rest` others for AdamW. `flops`: of all matrices once; `rank_flops`: of the
     rank that has most of them to do in a step. `imbalance`: by what part of the average that is more; 0 where all
     compute all (stage 0). `padding`: elements that are sent because matrices are not cut (stages 1 and 2). `workspace`:
-    bytes beside the state while matrices are orthogonalized, one at a time. `exchanged`: bytes that all ranks together
-    send each other in a step because they have parts of matrices (stage 3); `rank_exchanged`: the rank that sends most.
+    bytes beside the state while matrices are orthogonalized, one at a time; of those that ranks have parts of (stage 3)
+    up to two rounds are in memory, with this rank's parts of others' matrices. `exchanged`: bytes that all ranks
+    together send each other in a step because they have parts of matrices (stage 3); `rank_exchanged`: the rank that
+    sends most.
 
     >>> import zerokern as zk
     >>> muon = zk.plan("llama-3-8b", optimizer="muon", world=8).muon
@@ -97,10 +104,105 @@ def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int
     return numels.index(max(numels)), max(works)
 
 
-def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = False, place: str = "cpu") -> int:
+class PartsOfMatrix(NamedTuple):
+    """A matrix that stage 3 cuts: its elements, the bucket that they are in, and how many each of its ranks has."""
+
+    numel: int
+    bucket: int
+    parts: Mapping[int, int]
+
+
+def exchanged(matrices: Sequence[PartsOfMatrix], world: int) -> list[int]:
+    """Returns the elements that each rank sends in a step: its parts of others' matrices, and the results of its own to
+    the ranks that have parts of them.
+
+    >>> exchanged([PartsOfMatrix(6, 0, {0: 4, 1: 2}), PartsOfMatrix(6, 0, {1: 6})], 2)
+    [2, 2]
+    """
+    sent = [0] * world
+    for turn, one in enumerate(matrices):
+        owner = turn % world
+        for rank, part in one.parts.items():
+            sent[rank] += 0 if rank == owner else part  # there, what is to be orthogonalized
+            sent[owner] += 0 if rank == owner else part  # and back
+    return sent
+
+
+def rounds_nbytes(matrices: Sequence[PartsOfMatrix], world: int, itemsize: int, *, pairs: bool, turns: bool) -> int:
+    """Returns the bytes of rounds in memory, on the rank with most: its matrix of each, and its parts of the others.
+
+    `pairs`: there are two at a time, of which one is on its way. `turns`: buckets are updated one after the other.
+
+    >>> rounds_nbytes([PartsOfMatrix(32, 0, {0: 16, 1: 16})] * 4, 2, 4, pairs=True, turns=False)  # of 48 elements each
+    384
+    """
+    of_turns: dict[int, list[PartsOfMatrix]] = {}
+    for one in matrices:
+        of_turns.setdefault(one.bucket if turns else 0, []).append(one)
+    largest = 0
+    for some in of_turns.values():
+        room = [[0, 0] for _ in range(world)]  # of every second round, and of the others
+        for number, begin in enumerate(range(0, len(some), world)):
+            numels = [0] * world
+            for owner, one in enumerate(some[begin : begin + world]):
+                numels[owner] += one.numel
+                for rank, part in one.parts.items():
+                    numels[rank] += 0 if rank == owner else part
+            place = number % 2 if pairs else 0
+            for mine, numel in zip(room, numels, strict=True):
+                mine[place] = max(mine[place], numel * itemsize)
+        largest = max(largest, *(-(-even // _ALIGNED) * _ALIGNED + odd if odd else even for even, odd in room))
+    return largest
+
+
+def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together: Sequence[bool], *, hosts: bool) -> int:
+    """Returns the bytes of the buffers that gradients of these buckets take, as zerokern.zero.reduction lends them:
+    buckets of whole matrices stay open until gradients of many layers have arrived, last layers first.
+
+    `together`: buckets that take a buffer once all of their gradients have arrived. `hosts`: they are reduced in host
+    memory, where only one reduction is under way.
+
+    >>> from zerokern.zero.partition import partition
+    >>> each = partition([Member(256, "float32", work=1), Member(512, "float32", work=2)] * 4, world=2, bucket_numel=1)
+    >>> open_in_backward(each, [4 * one.padded_numel for one in each], [False] * 4, hosts=True)
+    8192
+    """
+    owner = {piece.param: number for number, bucket in enumerate(buckets) for piece in bucket.places}
+    missing = [len(bucket.places) for bucket in buckets]
+    lent: dict[int, int] = {}
+    free: list[int] = []
+    outstanding: list[int] = []
+    made: list[int] = []
+
+    def take(number: int) -> None:
+        while not any(one >= nbytes[number] for one in free) and len(made) >= BUFFERS and outstanding:
+            free.append(lent.pop(outstanding.pop(0)))
+        fitting = [one for one in free if one >= nbytes[number]]
+        if fitting:
+            lent[number] = min(fitting)
+            free.remove(lent[number])
+            return
+        lent[number] = max(size for size in nbytes if size <= 2 * nbytes[number])
+        made.append(lent[number])
+
+    for param in sorted(owner, reverse=True):
+        number = owner[param]
+        if number not in lent and not together[number]:
+            take(number)
+        missing[number] -= 1
+        if missing[number] == 0:
+            if number not in lent:
+                take(number)
+            while hosts and outstanding:
+                free.append(lent.pop(outstanding.pop(0)))
+            outstanding.append(number)
+    return sum(made)
+
+
+def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int = 0, place: str = "cpu") -> int:
     """Returns the bytes of one matrix that is orthogonalized, the largest: itself, its sums of squares, and what the
-    iteration needs beside. `cut`: ranks have parts of matrices, so that beside its own lie a rank's parts of others,
-    together about one more. `place`: where they are multiplied, equal small ones at once.
+    iteration needs beside. `rounds`: ranks have parts of matrices, and so many bytes of it and others are in memory
+    (`rounds_nbytes`). `place`: where they are multiplied, equal small ones at once.
 
     >>> workspace_nbytes([MatrixShape(10, 4)], "float32") == 4 * (40 + 72) + 8
     True
@@ -116,7 +218,7 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = F
     itemsize = getattr(torch, dtype).itemsize
     each = [(one.split, one.rows, one.columns) for one in shapes for _ in range(one.split)]
     most = most_together(torch.device(place))
-    small = [one for one in each if not cut and 0 < 2 * one[1] * one[2] <= most]
+    small = [one for one in each if not rounds and 0 < 2 * one[1] * one[2] <= most]
     batches = batches_of(range(len(small)), small.__getitem__, most)
     counts = {one[1:]: 1 for one in each}
     for some in batches:
@@ -124,4 +226,4 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, cut: bool = F
         counts[size] = max(counts[size], len(some))
     room = max(count * workspace_numel(torch.empty(size, device="meta")) for size, count in counts.items())
     largest = max(count * rows * columns for (rows, columns), count in counts.items())
-    return (largest * (2 if cut else 1) + room) * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)
+    return (rounds or largest * itemsize) + room * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)

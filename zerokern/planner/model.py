@@ -11,9 +11,9 @@ from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, itemsize
+from zerokern.core.units import BLOCK, SMALL_GRADIENT, itemsize
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.matrices import MatrixShape, most_loaded
+from zerokern.planner.matrices import MatrixShape, PartsOfMatrix, most_loaded, open_in_backward
 from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
@@ -364,12 +364,9 @@ class ModelSpec:
             if at in own
         ]
 
-    def exchanged(self, world: int, bucket_bytes: int) -> list[int]:
-        """Returns the elements that each rank sends in a step of Muon at stage 3, which cuts matrices: its parts of
-        others' matrices, and the results of its own to the ranks that have parts of them.
-
-        Rank by rank in rounds, those with most work first and then by name, as zerokern.optim.cut_matrices gives them
-        out.
+    def cut_matrices(self, world: int, bucket_bytes: int) -> list[PartsOfMatrix]:
+        """Returns the matrices of Muon as stage 3 cuts them, in the order in which ranks are given them: those with
+        most work first and then by name, as zerokern.optim.cut_matrices has it.
         """
         names = self.params or [f"{place:09}" for place in range(len(self.members))]
         rows = [
@@ -380,20 +377,30 @@ class ModelSpec:
         ]
         rows.sort(key=lambda row: (-row[0].work, row[3]))
         lying = {
-            spot.param: (spot.offset, bucket.shard_numel)
+            spot.param: (spot.offset, bucket.shard_numel, bucket.index)
             for bucket in self._partition(True, False, world, bucket_bytes)
             for spot in bucket.places
         }
-        sent = [0] * world
-        for turn, (one, place, nth, _) in enumerate(rows):
-            offset, each = lying[place]
-            begin, owner = offset + nth * one.numel, turn % world
+        found = []
+        for one, place, nth, _ in rows:
+            offset, each, bucket = lying[place]
+            begin = offset + nth * one.numel
             end = begin + one.numel
-            for rank in range(begin // each, (end - 1) // each + 1):
-                part = min(end, (rank + 1) * each) - max(begin, rank * each)
-                sent[rank] += 0 if rank == owner else part  # there, what is to be orthogonalized
-                sent[owner] += 0 if rank == owner else part  # and back
-        return sent
+            ranks = range(begin // each, (end - 1) // each + 1)
+            parts = {rank: min(end, (rank + 1) * each) - max(begin, rank * each) for rank in ranks}
+            found.append(PartsOfMatrix(one.numel, bucket, parts))
+        return found
+
+    def buffers_nbytes(self, world: int, bucket_bytes: int, recipe: Recipe, device: str) -> int:
+        """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
+        buckets = [one for one in self._partition(False, True, world, bucket_bytes) if one.trainable]
+        sizes = [itemsize(recipe.wire_dtype(one.dtype)) for one in buckets]
+        together = [
+            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
+            for one, size in zip(buckets, sizes, strict=True)
+        ]
+        nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
+        return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""

@@ -196,40 +196,40 @@ def plan(
     """Computes what each rank of a training run holds and sends, at every stage, before anything of it is allocated.
 
     Args:
-        model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units
-            and tensors are not known; a published model by name (`"llama-3-8b"`); or a `zerokern.planner.Transformer`,
-            such as `preset("llama-3-8b", batch=1, seq=4096)` there, which knows its activations too: with
-            attention="eager" scores are among them, by default not.
-        stage: whose step and notes are shown; the table has all of them.
-        world: ranks.
-        mesh: in place of `world`, a DeviceMesh, or sizes by name for ranks that nobody has at hand: `{"pp": 2,
-            "replicate": 2, "dp": 8, "cp": 2, "tp": 4}`. A module is what one stage of pp has, and divided along tp
-            already (`parallelize_module`); of a number or a shape the part is planned that a rank of tp x pp has.
+        model: a module, which may be on the meta device; a number of parameters (`7_500_000_000`, `"7.5B"`), whose
+            units and tensors are not known; a published model by name (`"llama-3-8b"`); or a
+            `zerokern.planner.Transformer`, such as `preset("llama-3-8b", batch=1, seq=4096)` of that module, which has
+            activations too; attention scores are among them with attention="eager" only.
+        stage: the stage whose step and notes are shown; the table has all stages.
+        world: the number of ranks.
+        mesh: instead of `world`, a DeviceMesh, or sizes by name for ranks that do not exist yet: `{"pp": 2,
+            "replicate": 2, "dp": 8, "cp": 2, "tp": 4}`. A module is one stage of pp, divided along tp already
+            (`parallelize_module`). A number or a shape is the whole model, and a rank's part of tp x pp is planned.
             `Plan.sent` is what goes along each dimension. With pp, `accumulate` micro-batches are reduced once.
         optimizer: "adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"; None plans none. "muon": zk.Muon for
-            matrices and zk.AdamW for the rest, both in these formats and tiers. Of a module `whole=` says which are
-            matrices, else `zk.muon_groups` does; of a named model or a shape it is all of two dimensions in its layers.
-            `Plan.muon` has its flops and what it needs besides; a bare number is refused.
+            matrices and zk.AdamW for the rest, both in these formats and tiers. The matrices of a module are those in
+            `whole=`, else those of `zk.muon_groups`; of a named model or a shape, all that have two dimensions in its
+            layers. `Plan.muon` has the operations and temporary memory; a bare number is refused.
         ns_dtype, ns_steps: as in `zk.Muon`.
         mp_policy: as in `zk.shard`.
-        param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
+        param_dtype, reduce_dtype: instead of `mp_policy`, also as text. A bare number means bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
-        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`. With "muon" both
-            optimizers have these tiers, with budgets of their own.
+        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`. With "muon" each of the
+            two optimizers has these tiers, with its own budgets.
         update: where the update of state in tier="cpu" runs, "host" or "device", as in `zk.AdamW`. Default: "host",
             and "device" with "muon", whose iteration runs where parameters are.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`. `tier`, `param_tier`: also lists with budgets.
-        keep, micro: as in `zk.shard`, budgets too; without them activations are whole. Each of `accumulate` fetches
-            what rests anew.
+        keep, micro: as in `zk.shard`, budgets too; without them all activations are kept. Each of `accumulate`
+            micro-batches fetches again what rests in a tier.
         schedule: when the optimizer updates, as in `zk.AdamW`.
         units, whole, bucket_bytes: as in `zk.shard`; `whole` of a module.
-        accumulate: micro-batches in a step, each of them reduced.
-        no_sync: all of these but the last are under `zk.no_sync`.
-        device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".
-        device_memory: what to compare with: "80GB", "h100,32GiB", a mapping of names to bytes.
-        host_memory, disk: what a host has. Gradients of parameters at rest wait on the disk where they do not fit in
-            host memory. `Plan.require()` refuses what does not fit.
-        ranks_per_host: how many share that; default: all ranks, at most 8.
+        accumulate: the number of micro-batches in a step, each of them reduced.
+        no_sync: whether all micro-batches but the last run under `zk.no_sync`.
+        device: "cuda" or "cpu", since their collectives need different memory; default: the model's, else "cuda".
+        device_memory: the memory to compare with: "80GB", "h100,32GiB", or a dict of names to bytes.
+        host_memory, disk: what one host has. Gradients of parameters at rest wait on the disk if they do not fit in
+            host memory. `Plan.require()` raises if something does not fit.
+        ranks_per_host: how many ranks share a host; default: all ranks, at most 8.
 
     >>> import zerokern as zk
     >>> print(zk.plan(torch.nn.Linear(1024, 1024), stage=1, world=4))  # doctest: +ELLIPSIS

@@ -239,7 +239,7 @@ def _notes_on_muon(plan: Footprint) -> Iterator[str]:
     if muon.exchanged:
         yield (
             f"Ranks have parts of matrices at stage 3, and exchange {gigabytes(muon.exchanged)} GB, all of them "
-            "together: each direction to the rank that orthogonalizes it, and back."
+            "together: each direction to the rank that orthogonalizes it, and back, up to two rounds at a time."
         )
     refused = [one for one in plan.stages if not plan.recipe.is_taken(plan.settings.device, one, world)]
     if refused:

@@ -155,9 +155,8 @@ def warn_of_large_units(units: Sequence[UnitSpec]) -> None:
         which = "the model" if len(units) == 1 else repr(unit.name) if unit.name else "what is in no ModuleList"
         warnings.warn(
             f"{which} is one unit, so that all {nbytes / 2**20:.0f} MiB of it are gathered at once, and stage 3 needs "
-            "that much memory beside what stage 2 needs: units are the children of ModuleLists, unless units= names "
-            "others. Name the modules that are to come and go, as in "
-            "units=lambda module: isinstance(module, torch.nn.Linear)",
+            "that much more memory than its shards. Units are the children of ModuleLists, unless units= names others. "
+            "Name the modules to gather one at a time, as in units=lambda module: isinstance(module, torch.nn.Linear)",
             stacklevel=4,
         )
 
@@ -364,8 +363,8 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(optimizer, MIXING):
                 kind = type(optimizer).__name__
                 raise StateError(
-                    f"{kind} mixes elements, of a parameter or of all, and got {shard.name!r} by zk.shards(model), "
-                    "of which each rank has a flat part alone; allowed: optimizers that take each element by itself. "
+                    f"{kind} mixes elements of a parameter, or of all parameters, and zk.shards(model) gave it this "
+                    f"rank's flat part of {shard.name!r}; allowed: optimizers that update each element by itself. "
                     f"For {kind} use stage 0 and model.parameters()"
                 )
             shard.local_gradient(param)
@@ -517,8 +516,8 @@ def is_trained(param: Tensor | None) -> bool:
 def refuse_stranger(name: str, param: Tensor) -> None:
     raise ShardError(
         f"{name!r}, of shape {tuple(param.shape)}, is no parameter that the model had when it was sharded, and would "
-        "be trained on this rank alone; write into the parameters that are there (zk.gathered(..., write=True)), or "
-        "build the model anew and shard that. To compute with other values, give functional_call detached tensors"
+        "be trained on this rank alone; write into the existing parameters (zk.gathered(..., write=True)), or build "
+        "the model again and shard that. To compute with other values, give functional_call detached tensors"
     )
 
 

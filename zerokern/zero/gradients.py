@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from zerokern.comm import Handle
+from zerokern.core.units import SMALL_GRADIENT
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
@@ -31,7 +32,6 @@ from zerokern.zero.tiers import fetched
 
 __all__ = ["GradientBucket"]
 
-SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying at once saves
 
 _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
@@ -61,7 +61,7 @@ class GradientBucket:
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
         # memory and the cache serve the next, and small ones that waited between large ones would fragment the heap.
         on_device = memory.device.type != "cpu"
-        together = on_device or all(one.place.numel * dtype.itemsize <= SMALL for one in memory.entries)
+        together = on_device or all(one.place.numel * dtype.itemsize <= SMALL_GRADIENT for one in memory.entries)
         self.waits = [together and one.placed is None for one in memory.entries]
         self.running = self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()

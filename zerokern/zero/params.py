@@ -441,8 +441,8 @@ def _forget_graphs(owners: list[Owner]) -> None:
 
 def _refuse_early(attribute: str, _: Tensor) -> NoReturn:
     raise ShardError(
-        f"a gradient came to a module's {attribute!r}, which a hook makes of its parameters before each forward, and "
-        "which was made before zk.shard: run the module's forward first, then compute with it"
+        f"a gradient reached a module's {attribute!r}, which a hook computes from its parameters before each forward; "
+        "this value is from before zk.shard. Run the module's forward first, then compute with it"
     )
 
 

@@ -19,6 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK
@@ -73,6 +74,7 @@ class Bucket:
     shard_numel: int
     places: tuple[Piece, ...]
     ranks: int = 0
+    whole: bool = False  # matrices that are not cut
 
     @property
     def padded_numel(self) -> int:
@@ -114,11 +116,11 @@ def partition(members: Sequence[Member], world: int | Sequence[int], bucket_nume
         size = worlds[ranks]
         groups = _even(members, numbers, size, bucket_numel) if whole else _capped(members, numbers, bucket_numel)
         for some in groups:
-            if whole:
+            if isinstance(some, _Group):
                 shard_numel, places = _deal(members, some, loads[ranks])
             else:
                 shard_numel, places = _place(members, some, size)
-            buckets.append(Bucket(len(buckets), unit, dtype, trainable, size, shard_numel, places, ranks))
+            buckets.append(Bucket(len(buckets), unit, dtype, trainable, size, shard_numel, places, ranks, whole))
     return buckets
 
 
@@ -168,13 +170,23 @@ def _lay_out(members: Sequence[Member], order: Sequence[int], shard_numel: int) 
 
 
 _PADDING = 1 / 128  # of all elements: with less, shards of whole matrices count as even
+_UNEVEN = 1 / 20  # of the average work that a rank has more than it
+_PADDING_FOR_WORK = 1 / 32  # of all elements: what is sent more so that no rank has
 
 
-def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: int | None) -> list[list[int]]:
+class _Group(NamedTuple):
+    """Whole matrices of a bucket. `most_work`: of those in one shard, as far as shards may be uneven for that."""
+
+    numbers: list[int]
+    most_work: float = math.inf
+
+
+def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: int | None) -> list[_Group]:
     """Puts whole matrices into buckets whose shards they fill evenly; the order is that of each bucket's first.
 
     Equal matrices go together, as many of them to one rank as to another. Those that are left over share a bucket, with
-    the last of the other buckets, or with more and more of them, until its shards are even, too.
+    the last of the other buckets, or with more and more of them, until its shards are even, too. If some rank then has
+    clearly more work than others, shards with much work have fewer elements, where few more are sent for that.
     """
     kinds: dict[tuple[int, int], list[int]] = {}
     for number in numbers:
@@ -187,47 +199,63 @@ def _even(members: Sequence[Member], numbers: Sequence[int], world: int, most: i
         groups += [some[begin : min(begin + step, full)] for begin in range(0, full, step)]
         left += some[full:]
     groups.sort(key=min)
-    if left:
-        allowed = _PADDING * sum(members[number].numel for number in numbers)
-        groups = _with_left(members, groups, left, world, allowed)
-    return sorted(groups, key=min)
+    if not left:
+        return [_Group(some) for some in groups]
+    return sorted(_with_left(members, groups, left, world), key=lambda group: min(group.numbers))
 
 
-def _with_left(
-    members: Sequence[Member], groups: list[list[int]], left: list[int], world: int, allowed: float
-) -> list[list[int]]:
-    """Returns the buckets and one more of what is left over. `allowed`: elements of padding."""
+def _with_left(members: Sequence[Member], groups: list[list[int]], left: list[int], world: int) -> list[_Group]:
+    """Returns the buckets and one more of what is left over."""
+    everyone = [number for some in (*groups, left) for number in some]
+    numel, work = (sum(getattr(members[number], what) for number in everyone) for what in ("numel", "work"))
     last = {(members[some[0]].numel, members[some[0]].work): place for place, some in enumerate(groups)}
     joins: list[Sequence[int]] = [(), *((place,) for place in reversed(last.values()))]
     counts = (min(2**power, len(groups)) for power in range(len(groups).bit_length() + 1))
     joins += [range(len(groups) - count, len(groups)) for count in counts]
-    best: tuple[float, Sequence[int], list[int]] | None = None
-    for join in joins:
+    most = (1 + _UNEVEN) * work / world
+
+    def joined(join: Sequence[int], limit: float) -> tuple[int, float, list[_Group]]:
+        """Returns the padding, the most work of a rank, and the buckets."""
         some = sorted(left + [number for place in join for number in groups[place]])
-        largest = max(sum(members[number].numel for number in mine) for mine in _bins(members, some, world))
-        padding = float(largest * world - sum(members[number].numel for number in some))
-        if best is None or padding < best[0]:
-            best = padding, join, some
-        if padding <= allowed:
+        own = sum(members[number].work for number in some)
+        elsewhere = (work - own) / world  # on each rank
+        group = _Group(some, limit - elsewhere)
+        bins = _bins(members, group, world)
+        padding = max(_sums(members, bins, "numel")) * world - sum(members[number].numel for number in some)
+        others = [_Group(of) for place, of in enumerate(groups) if place not in join]
+        return padding, max(_sums(members, bins, "work")) + elsewhere, [*others, group]
+
+    best = joined((), math.inf)
+    for join in joins[1:]:
+        if best[0] <= _PADDING * numel:
             break
-    assert best is not None
-    return [group for place, group in enumerate(groups) if place not in best[1]] + [best[2]]
+        best = min(best, joined(join, math.inf), key=operator.itemgetter(0))
+    if best[1] > most >= max(members[number].work for number in everyone):
+        others = (joined(join, most) for join in joins)
+        best = next((one for one in others if one[1] <= most and one[0] <= _PADDING_FOR_WORK * numel), best)
+    return best[2]
 
 
-def _bins(members: Sequence[Member], some: Sequence[int], world: int) -> list[list[int]]:
+def _sums(members: Sequence[Member], bins: Sequence[Sequence[int]], what: str) -> list[int]:
+    return [sum(getattr(members[number], what) for number in mine) for mine in bins]
+
+
+def _bins(members: Sequence[Member], group: _Group, world: int) -> list[list[int]]:
     """Divides matrices among as many shards, so that the fullest holds little.
 
     The largest come first, each to the shard that holds least; or, where that is better, to the fullest that has room
     for it, with the least room for which all find some (Coffman, Garey and Johnson's MULTIFIT).
     """
-    order = sorted(some, key=lambda number: -members[number].numel)
+    order = sorted(group.numbers, key=lambda number: -members[number].numel)
+    if group.most_work < math.inf:
+        return _limited(members, order, world, group.most_work)
     bins: list[list[int]] = [[] for _ in range(world)]
     held = [(0, one) for one in range(world)]
     for number in order:
         numel, one = held[0]
         bins[one].append(number)
         heapq.heapreplace(held, (numel + members[number].numel, one))
-    high, total = max(held)[0], sum(members[number].numel for number in some)
+    high, total = max(held)[0], sum(members[number].numel for number in order)
     low = max(-(-total // world), members[order[0]].numel)
     while low < high:
         room = (low + high) // 2
@@ -253,12 +281,35 @@ def _fit(members: Sequence[Member], order: Sequence[int], world: int, room: int)
     return bins
 
 
-def _deal(members: Sequence[Member], some: Sequence[int], loads: list[int]) -> tuple[int, tuple[Piece, ...]]:
+def _limited(members: Sequence[Member], order: Sequence[int], world: int, most_work: float) -> list[list[int]]:
+    """Gives each to the shard that holds least, unless that would have more work than this; then to the next one.
+
+    What has room in none goes to the one with least work.
+    """
+    bins: list[list[int]] = [[] for _ in range(world)]
+    works = [0] * world
+    held = [(0, one) for one in range(world)]
+    for number in order:
+        full = []
+        while held and works[held[0][1]] + members[number].work > most_work:
+            full.append(heapq.heappop(held))
+        if held:
+            numel, one = heapq.heappop(held)
+        else:
+            numel, one = full.pop(min(range(len(full)), key=lambda at: works[full[at][1]]))
+        bins[one].append(number)
+        works[one] += members[number].work
+        for again in (*full, (numel + members[number].numel, one)):
+            heapq.heappush(held, again)
+    return bins
+
+
+def _deal(members: Sequence[Member], group: _Group, loads: list[int]) -> tuple[int, tuple[Piece, ...]]:
     """Lays a bucket out whose matrices are not cut. The shard with most work is that of the rank with least so far.
 
     `loads`: the work of each rank, to which this is added.
     """
-    bins = _bins(members, some, len(loads))
+    bins = _bins(members, group, len(loads))
     bins.sort(key=lambda mine: -sum(members[number].work for number in mine))
     largest = max(sum(members[number].numel for number in mine) for mine in bins)
     shard_numel = max(1, -(-largest // BLOCK)) * BLOCK

@@ -81,7 +81,9 @@ class Reduction:
         self.passes = 0  # that have reduced
         self._task = -1
         self._in_graph = False  # whether the pass goes into a CUDA graph
-        self._order = list(reversed(range(len(buckets))))
+        # until one is learned: that in which backward comes to the first parameter of each
+        firsts = [min((place.param for place in one.bucket.places), default=-1) for one in buckets]
+        self._order = sorted(range(len(buckets)), key=lambda number: (-firsts[number], -number))
         # at stage 3 units decide; of each the buckets, in the order in which they are launched
         self.turns: Turns | None = None
         self._by_unit = False
@@ -296,7 +298,7 @@ class Reduction:
         if bucket.buffer is not None:
             bucket.open(bucket.buffer)
         elif self.synchronizes and bucket.lends_buffer:
-            self._lent[bucket.number] = self._take()
+            self._lent[bucket.number] = self._take(bucket.nbytes)
             bucket.open(self._lent[bucket.number].view(bucket.dtype)[: bucket.bucket.padded_numel])
         else:
             bucket.open(bucket.whole_buffer())
@@ -349,13 +351,21 @@ class Reduction:
     def _bytes(self, nbytes: int) -> Tensor:
         return self.buckets[0].memory.pool.zeros(nbytes, torch.uint8)
 
-    def _take(self) -> Tensor:
-        while not self._free and self._pooled >= BUFFERS and self._outstanding:
+    def _take(self, nbytes: int) -> Tensor:
+        while (place := self._smallest_free(nbytes)) is None and self._pooled >= BUFFERS and self._outstanding:
             self._wait_for_oldest()
-        if self._free:
-            return self._free.pop(0)  # in turns, so that a bucket meets its own again
+        if place is not None:
+            return self._free.pop(place)
         self._pooled += 1
-        return self._bytes(max(bucket.nbytes for bucket in self.buckets))
+        sizes = [bucket.nbytes for bucket in self.buckets]
+        if any(bucket.bucket.whole for bucket in self.buckets):  # matrices of many layers: these are much larger
+            sizes = [size for size in sizes if size <= 2 * nbytes]
+        return self._bytes(max(sizes))
+
+    def _smallest_free(self, nbytes: int) -> int | None:
+        """Returns the place of a buffer with room for so much; of equal ones in turns: a bucket meets its own again."""
+        fitting = [(buffer.nbytes, place) for place, buffer in enumerate(self._free) if buffer.nbytes >= nbytes]
+        return min(fitting)[1] if fitting else None
 
     def _wait_for_oldest(self) -> None:
         bucket, handle = self._outstanding.popleft()

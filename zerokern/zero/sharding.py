@@ -358,11 +358,6 @@ class Sharding:
         return list(map(version_of, self.zero_order)) if self._has_dtensors else self._bodies.versions()
 
     @property
-    def holds_unreduced(self) -> bool:
-        """Whether any gradients are of passes under `no_sync` alone."""
-        return any(bucket.local for bucket in self.gradient_buckets)
-
-    @property
     def has_own_gradients(self) -> bool:
         """Whether all gradients are those that were reduced here, and none was set by hand."""
         return all(bucket.shows(*one) for bucket in self.gradient_buckets for one in bucket.kept_gradients().items())
@@ -396,8 +391,8 @@ class Sharding:
         """Returns this rank's pieces of trained parameters, which have gradients of their own from now on."""
         if self.rests is not None:
             raise ShardError(
-                f"zk.shards was asked for spans that rest in {self.rests.tier!r}, and an optimizer that knows nothing "
-                "of that would read and write memory that is not there; step the model with an optimizer of zerokern"
+                f"zk.shards cannot return parts that rest in {self.rests.tier!r}: another optimizer would read and "
+                "write memory that is not there. Step the model with an optimizer of zerokern"
             )
         for bucket in self.gradient_buckets:
             bucket.exposed = True

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import product
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.cast import cast
-from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened
+from zerokern.kernels.triton.codecs import TYPES, rounded, widened
 from zerokern.kernels.triton.rows import NUM_WARPS, row_width
 from zerokern.kernels.triton.upload import upload
 
-__all__ = ["accumulate", "accumulate_tile", "aot_jobs"]
+__all__ = ["accumulate", "accumulate_tile"]
 
 ROWS = 4  # of a tile, `row_width` elements each
-REGISTERS = 128
-TAIL_SHARED = 4096  # a last tile that is not whole is loaded as the whole ones are and stored one by one
 
 
 @triton.jit
@@ -104,30 +99,3 @@ def _shape(src: torch.dtype, dst: torch.dtype, aligned: bool) -> dict[str, int]:
     wider = max(src.itemsize, dst.itemsize)
     tile = ROWS * row_width(wider)
     return {"TILE": tile, "VEC": 16 // wider} if aligned else {"TILE": tile // 2, "VEC": 1}
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: from and to each dtype, with and without the old value, of one source or many."""
-    fp32, bf16 = torch.float32, torch.bfloat16
-    if not every:
-        return [_job(fp32, bf16, True, True), _job(bf16, fp32, False, True), _job(bf16, fp32, True, False, one=True)]
-    pairs = list(product(TYPES, TYPES))
-    return [
-        *(_job(*pair, add, True) for pair in pairs for add in (True, False)),
-        *(_job(*pair, True, False) for pair in pairs),
-        *(_job(*pair, True, aligned, one=True) for pair in pairs for aligned in (True, False)),
-    ]
-
-
-def _job(src: torch.dtype, dst: torch.dtype, add: bool, aligned: bool, one: bool = False) -> dict[str, Any]:
-    wider = max(src.itemsize, dst.itemsize)
-    widest = {"load": src.itemsize == wider or (add and dst.itemsize == wider), "store": dst.itemsize == wider}
-    return make_job(
-        accumulate_tile,
-        f"{src}-{dst}-{'add' if add else 'set'}{'-one' * one}{'' if aligned else '-ragged'}".replace("torch.", ""),
-        {"dst": POINTERS[dst], "first": "i64", "count": "i32", "numel": "i64", "scale": "fp32"}
-        | ({} if one else {"words": "*i64"}),
-        {"TYPE": TYPES[src], "ADD": add, **_shape(src, dst, aligned)} | ({"words": None} if one else {}),
-        Promises(REGISTERS, wide=tuple(way for way, yes in widest.items() if yes and aligned), shared=TAIL_SHARED),
-        num_warps=NUM_WARPS,
-    )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels.triton import pairs
-from zerokern.kernels.triton.ahead import float64_is_scarce
+from zerokern.kernels.triton.wide import float64_is_scarce
 
 
 @triton.jit

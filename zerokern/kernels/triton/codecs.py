@@ -8,21 +8,17 @@ multiply-add onto 1.5 * 2^23, whose last place is 1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.formats import BLOCK, CODECS
-from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.formats import BLOCK
 from zerokern.kernels.triton.backend import launching
 
-__all__ = ["POINTERS", "TYPES", "aot_jobs", "convert", "rounded", "widened", "widened64"]
+__all__ = ["TYPES", "convert", "rounded", "widened", "widened64"]
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}  # in a signature
 CONVERT_ROWS = 8
 CONVERT_VEC = 4  # elements per thread: 16 bytes of fp32
 CONVERT_WARPS = 4
@@ -274,24 +270,3 @@ def convert(verb: str, kind: str, x: Tensor, codes: Tensor, aux: Tensor) -> None
             VEC=1 if numel % CONVERT_VEC else CONVERT_VEC,
             num_warps=CONVERT_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each codec. A code is the exact one, whatever the reciprocal that it came by."""
-    jobs = []
-    for verb, kind in CODECS:
-        coded, small = kind.startswith("exp_avg"), {"split16": "*i16", "split8": "*i8"}
-        signature = {
-            "x": "*fp32",
-            "codes": "*u8" if coded else "*i16",
-            "aux": "*fp32" if coded else small[kind],
-            "numel": "i64",
-        }
-        wide = ("load",) if verb in ("encode", "split") else ("store",)
-        promises = Promises(96, fma=None if coded else {}, exact=not coded, wide=wide, shared=8192)
-        constexprs = {"CODEC": f"{verb} {kind}", "ROWS": CONVERT_ROWS, "BLOCK": BLOCK, "VEC": CONVERT_VEC}
-        case, aligned = f"{verb} {kind}", ("x", "codes", "aux")
-        jobs.append(
-            make_job(convert_kernel, case, signature, constexprs, promises, num_warps=CONVERT_WARPS, aligned=aligned)
-        )
-    return jobs if every else jobs[:1]

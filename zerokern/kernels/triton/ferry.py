@@ -14,16 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.upload import staged
 
-__all__ = ["WORDS", "aot_jobs", "ferry", "ferry_spans"]
+__all__ = ["WORDS", "ferry", "ferry_spans"]
 
 WORDS = 3  # of a span in the table: to where, from where, how many bytes
 PROGRAMS = 32  # of 8 KiB in flight each: more than a link of 60 GB/s has on its way in 2 us
 TILE = 1024  # words that a program moves at once
 NUM_WARPS = 4
-REGISTERS = 64
 _KINDS: dict[int, tuple[Any, int]] = {16: (tl.int64, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
 """By alignment: the words that are moved, and how many of them one access has."""
 
@@ -81,18 +79,3 @@ def ferry(spans: Sequence[tuple[int, int, int]], table: Tensor, programs: int = 
         ferry_spans[(min(len(some), programs),)](
             rows, len(some), WORD=word, VEC=vec, TILE=TILE, num_warps=NUM_WARPS, enable_fp_fusion=False
         )
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each alignment."""
-    return [
-        make_job(
-            ferry_spans,
-            f"{kind} bytes",
-            {"spans": "*i64", "count": "i32"},
-            {"WORD": word, "VEC": vec, "TILE": TILE},
-            Promises(REGISTERS, wide=("load", "store") if kind == 16 else ()),
-            num_warps=NUM_WARPS,
-        )
-        for kind, (word, vec) in (_KINDS.items() if every else list(_KINDS.items())[:1])
-    ]

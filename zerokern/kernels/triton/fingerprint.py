@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.upload import staged, tile_map, upload
 
-__all__ = ["aot_jobs", "fingerprint_tiles", "fingerprints"]
+__all__ = ["fingerprint_tiles", "fingerprints"]
 
 TILE = tl.constexpr(16384)
 STRIDE = tl.constexpr(2048)
 NUM_WARPS = 8
-REGISTERS = 64
-SHARED = 1024
 WORDS = {2: tl.int16, 4: tl.int32}
 
 
@@ -78,18 +74,3 @@ def fingerprints(tensors: Sequence[Tensor], out: Tensor) -> None:
                 enable_fp_fusion=False,
             )  # fmt: skip
         begin = end
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each width of element."""
-    return [
-        make_job(
-            fingerprint_tiles,
-            f"{8 * width} bits",
-            {"out": "*i64", "tiles": "*i32", "pointers": "*i64", "numels": "*i64"},
-            {"WORD": word, "WIDTH": width, "VEC": 16 // width},
-            Promises(REGISTERS, wide=("load",), shared=SHARED),
-            num_warps=NUM_WARPS,
-        )
-        for width, word in WORDS.items()
-    ]

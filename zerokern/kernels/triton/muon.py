@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels.triton import sumsq
-from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.rows import sum_halves
 
-__all__ = ["aot_jobs", "direction_sums", "muon"]
+__all__ = ["direction_sums", "muon"]
 
 ROW_WORDS = 16
 SOME = sumsq.SOME_ROWS
@@ -59,37 +58,3 @@ def direction_sums(
 def constants(shape: sumsq.Shape, dtype: torch.dtype) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     return {**sumsq.constants(shape, dtype), "ROW_WORDS": ROW_WORDS}
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each dtype and shape, of which two are for GPUs with few float64 units."""
-    signature = {"outcome": "*fp64", "rows": "*i64", "chunks": "*i32", "nchunks": "i32"}
-    dtypes = (torch.bfloat16, torch.float32) if every else (torch.bfloat16,)
-    return [
-        make_job(
-            direction_sums, case, signature, constants(shape, dtype), promises,
-            num_warps=shape.num_warps, aligned=("outcome", "rows", "chunks"), scarce=scarce,
-        )
-        for dtype in dtypes
-        for case, shape, scarce, promises in promised_shapes(dtype)
-    ]  # fmt: skip
-
-
-def promised_shapes(dtype: torch.dtype) -> list[tuple[str, sumsq.Shape, bool, Promises]]:
-    """Those of `sumsq`, whose loops and tree these are; less its sum of all chunks, which here nobody takes."""
-    return [
-        (
-            f"{str(dtype).removeprefix('torch.')} {name}",
-            shape,
-            name.startswith("short"),
-            Promises(
-                sumsq.REGISTERS,
-                fma={} if name.startswith("short") else {"f64": sumsq.fmas(shape)},
-                wide=("load",) if shape.lanes > 1 else (),
-                shared=sumsq.SHARED,
-                spilled=8 if (dtype, name) == (torch.float32, "wide") else 0,  # by Triton 3.6, on sm_80
-                float64=sumsq.TREES,
-            ),
-        )
-        for name, shape in sumsq.shapes(dtype.itemsize)
-    ]

@@ -1,5 +1,5 @@
 """Numbers as the sum of two fp32 numbers and a bound of what these leave out: the results of float64 rules, rounded to
-fp32 with the same bits, for GPUs on which float64 is scarce (`ahead.float64_is_scarce`).
+fp32 with the same bits, for GPUs on which float64 is scarce (`wide.float64_is_scarce`).
 
 A rule in float64 rounds to fp32 at its end, and fp32 has 29 bits less. So it is enough to know the float64 number to 43
 bits, unless it lies nearer than that to the middle of two fp32 numbers: `nearest` and `nearest_sum` say where it does,

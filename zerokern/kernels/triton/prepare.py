@@ -6,14 +6,10 @@ The sequences are those of `reference.py` and of `scalars_of` in cpu/api.cpp, in
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from zerokern.kernels.triton.ahead import Promises, make_job
-
-__all__ = ["CONSTANTS", "GROUP", "GROUP_WORDS", "HEADER", "HEADER_WORDS", "WIDE", "aot_jobs", "prepare"]
+__all__ = ["CONSTANTS", "GROUP", "GROUP_WORDS", "HEADER", "HEADER_WORDS", "WIDE", "prepare"]
 
 # Words of the order that the host sends: a header, then one row for each group. Numbers are float64 by their bits.
 HEADER = {
@@ -206,13 +202,3 @@ def prepare(outcome, constants, wides, marks, order, ngroups):
         _scalars(constants, wides, marks, order, start + tl.arange(0, GROUPS_AT_ONCE), ngroups, scale)
     tl.debug_barrier()  # every step is read before any is counted
     _count(order, skip)
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """The one job of `ahead`."""
-    signature = {
-        "outcome": "*fp64", "constants": "*fp32", "wides": "*fp64", "marks": "*i64", "order": "*i64", "ngroups": "i32",
-    }  # fmt: skip
-    aligned = [name for name in signature if name != "ngroups"]
-    promises = Promises(160, wide=(), shared=1024, float64=None)
-    return [make_job(prepare, "32 groups at once", signature, {}, promises, num_warps=1, aligned=aligned)]

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.upload import upload
 
-__all__ = ["aot_jobs", "stream", "stream_tile"]
+__all__ = ["stream", "stream_tile"]
 
 TILE = 1024  # words of each stream
 NUM_WARPS = 4
-REGISTERS = 96
 
 
 @triton.jit
@@ -83,19 +80,3 @@ def stream(reads: Sequence[Tensor], updates: Sequence[Tensor], writes: Sequence[
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: the streams of an exact Adam with split master, and a copy."""
-    shapes = [(1, 4, 0), (1, 0, 1)] + ([(1, 4, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)] if every else [])
-    return [
-        make_job(
-            stream_tile,
-            f"{reads}-{updates}-{writes}",
-            {"words": "*i64", "numel": "i64"},
-            {"READS": reads, "UPDATES": updates, "WRITES": writes, "TILE": TILE, "VEC": 4},
-            Promises(REGISTERS, wide=("load",) * bool(reads + updates) + ("store",) * bool(updates + writes)),
-            num_warps=NUM_WARPS,
-        )
-        for reads, updates, writes in shapes
-    ]

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened
-from zerokern.kernels.triton.rows import NUM_WARPS, finish_stats, sum_halves
+from zerokern.kernels.triton.codecs import rounded, widened
+from zerokern.kernels.triton.rows import finish_stats, sum_halves
 from zerokern.kernels.triton.wide import squared
 
-__all__ = ["ROW_WORDS", "StridedRow", "aot_jobs", "merged", "move_strided", "strided_rows"]
+__all__ = ["ROW_WORDS", "StridedRow", "merged", "move_strided", "strided_rows"]
 
 SIDE = tl.constexpr(32)
 OUTER = tl.constexpr(3)  # dimensions of a row besides the two of its tiles
 ROW_WORDS = tl.constexpr(20)
-REGISTERS = 104
-SHARED = 4224  # a tile that turns, and the sum of a tile
 
 Dims = list[tuple[int, int]]  # (size, stride in elements), outermost first
 
@@ -175,28 +171,3 @@ def move_strided(
             total = _sum(y)
     if STATS:
         finish_stats(stats, partials, counter, total, follows)
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: dtypes of tensor and bucket, both ways, with sums and a scale on the device or without both."""
-    fp32, bf16 = torch.float32, torch.bfloat16
-    if not every:
-        return [_job(bf16, bf16, True, True), _job(fp32, bf16, True, False), _job(bf16, fp32, False, True)]
-    ways = product(TYPES, TYPES, (True, False), (True, False))
-    return [_job(*way) for way in ways]
-
-
-def _job(tensor: torch.dtype, bucket: torch.dtype, into: bool, stats: bool) -> dict[str, Any]:
-    source, target = (tensor, bucket) if into else (bucket, tensor)
-    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "distances": "*i64", "rows": "*i64"}
-    signature |= {"first": "i64", "scale": "fp32", "follows": "i32"}
-    optional = {"stats": "*fp64", "partials": "*fp64", "counter": "*i32", "factor": "*fp32"}
-    return make_job(
-        move_strided,
-        f"{source}-{target}-{'in' if into else 'out'}{'-stats-factor' * stats}".replace("torch.", ""),
-        signature | optional if stats else signature,
-        {"TYPE": TYPES[tensor], "IN": into, "STATS": stats} | ({} if stats else dict.fromkeys(optional)),
-        Promises(REGISTERS, wide=(), shared=SHARED, float64=100 if stats else 0),
-        num_warps=NUM_WARPS,
-        aligned=(*(("partials", "counter") if stats else ()), "tiles", "distances", "rows"),
-    )

@@ -19,21 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import FAST_FLOAT64, Promises, make_job
 from zerokern.kernels.triton.backend import check_device
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.rows import is_last_program, sum_columns, sum_halves
 from zerokern.kernels.triton.upload import tile_map, upload
-from zerokern.kernels.triton.wide import add_squares
+from zerokern.kernels.triton.wide import FAST_FLOAT64, add_squares
 
-__all__ = ["Shape", "SumsqTable", "aot_jobs", "shape_of", "sumsq", "sumsq_chunks"]
+__all__ = ["Shape", "SumsqTable", "shape_of", "sumsq", "sumsq_chunks"]
 
 CHUNK = tl.constexpr(65536)
 LANES = tl.constexpr(64)
 SOME_ROWS = 8
-REGISTERS = 255
-TREES = 140  # float64 additions of a thread after its loops
-SHARED = 2048  # once per chunk, where whole and other rows meet
 MULTIPROCESSORS = 132  # of an H100 and an H200; where nobody can be asked
 PROGRAMS_EACH = 4  # wide ones that a multiprocessor has before their loads cover the memory's latency
 
@@ -61,7 +57,7 @@ SHORT_WIDE = {2: Shape(4, 2, 1), 4: Shape(2, 4, 1)}
 def shape_of(nchunks: int, width: int, multiprocessors: int = MULTIPROCESSORS, *, short: bool = False) -> Shape:
     """The shape in which so many chunks of elements of `width` bytes keep all multiprocessors busy.
 
-    `short`: of a GPU that adds in integers (`ahead.float64_is_scarce`).
+    `short`: of a GPU that adds in integers (`wide.float64_is_scarce`).
 
     >>> shape_of(5000, 2), shape_of(400, 2)
     (Shape(chunks=4, rows=16, num_warps=1), Shape(chunks=1, rows=64, num_warps=2))
@@ -246,54 +242,3 @@ def sumsq(tensors: Sequence[Tensor], out: Tensor) -> None:
         out.zero_()
         for one in sums:
             out += one
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each dtype and shape, of which two are for GPUs with few float64 units."""
-    signature = {
-        "out": "*fp64",
-        "index": "i32",
-        "partials": "*fp64",
-        "counter": "*i32",
-        "chunks": "*i32",
-        "pointers": "*i64",
-        "base": "i64",
-        "numels": "*i64",
-        "nchunks": "i32",
-    }
-    return [
-        make_job(
-            sumsq_chunks,
-            f"{str(dtype).removeprefix('torch.')} {name}",
-            signature,
-            constants(shape, dtype),
-            Promises(
-                REGISTERS,
-                fma={} if name.startswith("short") else {"f64": fmas(shape)},
-                wide=("load",) if shape.lanes > 1 else (),
-                shared=SHARED,
-                float64=TREES,
-            ),
-            num_warps=shape.num_warps,
-            aligned=("counter", "chunks"),
-            scarce=name.startswith("short"),
-        )
-        for dtype in TYPES
-        for name, shape in shapes(dtype.itemsize)
-        if every or dtype != torch.float16
-    ]
-
-
-def shapes(width: int) -> list[tuple[str, Shape]]:
-    """The shapes that kernels are compiled in, by name."""
-    return [
-        ("wide", WIDE[width]),
-        ("narrow", NARROW),
-        ("short wide", SHORT_WIDE[width]),
-        ("short narrow", SHORT_NARROW),
-    ]
-
-
-def fmas(shape: Shape) -> int:
-    """Multiply-adds that the source names for a thread: whole rows twice, other rows for each alignment."""
-    return (2 * shape.rows + (2 if shape.lanes > 1 else 1) * min(shape.rows, SOME_ROWS)) * shape.lanes

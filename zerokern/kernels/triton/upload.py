@@ -29,7 +29,7 @@ from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import beside_captures, capturing, launching
 
 __all__ = [
-    "MOST_TILES", "Sent", "SetAside", "StillRead", "host_words", "read_back", "refresh", "staged", "table_for",
+    "MOST_TILES", "Sent", "SetAside", "StillRead", "host_words", "refresh", "staged", "table_for",
     "tile_map", "upload",
 ]  # fmt: skip
 
@@ -217,31 +217,6 @@ def table_for(tables: dict[Any, Table], key: Any, device: torch.device, make: Ca
     if found is None:
         found = tables[key] = make()
     return found
-
-
-def read_back(words: Tensor) -> Tensor:
-    """Pinned host memory that a kernel fills with these words, a multiple of 4 bytes, when the stream comes to it.
-
-    Nobody waits: who reads it waits for an event behind this call. In a capture, every replay fills it again.
-
-    >>> read_back(torch.tensor([1, 2]))
-    tensor([1, 2])
-    """
-    if _in_place(words.device):
-        return words.clone()
-    from zerokern.kernels.triton import words as kernels
-
-    with launching(words.device):
-        pinned = _pin(words.nbytes)
-        if capturing(words.device):
-            _OF_GRAPHS[id(pinned)] = pinned
-            kernels.copy(pinned, words)
-        else:
-            try:
-                kernels.copy(pinned, words)
-            finally:
-                _STILL_READ.keep(*_mark(words.device), pinned)
-    return pinned.view(words.dtype).view(words.shape)
 
 
 def _in_place(device: torch.device) -> bool:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 import triton.language as tl
 
 from zerokern.kernels.formats import BLOCK
-from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.codecs import TYPES
-from zerokern.kernels.triton.update import update
 
-__all__ = ["CANDIDATES", "DEFAULT", "Config", "Formats", "aot_jobs", "every_format"]
+__all__ = ["CANDIDATES", "DEFAULT", "Config", "Formats"]
 
 _STATES = {"none": None, "fp32": tl.float32, "bf16": tl.bfloat16, "int8": tl.int8}
 _STATE_NBYTES = {"none": 0, "fp32": 4, "bf16": 2, "int8": 1}
@@ -114,102 +110,4 @@ class Formats:
         return "-".join([self.algorithm, names[0], self.state, names[1], self.master, f"out.{names[2]}", *random])
 
 
-SIGNATURE = {
-    "outcome": "*fp64",
-    "constants": "*fp32",
-    "wides": "*fp64",
-    "marks": "*i64",
-    "rows": "*i64",
-    "grads": "*i64",
-    "tiles": "*i32",
-}
-# Fused multiply-adds by name, per element, and those of exact rules in pairs. sm_100 fuses two at a time: of SGD's with
-# a buffer one may be idle.
-FMAS = {"adam": 7, "muon": 2}
-PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
-REGISTERS = {False: 120, True: 136}
-PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 MOST_REGISTERS = 255
-# A word that the assembler spills to get by with a step of registers less: on sm_80 for a coded state with fp32
-# gradients.
-SPILLED = 8
-SHARED = 4096  # the scales of blocks, and rows that are not aligned, change threads
-
-
-def every_format() -> Iterator[Formats]:
-    """All that a table can hold."""
-    fp32, bf16, fp16 = TYPES
-    averages, sums = ("fp32", "bf16", "int8"), ("fp32", "bf16")
-    states = {"adam": averages, "lion": averages, "adagrad": sums, "sgd": ("none", *sums)}
-    masters = [(fp32, "fp32", False), (bf16, "split16", False), (bf16, "split8", False)]
-    masters += [(dtype, "none", random) for dtype in (bf16, fp16) for random in (False, True)]
-    for grad, state, out in product(TYPES, averages, (fp32, bf16)):
-        yield Formats("muon", grad, bf16, "none", state, out, False)
-    for algorithm in states:
-        for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
-            for out in (None, bf16, fp16):
-                yield Formats(algorithm, grad, param, master, state, out, random)
-            if master == "fp32":
-                for published in (bf16, fp16):
-                    yield Formats(algorithm, grad, published, master, state, published, random)
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: what training runs on, or every combination, with a second output where gradients are bf16."""
-    bf16 = torch.bfloat16
-    usual = [
-        Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False),
-        Formats("adam", bf16, bf16, "split16", "fp32", None, False),
-        Formats("adam", bf16, bf16, "fp32", "fp32", bf16, False),
-        Formats("adam", bf16, bf16, "split16", "bf16", None, False),
-        Formats("adam", bf16, bf16, "split8", "int8", None, False),
-        Formats("lion", bf16, bf16, "split8", "int8", None, False),
-        Formats("lion", bf16, bf16, "split16", "fp32", None, False),
-        Formats("adagrad", bf16, bf16, "split16", "fp32", None, False),
-        Formats("sgd", bf16, bf16, "none", "fp32", None, True),
-        Formats("muon", bf16, bf16, "none", "bf16", bf16, False),
-        Formats("muon", bf16, bf16, "none", "int8", bf16, False),
-    ]
-    many = (
-        made
-        for made in every_format()
-        if made.out is None
-        or (made.master == "fp32" and made.out == made.param)
-        or (made.grad == bf16 and not made.random)
-    )
-    return [job for made in (many if every else usual) for job in _jobs(made, DEFAULT)]
-
-
-def _jobs(made: Formats, config: Config) -> list[dict[str, Any]]:
-    """One for all GPUs, or, where the rule is one of float64, one for those that have it and one for others."""
-    if made.algorithm in ("adam", "muon") or made.state in ("bf16", "int8"):
-        return [_job(made, config, None)]
-    return [_job(made, config, True), _job(made, config, False)]
-
-
-def _job(made: Formats, config: Config, scarce: bool | None) -> dict[str, Any]:
-    coded = made.state == "int8"
-    per_thread = config.rows * BLOCK // (32 * config.num_warps)
-    bodies = 2  # for rows that are aligned, and for others
-    fmas = FMAS.get(made.algorithm, 0) * per_thread * bodies
-    counted = not coded
-    if scarce:
-        rule = made.algorithm + " without a buffer" * (made.state == "none")
-        counted = rule in PAIR_FMAS
-        fmas = PAIR_FMAS.get(rule, 0) * per_thread * bodies
-    moved = {"load": made.read_nbytes, "store": made.written_nbytes}
-    promises = Promises(
-        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[coded],
-        fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
-        exact=not coded,
-        wide=tuple(way for way, nbytes in moved.items() if nbytes * made.vector == 16),
-        shared=SHARED,
-        spilled=SPILLED if coded else 0,
-        float64=None if scarce is False else 0,
-        seldom=bool(scarce),
-    )
-    most = made.options(config).get("maxnreg")
-    return make_job(
-        update, str(made) + "-pairs" * bool(scarce), SIGNATURE, made.constants(config), promises,
-        num_warps=config.num_warps, aligned=[*SIGNATURE], maxnreg=most, scarce=scarce,
-    )  # fmt: skip

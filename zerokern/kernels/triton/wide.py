@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
-from zerokern.kernels.triton.ahead import float64_is_scarce
 from zerokern.kernels.triton.codecs import widened, widened64
 
-__all__ = ["add_squares", "squared"]
+__all__ = ["FAST_FLOAT64", "add_squares", "float64_is_scarce", "squared"]
+
+FAST_FLOAT64 = (80, 90, 100)  # architectures with at least half as many float64 units as fp32 units
 
 _INF = tl.constexpr(0x7FF0000000000000)
 _NAN = tl.constexpr(0x7FF8000000000000)
+
+
+@constexpr_function
+def float64_is_scarce():
+    """Whether the GPU that a kernel is compiled for has few float64 units, so that sums are made in integers here, and
+    `pairs` leaves little of a rule to them.
+
+    Interpreted kernels have numpy's.
+    """
+    target = current_target()
+    return target is not None and target.backend == "cuda" and target.arch not in FAST_FLOAT64
 
 
 @triton.jit

@@ -6,21 +6,16 @@ stream with it. A kernel waits for nobody: what it reads of pinned memory crosse
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerokern.kernels.triton.ahead import Promises, make_job
-
-__all__ = ["ARGUMENTS", "aot_jobs", "copy", "copy_words", "write", "write_words"]
+__all__ = ["ARGUMENTS", "copy", "copy_words", "write", "write_words"]
 
 ARGUMENTS = 16  # words that a launch takes by value: each costs it some 50 ns of the host
 BLOCK = tl.constexpr(1024)
 NUM_WARPS = 4
-REGISTERS = 64
 _NAMES = [f"w{i}" for i in range(ARGUMENTS)]
 
 
@@ -58,13 +53,3 @@ def copy(out: Tensor, words: Tensor) -> None:
     copy_words[(triton.cdiv(count, BLOCK.value),)](
         out.view(torch.int32), words.reshape(-1).view(torch.int32), count, num_warps=NUM_WARPS, enable_fp_fusion=False
     )
-
-
-def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: one for each kernel."""
-    by_value = {"out": "*i64", "count": "i32", **dict.fromkeys(_NAMES, "i64")}
-    read = {"out": "*i32", "words": "*i32", "count": "i32"}
-    return [
-        make_job(write_words, "by value", by_value, {}, Promises(REGISTERS, wide=()), num_warps=1),
-        make_job(copy_words, "pinned", read, {}, Promises(REGISTERS, wide=()), num_warps=NUM_WARPS),
-    ]

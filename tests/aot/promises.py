@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed: for a GPU that is not here, or before a first step that must not wait.
+"""What the tests hold a compiled kernel to, and jobs: kernels to be compiled for a GPU that is not here.
 
 A job is a dictionary of plain values, so that it can be written as JSON and compiled in another process:
 
@@ -11,8 +11,7 @@ A job is a dictionary of plain values, so that it can be written as JSON and com
     scarce      whether it is for GPUs with few float64 units alone, or for others alone; null: for all
     promises    what the compiled kernel must show; see `Promises`
 
-Each module of kernels has `aot_jobs(every)`: a few jobs that represent all of them, or one for every format.
-A job whose signature, alignment and options are those of a launch fills the cache that the launch looks into.
+Its signature, alignment and options are those of a launch; `launches.py` tells.
 """
 
 from __future__ import annotations
@@ -27,33 +26,12 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.language.target_info import current_target
-from triton.runtime.jit import constexpr_function
 
-__all__ = [
-    "ARCHITECTURES", "FAST_FLOAT64", "MODULES", "Promises", "compile_job", "float64_is_scarce", "is_for", "jobs",
-    "make_job", "plain", "promised",
-]  # fmt: skip
+from zerokern.kernels.triton.wide import FAST_FLOAT64
 
 ARCHITECTURES = (80, 90, 100, 103, 120)
-MODULES = (
-    "accumulate", "cast", "codecs", "ferry", "fingerprint", "flatten", "muon", "prepare", "stream", "strided", "sumsq",
-    "variants", "words",
-)  # fmt: skip
-FAST_FLOAT64 = (80, 90, 100)  # of all architectures, those with at least half as many float64 units as fp32 units
 INTEGER_REGISTERS = 48  # more than float64 takes: what is added to has two words and an exponent
-_DTYPE = "tl."
-
-
-@constexpr_function
-def float64_is_scarce():
-    """Whether the GPU that a kernel is compiled for has few float64 units, so that `wide` adds in integers and `pairs`
-    leaves little of a rule to them.
-
-    Interpreted kernels have numpy's.
-    """
-    target = current_target()
-    return target is not None and target.backend == "cuda" and target.arch not in FAST_FLOAT64
+DTYPE = "tl."
 
 
 @dataclass(frozen=True)
@@ -91,14 +69,7 @@ def make_job(
     maxnreg: int | None = None,
     scarce: bool | None = None,
 ) -> dict[str, Any]:
-    """A job for a kernel; every argument is either in `signature` or in `constexprs`, where dtypes may be Triton's.
-
-    `scarce`: it is for GPUs with few float64 units alone (not `FAST_FLOAT64`), or for the others alone; None: for all.
-
-    >>> from zerokern.kernels.triton import sumsq
-    >>> sumsq.aot_jobs(every=False)[0]["kernel"]
-    'zerokern.kernels.triton.sumsq:sumsq_chunks'
-    """
+    """Every argument is either in `signature` or in `constexprs`, where dtypes may be Triton's."""
     names = list(kernel.arg_names)
     unknown = sorted({*signature, *constexprs} ^ set(names)) or sorted({*signature} & {*constexprs})
     if unknown or not {*aligned} <= {*signature}:
@@ -116,34 +87,13 @@ def make_job(
     }
 
 
-def jobs(every: bool) -> list[dict[str, Any]]:
-    """The jobs of all modules of kernels.
-
-    >>> len(jobs(every=False)) < len(jobs(every=True))
-    True
-    """
-    modules = (importlib.import_module(f"{__package__}.{name}") for name in MODULES)
-    return [job for module in modules for job in module.aot_jobs(every)]
-
-
 def is_for(job: Mapping[str, Any], architecture: int) -> bool:
-    """Whether a GPU of this architecture launches the job's kernel.
-
-    >>> from zerokern.kernels.triton import sumsq
-    >>> [is_for(job, 103) for job in sumsq.aot_jobs(every=False)[:4]]
-    [False, False, True, True]
-    """
+    """Whether a GPU of this architecture launches the job's kernel."""
     return job["scarce"] is None or job["scarce"] == (architecture not in FAST_FLOAT64)
 
 
 def promised(job: Mapping[str, Any], architecture: int) -> dict[str, Any]:
-    """What a job promises on this architecture: sums in integers have no float64 multiply-adds, and take registers.
-
-    >>> from zerokern.kernels.triton import flatten
-    >>> job = flatten.aot_jobs(every=False)[0]
-    >>> promised(job, 90)["fma"], promised(job, 103)["fma"]
-    ({'f64': 88}, {})
-    """
+    """What a job promises on this architecture: sums in integers have no float64 multiply-adds, and take registers."""
     promises = dict(job["promises"])
     if architecture in FAST_FLOAT64:
         return promises | {"float64": None}
@@ -173,14 +123,20 @@ def compile_job(job: Mapping[str, Any], architecture: int) -> Any:
         return triton.compile(source, target=target, options=options)
 
 
-class _StandIn:
-    """A driver that tells kernels what they are compiled for, and can do nothing else."""
+class StandInDriver:
+    """As much of a driver as a launch, and a kernel that asks what it is compiled for, look at."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
 
     def get_current_target(self) -> GPUTarget:
         return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 @contextmanager
@@ -191,7 +147,7 @@ def _pretending(target: GPUTarget) -> Iterator[None]:
         before = drivers.active
     except RuntimeError:  # there is none
         before = None
-    drivers.set_active(_StandIn(target))
+    drivers.set_active(StandInDriver(target))
     try:
         yield
     finally:
@@ -199,16 +155,12 @@ def _pretending(target: GPUTarget) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """A value of a constexpr as JSON has it.
-
-    >>> plain(tl.bfloat16), plain(128), plain(None)
-    ('tl.bfloat16', 128, None)
-    """
-    return f"{_DTYPE}{_names()[value]}" if isinstance(value, tl.dtype) else value
+    """A value of a constexpr as JSON has it."""
+    return f"{DTYPE}{_names()[value]}" if isinstance(value, tl.dtype) else value
 
 
 def _resolved(value: Any) -> Any:
-    return getattr(tl, value.removeprefix(_DTYPE)) if isinstance(value, str) and value.startswith(_DTYPE) else value
+    return getattr(tl, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
 
 
 def _names() -> dict[tl.dtype, str]:
