@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ SMOKE = ("ddp", "zerokern-2", "zerokern-3"), ("the_ordinary_loop", "tied_head_an
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only `zerokern bench right` has."""
     parser.add_argument("--only", metavar="WORDS", help="programs whose name or kind has one of these words")
+    parser.add_argument("--earlier", metavar="FILE.json", help="an earlier run, whose cells stay where none runs now")
     parser.add_argument("--page", type=arguments.new_file, metavar="FILE.md", help="write the tables, to a new file")
 
 
@@ -35,12 +37,19 @@ def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[
     from . import report, runner
 
     libraries, programs = asked(args)
+    earlier = report.read(Path(args.earlier)) if args.earlier else None
+    began = time.monotonic()
     with Rounds(console) as rounds:
         cells, interrupted = runner.measure(libraries, programs, rounds.at)
     for line in ("", *report.lines(libraries, cells), "", *report.reasons(cells)):
         console.print(line, markup=False)
-    birth = {**machine.birth("right", command), **({"interrupted": interrupted} if interrupted else {})}
+    took = round(time.monotonic() - began)
+    console.print(f"\n  {len(cells)} cells and their references took {took} s", markup=False)
+    birth = {**machine.birth("right", command), "seconds": took}
+    birth |= {"interrupted": interrupted} if interrupted else {}
     document = report.document(birth, libraries, programs, cells)
+    if earlier is not None:
+        document = report.merged(earlier, document)
     if args.page:
         Path(args.page).write_text(report.page(document), encoding="utf-8")
     return document, None

@@ -14,11 +14,15 @@ and with roundings in other places. No formula for all programs is both safe and
 So the error is taken from the program itself, by Monte Carlo arithmetic (`noise.py`): the reference runs again,
 `noise.RUNS` times, and each operation's result is off by a random part of what its rounding may be:
 
-* u = 2**-24 for each elementwise operation in fp32: round to nearest is off by u at most;
+* u = 2**-24 for each elementwise operation in fp32: a significand has 24 bits, so numbers from 1 to 2 are 2**-23
+  apart, and round to nearest is off by half of that at most;
 * 8 u in forward and backward: a sum of k terms in another order is off by about sqrt(k) u, and rows and widths of the
   programs are 96 at most, sqrt(96) < 10, drawn evenly up to the limit;
 * 2**-8, the same of bf16, for results in bf16, and for all results of forward and backward in a program that computes
   in bf16, because libraries differ in what they keep in fp32 there; masters and states are updated in fp32 by all.
+  A significand of bf16 has 8 bits, so numbers from 1 to 2 are 2**-7 apart, and half of that is 2**-8: one correct
+  rounding of 1 + 2**-8 is off by as much. 2**-9 is what it is off by just below 2, the best place of a binade, and
+  half of what rounding may do elsewhere.
 
 The runs sample cancellation, clipping, `eps` and growth over the steps, each as the program has them. The bound of a
 number is MARGIN times the largest distance of a noisy run from the exact one, over all elements of the parameter and
@@ -41,11 +45,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .noise import BF16, ELEMENTWISE
+
 RIGHT, REFUSED, WRONG, CRASH, HANG, UNCLEAR = VERDICTS = ("right", "refused", "wrong", "crash", "hang", "unclear")
 
 GONE = "Connection closed by peer"
 MARGIN = 32.0
-ROUNDOFF, OF_COPY = 2.0**-22, 2.0**-8
+ROUNDOFF, OF_COPY = 4 * ELEMENTWISE, BF16
 LOSSY_SHARE = 2.0**-2
 
 Results = Sequence[dict[str, Any]]  # of each rank

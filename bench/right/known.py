@@ -53,15 +53,29 @@ CAUSES = (
     Cause(
         ("deepspeed-3",),
         ("blocks_in_another_order_each_step", "accumulation_over_parts_of_the_model"),
-        "Gradients of zero for unused parameters do not explain these numbers, and two layers that take turns within "
-        "one accumulated step are right without the adapter.",
-        is_unclear=True,
+        "A parameter that a step's first pass leaves out keeps the gradient of the step before: it is applied again, "
+        "or a later pass is added to it.",
+        "deepspeed_stale.py",
     ),
     Cause(
         ZERO_1_2,
         ("experts_that_ranks_choose",),
         "Ranks give gradients to different parameters: one of them is given the gradients of both, the other none.",
         "deepspeed_ranks_differ.py",
+    ),
+    Cause(
+        ("deepspeed-3",),
+        ("an_adversarial_input",),
+        "A gradient of the input by `torch.autograd.grad` counts as a pass, so that the gradient of the step before is "
+        "kept, and the next pass is added to it.",
+        "deepspeed_grad_of_input.py",
+    ),
+    Cause(
+        ("deepspeed-2",),
+        ("blocks_that_ranks_run_in_another_order",),
+        "Gradients are reduced in the order in which they are made. Where that differs between ranks, those of one "
+        "block are averaged with those of another.",
+        "deepspeed_order.py",
     ),
     Cause(
         ("flashoptim",),

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from .training import Training
 
 RUNS = 2
-ELEMENTWISE, SUMS, BF16 = 2.0**-24, 2.0**-21, 2.0**-8
+# how far off rounding to nearest is at most, of the value: half a step at 1.0, the worst place of each binade
+ELEMENTWISE, BF16 = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.bfloat16))
+SUMS = 8 * ELEMENTWISE
 EXACT = ("copy", "clone", "detach", "alias", "lift", "zero", "fill", "set_", "resize", "new_", "empty", "cat", "stack")
 
 

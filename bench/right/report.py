@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
+
+import torch
+
+from zerokern.core.errors import ZerokernError, got
 
 from ..report import columns
 from .judge import RIGHT, UNCLEAR, VERDICTS, WRONG
@@ -59,6 +65,41 @@ def document(birth: dict[str, Any], libraries: Sequence[str], programs: Sequence
         "ran": list(libraries),
         "programs": [{"name": one.name, "kind": one.kind, "issue": one.issue, "source": one.place} for one in programs],
         "cells": [vars(cell) for cell in cells],
+    }
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The JSON of an earlier run; its numbers must be those of this torch, which is the reference."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if found.get("op") != "right" or found.get("schema") != 1:
+        raise ZerokernError(got("earlier", str(file), "the JSON of zerokern bench right"))
+    there = found["versions"]["torch"]
+    if there != torch.__version__:
+        raise ZerokernError(got("earlier", f"{file}, of torch {there}", f"a run of torch {torch.__version__}"))
+    return found
+
+
+def merged(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The cells of both; one that has run now is the one that counts. `pieces` says what has run when."""
+    ran, programs = ({*earlier["ran"], *now["ran"]}, {one["name"]: one for one in earlier["programs"]})
+    programs |= {one["name"]: one for one in now["programs"]}
+    cells = {(one["library"], one["program"]): one for one in (*earlier["cells"], *now["cells"])}
+    order = [(library, program) for library in LIBRARIES for program in PROGRAMS]
+    through = f"{len(now['programs'])} programs through {', '.join(now['ran'])}"
+    news = f"{through} on {now['date'][:10]} at commit {now['commit'] or 'unknown'}"
+    before = earlier.get("pieces") or f"{', '.join(earlier['ran'])} at commit {earlier['commit'] or 'unknown'}"
+    return {
+        **now,
+        "versions": {**earlier["versions"], **now["versions"]},
+        "pieces": f"{before}; {news}",
+        "seconds": earlier.get("seconds", 0) + now["seconds"],
+        "libraries": {
+            name: (now if name in now["ran"] else earlier)["libraries"].get(name, one)
+            for name, one in now["libraries"].items()
+        },
+        "ran": [name for name in LIBRARIES if name in ran],
+        "programs": [programs[name] for name in PROGRAMS if name in programs],
+        "cells": [cells[where] for where in order if where in cells],
     }
 
 

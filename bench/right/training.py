@@ -39,6 +39,7 @@ class Recipe:
     unused: bool = False  # in some pass some parameter gets no gradient: DDP wants to know
     ranks_differ: bool = False  # ranks give gradients to other parameters than their peers: FSDP2 wants to know
     same_graph: bool = False  # the graph of each step is the same: DDP wants to know beside checkpoints
+    fused: bool = False  # torch's AdamW in its fused form
 
     def params_of(self, model: nn.Module) -> list[Any]:
         return self.groups(model) if self.groups else [p for p in model.parameters() if p.requires_grad]
@@ -50,7 +51,8 @@ class Recipe:
             return None
         if self.rule == "sgd":
             return torch.optim.SGD(params, lr=self.lr, momentum=0.9, weight_decay=self.weight_decay)
-        return torch.optim.AdamW(params, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        told = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
+        return torch.optim.AdamW(params, **told, fused=self.fused or None)
 
 
 class Training:
@@ -176,15 +178,24 @@ class Run:
         self.seen: list[tuple[str, Any]] = []
         self.begun: list[tuple[dict[str, Tensor], Training]] = []
 
-    def train(self, model: nn.Module, **recipe: Any) -> Training:
-        """`model` as the library trains it; keywords are those of `Recipe`."""
+    def make(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """A plain model, of the same values on every rank: ranks have one seed."""
+        return build()
+
+    def train(self, model: nn.Module | Callable[[], nn.Module], **recipe: Any) -> Training:
+        """`model`, or what it makes, as the library trains it; keywords are those of `Recipe`."""
+        model = model if isinstance(model, nn.Module) else self.make(model)
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
         training = self.library(model, Recipe(**recipe))
         self.begun.append((before, training))
         return training
 
     def loop(
-        self, model: nn.Module | Training, steps: int = 3, loss: Callable[..., Tensor] | None = None, **recipe: Any
+        self,
+        model: nn.Module | Training | Callable[[], nn.Module],
+        steps: int = 3,
+        loss: Callable[..., Tensor] | None = None,
+        **recipe: Any,
     ) -> Training:
         """The ordinary loop: batches through the model, a loss of (training, step), a step of the optimizer."""
         training = model if isinstance(model, Training) else self.train(model, **recipe)

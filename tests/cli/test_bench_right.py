@@ -103,6 +103,15 @@ class TestTolerances:
 
 
 class TestNoise:
+    @each("dtype, unit", [(torch.float32, noise.ELEMENTWISE), (torch.bfloat16, noise.BF16)])
+    def test_a_rounding_is_what_the_format_has(self, dtype: torch.dtype, unit: float) -> None:
+        """A value half way between two neighbours of 1 is off by the whole of it, and none is off by more."""
+        middle = torch.tensor(1.0 + unit, dtype=torch.float64)
+        assert float((middle.to(dtype).double() - middle).abs()) == unit
+        values = 1 + torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        off = (values.to(dtype).double() - values).abs() / values
+        assert unit / 2 < float(off.max()) <= unit
+
     @each(
         "is_narrow, is_update, least, most",
         [(False, False, 2.0**-24, 2.0**-21), (True, False, 2.0**-14, 2.0**-8), (True, True, 0.0, 2.0**-23)],
@@ -185,6 +194,41 @@ class TestReferences:
         assert isinstance(alone.make_optimizer(), torch.optim.SGD)
         with pytest.raises(Exception, match="its rules are Muon"):
             orthonormal.DionTraining.make_optimizer(SimpleNamespace(**vars(asks), ddp=None))
+
+
+def document(ran: list[str], names: list[str], verdict: str, torch_version: str = torch.__version__) -> dict[str, Any]:
+    cells = [runner.Cell(name, library, verdict, "", 0.1) for library in ran for name in names]
+    birth = {"op": "right", "versions": {"torch": torch_version}, "date": "2026-11-27T00:00:00", "commit": "abc"}
+    return report.document({**birth, "seconds": 5}, ran, [programs.PROGRAMS[name] for name in names], cells)
+
+
+class TestEarlier:
+    def test_cells_that_run_now_replace_those_of_an_earlier_run(self) -> None:
+        earlier = document(["zerokern-3", "ddp"], ["no_weight_decay", "accumulation"], "wrong")
+        now = document(["fsdp2", "ddp"], ["accumulation"], "right")
+        both = report.merged(earlier, now)
+        found = {(one["library"], one["program"]): one["verdict"] for one in both["cells"]}
+        assert found == {
+            ("ddp", "accumulation"): "right", ("ddp", "no_weight_decay"): "wrong", ("fsdp2", "accumulation"): "right",
+            ("zerokern-3", "accumulation"): "wrong", ("zerokern-3", "no_weight_decay"): "wrong",
+        }  # fmt: skip
+        assert both["ran"] == ["ddp", "fsdp2", "zerokern-3"] and both["seconds"] == 10
+        assert [one["name"] for one in both["programs"]] == ["accumulation", "no_weight_decay"]
+        assert both["pieces"].endswith("abc; 1 programs through fsdp2, ddp on 2026-11-27 at commit abc")
+        assert "In pieces: zerokern-3, ddp at commit abc" in report.page(both)
+
+    @each(
+        "content, says",
+        [
+            (document([], [], ""), ""), (document([], [], "", "2.0.0"), "of torch 2.0.0"),
+            ({"op": "adam"}, "the JSON of zerokern bench right"),
+        ],
+    )  # fmt: skip
+    def test_another_torch_or_file_is_refused(self, content: dict[str, Any], says: str, tmp_path: Path) -> None:
+        file = tmp_path / "earlier.json"
+        file.write_text(json.dumps(content))
+        with pytest.raises(Exception, match=says) if says else contextlib.nullcontext():
+            assert report.read(file) == content
 
 
 class TestKept:

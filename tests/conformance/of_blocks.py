@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-from small_programs import RANKS_DIFFER, Run, loss_program, model_program, program, trained
+from small_programs import RANKS_DIFFER, Run, loss_program, model_program, program
 from torch import Tensor, nn
 from zero_cases import IN, OUT, WIDTH, Block, Net
 
@@ -135,28 +133,6 @@ def experts_that_are_units_of_their_own(run: Run) -> None:
     run.train(run.shard(Routing), 4, lambda model, step: balanced(run, model, step))
 
 
-class Storing(Block):
-    """A block that keeps a penalty of its own weights, made after its output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.penalty = self.up.weight.square().mean() + (self.down.weight @ self.up.weight).square().mean()
-        return out
-
-
-@program()
-def a_penalty_stored_by_each_block(run: Run) -> None:
-    def make() -> Net:
-        net = Net()
-        net.blocks = nn.ModuleList(Storing(30 + number) for number in range(4))
-        return net
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        return run.mse(model, step) + 0.3 * sum(block.penalty for block in model.blocks)
-
-    run.train(run.shard(make), 4, loss)
-
-
 class Keeping(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = self.up.weight
@@ -174,35 +150,6 @@ def a_weight_kept_by_its_module_and_used_later(run: Run) -> None:
         return run.mse(model, step) + model.blocks[0].kept.square().mean()
 
     run.train(run.shard(make), loss=loss)
-
-
-@dataclasses.dataclass
-class Answer:
-    out: Tensor
-    hidden: list[Tensor]
-
-
-class Silent(Block):
-    """Puts its result into what it was given, and returns nothing."""
-
-    def forward(self, answer: Answer) -> None:  # type: ignore[override]
-        answer.hidden.append(answer.out)
-        answer.out = super().forward(answer.out)
-
-
-class Passing(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Silent(20 + number) for number in range(3))
-
-    def body(self, x: Tensor) -> Tensor:
-        answer = Answer(x, [])
-        for block in self.blocks:
-            block(answer)
-        return answer.out + answer.hidden[1]
-
-
-trained("a_forward_that_returns_nothing", Passing)
 
 
 class MeasuredInNumPy(Block):

@@ -5,45 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import module_cases as cases
 import torch
 import torch.nn.functional as F
-from of_loops import Judge
+from module_cases import Reordered
 from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from zero_cases import IN, OUT, WIDTH, Block, Net
-
-
-class Sequence(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(nn.Sequential(*self.blocks), 2, x, use_reentrant=False)
-
-
-@loss_program(Sequence)
-def checkpoints_over_several_units(run: Run, model: nn.Module, step: int) -> Tensor:
-    return run.mse(model, step)
-
-
-class CheckpointsInCheckpoints(Net):
-    def body(self, x: Tensor) -> Tensor:
-        def each(x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
-
-        return checkpoint(each, x, use_reentrant=False)
-
-
-@loss_program(CheckpointsInCheckpoints)
-def checkpoints_within_checkpoints(run: Run, model: nn.Module, step: int) -> Tensor:
-    x, y = run.data(step)
-
-    def head(hidden: Tensor) -> Tensor:
-        return F.mse_loss(F.linear(hidden, model.leave.weight, model.leave.bias), y)
-
-    return checkpoint(head, model.body(model.enter(x)), use_reentrant=False)
 
 
 @loss_program(Net)
@@ -57,35 +26,6 @@ def a_penalty_of_the_input_through_checkpoints(run: Run, model: nn.Module, step:
     out = model.leave(hidden)
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return F.mse_loss(out, y) + 0.1 * grad.square().mean()
-
-
-class WeightInContext(torch.autograd.Function):
-    """Keeps its weight as fused kernels do that do not ask autograd to save it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad @ ctx.weight, grad.t() @ ctx.x
-
-
-class Fused(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + WeightInContext.apply(F.gelu(self.up(self.norm(x))), self.down.weight)
-
-
-class FusedNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Fused(37 + 46 * number, WIDTH) for number in range(3))
-
-
-@loss_program(FusedNet)
-def a_function_that_keeps_a_weight_in_its_context(run: Run, model: nn.Module, step: int) -> Tensor:
-    return run.mse(model, step)
 
 
 class WritesItsGradient(torch.autograd.Function):
@@ -181,21 +121,8 @@ def one_module_without_a_graph_with_one_and_recomputed(run: Run, model: nn.Modul
 
 
 @program()
-def a_judge_frozen_while_the_maker_learns_through_it(run: Run) -> None:
-    """Frozen and thawed within one step: the maker learns by a forward that trains nothing of the judge."""
-    maker, judge = run.shard(Net), run.shard(Judge)
-    first, second = run.optimizer(maker.parameters()), run.optimizer(judge.parameters())
-    for step in range(3):
-        x, y = run.data(step)
-        judge.requires_grad_(False)
-        run.step(first, -judge(maker(x)).mean())
-        judge.requires_grad_(True)
-        run.step(second, (judge(maker(x).detach()) - judge(y)).mean())
-
-
-@program()
 def a_unit_left_out_for_steps_and_by_one_of_several_passes(run: Run) -> None:
-    model = run.shard(cases.Reordered)
+    model = run.shard(Reordered)
     optimizer = run.optimizer(model.parameters())
     for step, (first, last) in enumerate((((0, 2), (0, 2)), ((0, 1, 2), (0, 2)), ((0, 2), (1,)), ((1,), (1, 0, 2)))):
         model.order = first

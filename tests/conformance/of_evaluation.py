@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import module_cases as cases
 import torch
 import torch.nn.functional as F
+from module_cases import modules, nets, next_word
 from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from zero_cases import Net
@@ -69,16 +69,6 @@ def a_single_block_trained(run: Run) -> None:
 
 
 @program()
-def parameters_read_whole(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(3):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        with run.gathered(model):
-            run.see(*model.parameters())
-
-
-@program()
 def one_layer_read_whole(run: Run) -> None:
     model = run.shard(Net)
     run.train(model)
@@ -107,15 +97,24 @@ def a_forward_of_the_whole_on_rank_0(run: Run) -> None:
     run.train(model, 2)
 
 
+@torch.inference_mode()
+def generated(model: nn.Module) -> Tensor:
+    """Inference tensors must not be left behind for the next step to trip over."""
+    words = torch.ones(1, 1, dtype=torch.long)
+    for _ in range(4):
+        words = torch.cat([words, model(words)[:, -1:].argmax(-1)], dim=1)
+    return words.clone()
+
+
 @program()
 def generation_on_rank_0(run: Run) -> None:
     """Another number of forwards on each rank."""
-    model = run.shard(cases.Tied)
-    run.train(model, 2, lambda model, step: cases.next_word(model, step, run.world))
+    model = run.shard(nets.Tied)
+    run.train(model, 2, lambda model, step: next_word(model, step, run.world))
     with run.gathered(model):
         if run.rank == 0:
-            run.see(cases.generated(model, 0))
-    run.train(model, 2, lambda model, step: cases.next_word(model, step, run.world))
+            run.see(generated(model))
+    run.train(model, 2, lambda model, step: next_word(model, step, run.world))
 
 
 @program()
@@ -152,21 +151,11 @@ def gradients_of_the_whole_beside_a_forward(run: Run) -> None:
 
 @program()
 def a_state_dict_of_the_whole(run: Run) -> None:
-    model = run.shard(cases.Odd)
+    model = run.shard(modules.OddParameters)
     run.train(model, 2)
     with run.gathered(model):
         run.see(*(value.clone() for value in model.state_dict().values()))
     run.train(model, 1)
-
-
-@program()
-def the_norm_of_the_parameters_logged(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(3):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        with run.gathered(model):
-            run.see(*(param.detach().norm() for param in model.parameters()))
 
 
 @program()
@@ -179,7 +168,7 @@ def shapes_and_names_looked_at(run: Run) -> None:
 
 
 @program()
-def a_forward_that_fails_and_goes_on(run: Run) -> None:
+def a_forward_that_fails_within_a_unit(run: Run) -> None:
     model = run.shard(Net)
     optimizer = run.optimizer(model.parameters())
     for step in range(4):

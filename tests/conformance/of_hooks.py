@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from of_modules import Bags
+from of_modules import bags
 from small_programs import Run, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -19,14 +19,6 @@ REFUSED = (zk.ZerokernError, RuntimeError, TypeError, ValueError)
 
 
 @program()
-def a_hook_on_a_parameter_from_before(run: Run) -> None:
-    model = run.make(Net)
-    model.leave.weight.register_hook(lambda grad: grad * 0.5)
-    model.blocks[1].up.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    run.train(run.shard(model))
-
-
-@program()
 def a_hook_on_a_parameter_from_after(run: Run) -> None:
     model = run.shard(Net)
     model.blocks[1].up.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
@@ -34,7 +26,7 @@ def a_hook_on_a_parameter_from_after(run: Run) -> None:
 
 
 @program()
-def hooks_on_forwards_and_backwards(run: Run) -> None:
+def hooks_on_modules_from_before_and_after(run: Run) -> None:
     model = run.make(Net)
     seen: list[Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
@@ -45,32 +37,6 @@ def hooks_on_forwards_and_backwards(run: Run) -> None:
     model.leave.register_full_backward_pre_hook(lambda module, after: (after[0] * 2,))
     run.train(model)
     run.see(*seen)
-
-
-@program()
-def activations_captured_and_used(run: Run) -> None:
-    model = run.shard(Net)
-    caught: dict[int, Tensor] = {}
-    for number, block in enumerate(model.blocks):
-        block.up.register_forward_hook(lambda module, args, out, at=number: caught.__setitem__(at, out))
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        return run.mse(model, step) + 0.1 * sum(one.abs().mean() for one in caught.values())
-
-    run.train(model, loss=loss)
-
-
-@program()
-def a_copy_from_before_as_a_frozen_reference(run: Run) -> None:
-    model = run.make(Net)
-    old = copy.deepcopy(model).requires_grad_(False)
-    model = run.shard(model)
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return F.mse_loss(model(x), y) + F.mse_loss(model(x), old(x))
-
-    run.train(model, loss=loss)
 
 
 @program()
@@ -91,16 +57,6 @@ def ema(run: Run, model: nn.Module, kept: dict[str, Tensor]) -> None:
     with run.gathered(model), torch.no_grad():
         for name, param in model.named_parameters():
             kept[name] = 0.9 * kept[name] + 0.1 * param.detach() if name in kept else param.detach().clone()
-
-
-@program()
-def an_average_of_weights_kept_as_tensors(run: Run) -> None:
-    model, kept = run.shard(Net), {}
-    optimizer = run.optimizer(model.parameters())
-    for step in range(4):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        ema(run, model, kept)
-    run.see(*kept.values())
 
 
 @program()
@@ -154,43 +110,6 @@ def evaluation_with_other_weights_by_functional_call(run: Run) -> None:
 
 
 @program()
-def weights_clamped_after_each_step(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters(), lr=0.1)
-    for step in range(4):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        optimizer.flush()
-        with run.gathered(model, write=True), torch.no_grad():
-            for param in model.parameters():
-                param.clamp_(-0.2, 0.2)
-
-
-@program()
-def a_layer_begun_anew_half_way(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.train(model, 2)
-    optimizer.flush()
-    with run.gathered(model, write=True), torch.no_grad():
-        model.leave.weight.copy_(torch.arange(30.0).view(3, 10) / 100)
-        nn.init.zeros_(model.leave.bias)
-    run.train(model, 3, optimizer=optimizer)
-
-
-@program()
-def weights_saved_and_put_back(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.train(model, 2)
-    optimizer.flush()
-    with run.gathered(model):
-        before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    run.train(model, 2, optimizer=optimizer)
-    optimizer.flush()
-    with run.gathered(model, write=True):
-        model.load_state_dict(before)
-    run.train(model, 2, optimizer=optimizer)
-
-
-@program()
 def lookahead(run: Run) -> None:
     """Slow weights that the fast ones are pulled back to."""
     model = run.shard(Net)
@@ -233,7 +152,7 @@ def pull(run: Run, target: nn.Module, model: nn.Module, rate: float = 0.9) -> No
 
 
 @program()
-def a_momentum_encoder(run: Run) -> None:
+def a_momentum_encoder_that_is_sharded_as_well(run: Run) -> None:
     """BYOL, MoCo: a target that follows, sharded like the model that it follows."""
     model, target = run.shard(Net), run.shard(lambda: Net().requires_grad_(False))
     optimizer = run.optimizer(model.parameters())
@@ -243,23 +162,6 @@ def a_momentum_encoder(run: Run) -> None:
             aim = target(x + 0.1)
         run.step(optimizer, 2 - 2 * F.cosine_similarity(model(x), aim).mean())
         pull(run, target, model)
-
-
-@program()
-def a_target_network_copied_now_and_then(run: Run) -> None:
-    """Q-learning with a plain target on each rank."""
-    model = run.make(Net)
-    target = copy.deepcopy(model).requires_grad_(False)
-    model = run.shard(model)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(5):
-        x, y = run.data(step)
-        with torch.no_grad():
-            best = y + 0.9 * target(x).max(1, keepdim=True).values
-        run.step(optimizer, F.smooth_l1_loss(model(x), best))
-        if step % 2:
-            with run.gathered(model):
-                target.load_state_dict(model.state_dict())
 
 
 class Clamping(Block):
@@ -281,7 +183,7 @@ def weights_clamped_within_the_forward(run: Run) -> None:
 
 @program(late=False, refused=(REFUSED, ("max_norm",), "stage [123], *"))
 def an_embedding_with_a_largest_norm(run: Run) -> None:
-    run.train(run.shard(lambda: Bags(max_norm=1.0)))
+    run.train(run.shard(lambda: bags(max_norm=1.0)))
 
 
 @program()

@@ -11,47 +11,15 @@ from zero_cases import Net
 import zerokern as zk
 
 
-@loss_program(Net)
-def wasserstein_with_a_penalty_and_several_forwards(run: Run, model: nn.Module, step: int) -> Tensor:
-    real, made = run.data(step)[0], run.data(step + 30)[0]
-    between = (0.3 * real + 0.7 * made).requires_grad_()
-    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-    return model(made).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-
-
-@loss_program(Net)
-def an_adversarial_step_on_the_input(run: Run, model: nn.Module, step: int) -> Tensor:
-    x, y = run.data(step)
-    x.requires_grad_()
-    (slope,) = torch.autograd.grad(F.mse_loss(model(x), y), x)
-    return F.mse_loss(model(x.detach() + 0.1 * slope.sign()), y)
-
-
 def squares(params: object) -> Tensor:
     return sum(param.square().sum() for param in params)  # type: ignore[attr-defined]
 
 
 trained(
-    "weight_decay_in_the_loss_after_the_forward",
-    Net,
-    lambda run, model, step: run.mse(model, step) + 1e-2 * squares(model.parameters()),
-)
-trained(
     "weight_decay_in_the_loss_before_the_forward",
     Net,
     lambda run, model, step: 1e-2 * squares(model.parameters()) + run.mse(model, step),
 )
-trained(
-    "a_penalty_on_a_part_of_a_unit_before_the_forward",
-    Net,
-    lambda run, model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step),
-)
-trained(
-    "a_penalty_on_a_part_of_a_unit_after_the_forward",
-    Net,
-    lambda run, model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean(),
-)
-trained("a_penalty_alone", Net, lambda run, model, step: squares(model.blocks[0].parameters()))
 
 
 @program(exact=False)
@@ -92,67 +60,11 @@ def fedprox(run: Run) -> None:
 
 
 @program()
-def elastic_weight_consolidation(run: Run) -> None:
-    model = run.shard(Net)
-    old = kept(run, model)
-    fisher = [1 + value.abs() for value in old]
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        rows = zip(fisher, model.parameters(), old, strict=True)
-        return run.mse(model, step) + sum((weight * (p - before) ** 2).sum() for weight, p, before in rows)
-
-    run.train(model, loss=loss)
-
-
-@program()
 def a_distance_to_the_start_of_one_layer(run: Run) -> None:
     model = run.shard(Net)
     with run.gathered(model):
         old = model.leave.weight.detach().clone()
     run.train(model, loss=lambda model, step: run.mse(model, step) + F.mse_loss(model.leave.weight, old))
-
-
-@program()
-def distillation(run: Run) -> None:
-    teacher = run.make(lambda: Net().requires_grad_(False))
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        soft = F.kl_div(model(x).log_softmax(-1), teacher(x).softmax(-1), reduction="batchmean")
-        return soft + F.mse_loss(model(x), y)
-
-    run.train(run.shard(Net), loss=loss)
-
-
-@program()
-def distillation_from_a_sharded_teacher(run: Run) -> None:
-    teacher = run.shard(lambda: Net().requires_grad_(False))
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, _ = run.data(step)
-        with torch.no_grad():
-            target = teacher(x)
-        return F.mse_loss(model(x), target)
-
-    run.train(run.shard(Net), loss=loss)
-
-
-@loss_program(Net)
-def contrastive_pairs(run: Run, model: nn.Module, step: int) -> Tensor:
-    a = F.normalize(model(run.data(step)[0]), dim=1)
-    b = F.normalize(model(run.data(step)[0] + 0.1), dim=1)
-    return F.cross_entropy(a @ b.t() / 0.2, torch.arange(len(a)))
-
-
-@loss_program(Net)
-def triplets(run: Run, model: nn.Module, step: int) -> Tensor:
-    return F.triplet_margin_loss(*(model(run.data(step + 20 * turn)[0]) for turn in range(3)))
-
-
-@loss_program(Net)
-def label_smoothing_and_ignored_rows(run: Run, model: nn.Module, step: int) -> Tensor:
-    x, _ = run.data(step)
-    return F.cross_entropy(model(x), torch.tensor([0, 2, -100, 1]), label_smoothing=0.1)
 
 
 @program()
@@ -175,9 +87,6 @@ def a_loss_of_some_outputs_on_some_ranks(run: Run, model: nn.Module, step: int) 
     x, y = run.data(step)
     out = model(x)
     return F.mse_loss(out[:, :2], y[:, :2]) if (step + run.rank) % 2 else out.square().mean()
-
-
-trained("a_loss_of_zero", Net, lambda run, model, step: run.mse(model, step) * (step % 2))
 
 
 @program()
@@ -206,7 +115,7 @@ def first_order_meta_learning(run: Run) -> None:
 
 
 @program()
-def a_jacobian_of_the_input(run: Run) -> None:
+def a_jacobian_by_torch_func(run: Run) -> None:
     model = run.shard(Net)
     run.see(torch.func.jacrev(model)(run.data(5)[0]))
     run.train(model)

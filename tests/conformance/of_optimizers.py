@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from module_cases import optimizers
 from small_programs import Run, program
 from torch import nn
 from zero_cases import Net
@@ -41,26 +41,6 @@ for rule in RULES:
     program()(by_rule(rule))
 
 
-def decayed(model: nn.Module) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    matrices, rest = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
-
-
-@program()
-def groups_with_and_without_decay(run: Run) -> None:
-    model = run.shard(Net)
-    run.train(model, 4, optimizer=run.optimizer(decayed(model)))
-
-
-@program()
-def a_rate_for_each_layer(run: Run) -> None:
-    model = run.shard(Net)
-    groups = [{"params": list(block.parameters()), "lr": 1e-2 * 0.7**at} for at, block in enumerate(model.blocks)]
-    rest = [*model.enter.parameters(), *model.leave.parameters()]
-    run.train(model, 4, optimizer=run.optimizer([*groups, {"params": rest}]))
-
-
 @program()
 def a_group_added_later(run: Run) -> None:
     model = run.shard(Net)
@@ -85,7 +65,7 @@ def one_cycle(run: Run) -> None:
 @program()
 def warmup_and_cosine(run: Run) -> None:
     model = run.shard(Net)
-    optimizer = run.optimizer(decayed(model))
+    optimizer = run.optimizer(optimizers.by_dimension(model))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(step / 2, 0.5 + 0.5 * math.cos(step / 3)) + 0.01
     )
@@ -194,20 +174,6 @@ def gradients_cleared_before_backward(run: Run) -> None:
         model.zero_grad()
         run.backward(run.mse(model, step))
         optimizer.step()
-
-
-@program()
-def gradients_scaled_by_hand(run: Run) -> None:
-    """A loss scale of a power of two leaves the bits as they are."""
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(4):
-        run.backward(run.mse(model, step) * 1024)
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(1 / 1024)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @program()
@@ -347,30 +313,6 @@ def a_state_that_is_saved_and_loaded(run: Run) -> None:
     optimizer.flush()
     optimizer.load_state_dict(optimizer.state_dict())
     run.train(model, 2, optimizer=optimizer)
-
-
-@program()
-def back_to_where_it_was_by_copied_states(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    run.train(model, 2, optimizer=optimizer)
-    optimizer.flush()
-    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    run.train(model, 2, optimizer=optimizer)
-    optimizer.flush()
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    run.train(model, 2, optimizer=optimizer)
-
-
-@program()
-def frozen_and_thawed_by_turns(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(6):
-        model.blocks[0].requires_grad_(step % 2 == 0)
-        run.step(optimizer, run.mse(model, step))
-    model.blocks[0].requires_grad_(True)
 
 
 @program()

@@ -68,6 +68,7 @@ class Program:
     run: Callable[[Run], None]
     exact: bool
     late: bool
+    slow: bool
     refused: Refusal | None
 
     def refusal(self, stage: int, mode: str) -> Refusal | None:
@@ -80,15 +81,15 @@ RANKS_DIFFER = (zk.ZerokernError,), ("ranks differ", "units=", "around them"), "
 
 
 def program(
-    *, exact: bool = True, late: bool = True, refused: tuple[Any, ...] | None = None
+    *, exact: bool = True, late: bool = True, slow: bool = False, refused: tuple[Any, ...] | None = None
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """`exact=False`: sums of another order, so that SGD's few steps differ by roundings. `late=False`: it writes what
-    it sees, which has no meaning where that is not the newest. `refused`: a `Refusal`'s."""
+    it sees, which has no meaning where that is not the newest. `slow`: not in `make test`. `refused`: a `Refusal`'s."""
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
         name = function.__name__
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(name, function, exact, late, None if refused is None else Refusal(*refused))
+        PROGRAMS[name] = Program(name, function, exact, late, slow, None if refused is None else Refusal(*refused))
         return function
 
     return register

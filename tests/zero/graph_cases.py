@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from worlds import World
 from zero_cases import WIDTH, Block, Case, Net, batch, mse
 
@@ -84,25 +82,6 @@ class Dripped(Net):
         return x
 
 
-class CheckpointedOver(Net):
-    """One checkpoint over several units."""
-
-    def body(self, x: Tensor) -> Tensor:
-        x = checkpoint(lambda x: self.blocks[1](self.blocks[0](x)), x, use_reentrant=False)
-        return checkpoint(lambda x: self.blocks[3](self.blocks[2](x)), x, use_reentrant=False)
-
-
-class CheckpointedTwice(Net):
-    """Checkpoints within checkpoints."""
-
-    def body(self, x: Tensor) -> Tensor:
-        def pair(x: Tensor, first: int) -> Tensor:
-            x = checkpoint(self.blocks[first], x, use_reentrant=False)
-            return checkpoint(self.blocks[first + 1], x, use_reentrant=False)
-
-        return checkpoint(pair, checkpoint(pair, x, 0, use_reentrant=False), 2, use_reentrant=False)
-
-
 class InForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -145,17 +124,11 @@ def on_cpu_inside() -> Net:
     return net
 
 
-def four(build: type) -> Callable[[], nn.Module]:
-    return lambda: build(4)
-
-
 CASES = [
     Case("auxiliary losses as attributes", mixture, with_aux),
     Case("auxiliary losses alone", mixture, aux_alone),
     Case("opaque results", Hidden),
     Case("generators", Dripped),
-    Case("one checkpoint over several units", four(CheckpointedOver)),
-    Case("nested checkpoints", four(CheckpointedTwice)),
     # at stage 3 a small bucket may be reduced before the other gradient of the weight is there
     Case("a Function that makes gradients in forward", Net, in_forward, one_order=False),
     Case("hooks of others around units", Checked),

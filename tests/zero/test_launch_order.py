@@ -227,7 +227,7 @@ def test_experts_with_ranks_of_their_own(stage: int, wires: Any) -> None:
     def trained(world: World, device: Any) -> None:
         model, groups = built(Mixture), world.mesh
         sparse = HybridGroup(groups["experts"], groups["copies"])
-        zk.shard(model, stage=stage, mesh={model: groups["dense"], **{gate.experts: sparse for gate in model.gates}})
+        zk.shard(model, stage=stage, mesh={model: groups["dense"], **{gate.experts: sparse for gate in model.layers}})
         opt = zk.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.1)
         for step in range(3):
             routed(model, step, world).backward()

@@ -14,7 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
 
-from ..training import Training
+from ..training import Recipe, Training
+
+
+def rule(recipe: Recipe) -> tuple[type, dict[str, Any]]:
+    """The optimizer that a recipe asks for, and its settings."""
+    told = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "max_grad_norm": recipe.clip}
+    if recipe.rule == "sgd":
+        return zk.SGD, {**told, "momentum": 0.9}
+    return zk.AdamW, {**told, "eps": recipe.eps}
 
 
 class ZerokernTraining(Training):
@@ -34,14 +42,11 @@ class ZerokernTraining(Training):
         return {}
 
     def make_optimizer(self) -> Any:
-        recipe = self.recipe
-        params = recipe.params_of(self.model)
+        params = self.recipe.params_of(self.model)
         if not params:
             return None
-        told = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "max_grad_norm": recipe.clip, **self.tiers()}
-        if recipe.rule == "sgd":
-            return zk.SGD(params, momentum=0.9, **told)
-        return zk.AdamW(params, eps=recipe.eps, **told)
+        kind, told = rule(self.recipe)
+        return kind(params, **told, **self.tiers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recipe.narrow:

@@ -62,7 +62,7 @@ def model(*, issue: str = "", steps: int = 3, **recipe: Any) -> Callable[[Any], 
     """Registers the ordinary loop over what a class or function makes."""
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        add(lambda run: run.loop(build(), steps, **recipe), build, bool(recipe.get("narrow")), issue)
+        add(lambda run: run.loop(build, steps, **recipe), build, bool(recipe.get("narrow")), issue)
         return build
 
     return register
@@ -73,7 +73,7 @@ def loss(build: Callable[[], nn.Module], *, issue: str = "", steps: int = 3, **r
 
     def register(function: Callable[[Run, Training, int], Tensor]) -> Callable[[Run, Training, int], Tensor]:
         def follow(run: Run) -> None:
-            run.loop(build(), steps, lambda training, step: function(run, training, step), **recipe)
+            run.loop(build, steps, lambda training, step: function(run, training, step), **recipe)
 
         add(follow, function, bool(recipe.get("narrow")), issue)
         return function

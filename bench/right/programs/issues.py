@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -28,19 +29,19 @@ class ASubmoduleUsedTwice(Net):
 
 @program(issue="DeepSpeed #8224", narrow=True)
 def a_submodule_used_twice_in_bf16(run: Run) -> None:
-    run.loop(ASubmoduleUsedTwice(), narrow=True)
+    run.loop(ASubmoduleUsedTwice, narrow=True)
 
 
 @program(issue="DeepSpeed #7718", narrow=True)
 def clipped_in_bf16_with_many_layers(run: Run) -> None:
     """ZeRO-2's norm was a third of what it is, and so was what was clipped by it."""
-    run.loop(Net(6), narrow=True, clip=0.2)
+    run.loop(lambda: Net(6), narrow=True, clip=0.2)
 
 
 @program(issue="accelerate #3877")
 def accumulation_of_eight_batches(run: Run) -> None:
     """ZeRO-2's loss depended on how a batch was divided."""
-    run.loop(Net(), steps=2, accumulate=8)
+    run.loop(Net, steps=2, accumulate=8)
 
 
 @loss(Net, issue="DeepSpeed #988")
@@ -53,7 +54,7 @@ def twins_that_are_recomputed(run: Run, training: Training, step: int) -> Tensor
 @program(issue="DeepSpeed #3539")
 def one_loss_passed_back_twice(run: Run) -> None:
     """ZeRO-3: a size mismatch in the second pass."""
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(2):
         loss = run.mse(training, step)
         training.step(loss, lambda loss: (loss.backward(retain_graph=True), loss.backward()))
@@ -108,10 +109,10 @@ class FirstAndLastLayerShareTheirWeight(nn.Module):
 @program(issue="FlashOptim #3, accelerate #3971")
 def saved_and_resumed_anew(run: Run) -> None:
     """The first step after a resume exploded; the step count was missing."""
-    first = run.train(Net())
+    first = run.train(Net)
     run.loop(first, steps=3)
     first.save(saved(run))
-    again = run.train(Net())
+    again = run.train(Net)
     again.load(saved(run))
     run.loop(again, steps=3)
 
@@ -119,7 +120,7 @@ def saved_and_resumed_anew(run: Run) -> None:
 @program(issue="bitsandbytes #2080, torchao #4912")
 def states_that_do_not_depend_on_the_split(run: Run) -> None:
     """One parameter of 6,144 elements, which half of it would have other states than."""
-    run.loop(nn.Sequential(nn.Linear(IN, 96), nn.Linear(96, 64, bias=False), nn.Linear(64, OUT)), steps=4)
+    run.loop(lambda: nn.Sequential(nn.Linear(IN, 96), nn.Linear(96, 64, bias=False), nn.Linear(64, OUT)), steps=4)
 
 
 class Auxiliary(Net):
@@ -139,7 +140,7 @@ def a_head_used_early_and_kept(run: Run, training: Training, step: int) -> Tenso
 @program(issue="pytorch #170862")
 def clipped_where_ranks_hold_unequal_parts(run: Run) -> None:
     """A norm of local parts alone clips too little."""
-    run.loop(nn.Sequential(nn.Linear(IN, 3), nn.Linear(3, WIDTH), nn.Linear(WIDTH, OUT)), steps=4, clip=0.05)
+    run.loop(lambda: nn.Sequential(nn.Linear(IN, 3), nn.Linear(3, WIDTH), nn.Linear(WIDTH, OUT)), steps=4, clip=0.05)
 
 
 class Chunked(Tied):
@@ -163,7 +164,7 @@ def a_loss_in_recomputed_chunks(run: Run, training: Training, step: int) -> Tens
 @program(issue="pytorch #144657")
 def a_save_beside_training(run: Run) -> None:
     """The checkpoint of a model on a CPU held values of later steps."""
-    training = run.train(Net())
+    training = run.train(Net)
     run.loop(training, steps=2)
     wait = training.save_beside(saved(run))
     run.loop(training, steps=2)
@@ -171,6 +172,18 @@ def a_save_beside_training(run: Run) -> None:
     training.load(saved(run))
     run.see("loaded", *training.full().values())
     run.loop(training, steps=1)
+
+
+@program(issue="pytorch #188174")
+def objects_that_steps_leave_behind(run: Run) -> None:
+    """The fused AdamW left one object for each DTensor and step, until the host's memory was full."""
+    training, alive = run.train(Net, fused=True), []
+    for _ in range(3):
+        run.loop(training, steps=4)
+        gc.collect()
+        alive.append(len(gc.get_objects()))
+    left = max(0, alive[2] - alive[1]) // (4 * len(list(training.module.parameters())))
+    run.see("left by each parameter and step", left)
 
 
 class FusedCrossEntropy(torch.autograd.Function):

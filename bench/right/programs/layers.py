@@ -240,22 +240,22 @@ class ComplexNumbers(Net):
 
 @program(narrow=True)
 def bf16_beside_exact_masters(run: Run) -> None:
-    run.loop(Net(), steps=4, narrow=True)
+    run.loop(Net, steps=4, narrow=True)
 
 
 @program(narrow=True)
 def bf16_and_clipping(run: Run) -> None:
-    run.loop(Net(), steps=4, narrow=True, clip=0.3)
+    run.loop(Net, steps=4, narrow=True, clip=0.3)
 
 
 @program(narrow=True)
 def bf16_and_accumulation(run: Run) -> None:
-    run.loop(Net(), steps=3, narrow=True, accumulate=3)
+    run.loop(Net, steps=3, narrow=True, accumulate=3)
 
 
 @program()
 def dropout_seeded_alike(run: Run) -> None:
-    net = Net()
+    net = run.make(Net)
     net.blocks.append(nn.Dropout(0.3))
     training = run.train(net)
     for step in range(3):

@@ -13,12 +13,12 @@ from .nets import WIDTH, Judge, Net
 
 @program()
 def accumulation(run: Run) -> None:
-    run.loop(Net(), accumulate=3)
+    run.loop(Net, accumulate=3)
 
 
 @program()
 def accumulation_with_clipping(run: Run) -> None:
-    run.loop(Net(), accumulate=3, clip=0.3)
+    run.loop(Net, accumulate=3, clip=0.3)
 
 
 @program()
@@ -27,7 +27,7 @@ def accumulation_of_batches_that_vary(run: Run) -> None:
         x, y = run.data(step, rows=1 + step % 4)
         return F.mse_loss(training(x), y)
 
-    run.loop(Net(), loss=of_rows, accumulate=4)
+    run.loop(Net, loss=of_rows, accumulate=4)
 
 
 @program()
@@ -38,7 +38,7 @@ def accumulation_over_parts_of_the_model(run: Run) -> None:
         training.module.order = [(0,), (1, 2), (0, 2)][step % 3]
         return run.mse(training, step)
 
-    run.loop(Ordered(), loss=of_part, accumulate=3, unused=True)
+    run.loop(Ordered, loss=of_part, accumulate=3, unused=True)
 
 
 @loss(Net, steps=4)
@@ -55,7 +55,7 @@ def batches_that_differ_between_ranks(run: Run, training: Training, step: int) -
 
 @program()
 def two_models_that_compete(run: Run) -> None:
-    maker, judge = run.train(Net()), run.train(Judge())
+    maker, judge = run.train(Net), run.train(Judge)
     for step in range(3):
         x, y = run.data(step)
         run.follow(judge, F.softplus(judge(maker(x).detach())).mean() + F.softplus(-judge(y)).mean())
@@ -65,7 +65,7 @@ def two_models_that_compete(run: Run) -> None:
 
 @program()
 def a_judge_frozen_while_the_maker_learns(run: Run) -> None:
-    maker, judge = run.train(Net()), run.train(Judge())
+    maker, judge = run.train(Net), run.train(Judge)
     for step in range(3):
         x, y = run.data(step)
         judge.module.requires_grad_(False)
@@ -76,7 +76,7 @@ def a_judge_frozen_while_the_maker_learns(run: Run) -> None:
 
 @program()
 def two_models_by_turns(run: Run) -> None:
-    one, other = run.train(Net()), run.train(Net(2))
+    one, other = run.train(Net), run.train(lambda: Net(2))
     for step in range(4):
         turn = one if step % 2 else other
         run.follow(turn, run.mse(turn, step))
@@ -98,7 +98,7 @@ class Truncated(nn.Module):
 
 @program()
 def truncated_backpropagation_through_time(run: Run) -> None:
-    training, states = run.train(Truncated()), [torch.zeros(4, WIDTH)] * 2
+    training, states = run.train(Truncated), [torch.zeros(4, WIDTH)] * 2
     for step in range(3):
         loss = torch.zeros(())
         for turn in range(3):
@@ -111,7 +111,7 @@ def truncated_backpropagation_through_time(run: Run) -> None:
 
 @program()
 def frozen_and_thawed_by_turns(run: Run) -> None:
-    training = run.train(Net(), unused=True)
+    training = run.train(Net, unused=True)
     for step in range(4):
         training.module.blocks[0].requires_grad_(step % 2 == 0)
         run.follow(training, run.mse(training, step))
@@ -120,7 +120,7 @@ def frozen_and_thawed_by_turns(run: Run) -> None:
 
 @program()
 def gradients_scaled_before_the_step(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(3):
         training.backward(run.mse(training, step) * 1024)
         training.edit_gradients(lambda grad: grad / 1024)
@@ -129,7 +129,7 @@ def gradients_scaled_before_the_step(run: Run) -> None:
 
 @program()
 def gradients_clamped_before_the_step(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(3):
         training.backward(run.mse(training, step))
         training.edit_gradients(lambda grad: grad.clamp(-0.01, 0.01))
@@ -138,7 +138,7 @@ def gradients_clamped_before_the_step(run: Run) -> None:
 
 @program()
 def a_forward_that_fails_and_goes_on(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(4):
         if step == 2:
             try:
@@ -150,7 +150,7 @@ def a_forward_that_fails_and_goes_on(run: Run) -> None:
 
 @program()
 def a_forward_whose_loss_is_thrown_away(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(4):
         run.see("thrown away", run.mse(training, step + 70))
         run.follow(training, run.mse(training, step))

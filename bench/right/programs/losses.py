@@ -102,18 +102,18 @@ def contrastive_pairs(run: Run, training: Training, step: int) -> Tensor:
 
 @program()
 def distillation_from_a_plain_teacher(run: Run) -> None:
-    teacher = Net().requires_grad_(False)
+    teacher = run.make(lambda: Net().requires_grad_(False))
 
     def of_teacher(training: Training, step: int) -> Tensor:
         x, _ = run.data(step)
         return F.mse_loss(training(x), teacher(x))
 
-    run.loop(Net(), loss=of_teacher)
+    run.loop(Net, loss=of_teacher)
 
 
 @program()
 def distillation_from_a_wrapped_teacher(run: Run) -> None:
-    teacher = run.train(Net().requires_grad_(False))
+    teacher = run.train(lambda: Net().requires_grad_(False))
 
     def of_teacher(training: Training, step: int) -> Tensor:
         x, _ = run.data(step)
@@ -121,12 +121,12 @@ def distillation_from_a_wrapped_teacher(run: Run) -> None:
             target = teacher(x)
         return F.mse_loss(training(x), target)
 
-    run.loop(Net(), loss=of_teacher)
+    run.loop(Net, loss=of_teacher)
 
 
 @program()
 def two_backward_passes_of_one_graph(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(3):
         training.step(run.mse(training, step), lambda loss: (loss.backward(retain_graph=True), loss.backward()))
 
@@ -145,21 +145,21 @@ def a_hook_on_an_activation(run: Run, training: Training, step: int) -> Tensor:
 
 @program()
 def a_hook_on_a_parameter(run: Run) -> None:
-    net = Net()
+    net = run.make(Net)
     net.leave.weight.register_hook(lambda grad: grad * 0.5)
     run.loop(net)
 
 
 @program()
 def a_hook_on_a_parameter_of_a_block(run: Run) -> None:
-    net = Net()
+    net = run.make(Net)
     net.blocks[1].up.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     run.loop(net)
 
 
 @program()
 def hooks_on_forwards_and_backwards(run: Run) -> None:
-    net = Net()
+    net = run.make(Net)
     net.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     net.blocks[1].register_forward_hook(lambda module, args, out: out + 1)
     net.blocks[2].register_full_backward_hook(lambda module, before, after: (before[0] * 0.5,))
@@ -168,7 +168,7 @@ def hooks_on_forwards_and_backwards(run: Run) -> None:
 
 @program()
 def activations_caught_by_hooks(run: Run) -> None:
-    net, caught = Net(), {}
+    net, caught = run.make(Net), {}
     for at, block in enumerate(net.blocks):
         block.up.register_forward_hook(lambda module, args, out, at=at: caught.__setitem__(at, out))
 

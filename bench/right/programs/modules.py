@@ -15,7 +15,7 @@ from .nets import INNER, WIDTH, Block, Net, Tied, some_words
 
 @program()
 def the_ordinary_loop(run: Run) -> None:
-    run.loop(Net(), steps=5)
+    run.loop(Net, steps=5)
 
 
 @loss(Tied)

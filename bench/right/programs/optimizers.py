@@ -14,27 +14,27 @@ from .nets import Net
 
 @program()
 def sgd_with_momentum(run: Run) -> None:
-    run.loop(Net(), steps=4, rule="sgd", lr=0.05, weight_decay=0.01)
+    run.loop(Net, steps=4, rule="sgd", lr=0.05, weight_decay=0.01)
 
 
 @program()
 def clipped_by_the_global_norm(run: Run) -> None:
-    run.loop(Net(), steps=4, clip=0.1)
+    run.loop(Net, steps=4, clip=0.1)
 
 
 @program()
 def clipped_sgd(run: Run) -> None:
-    run.loop(Net(), steps=4, rule="sgd", lr=0.05, clip=0.1)
+    run.loop(Net, steps=4, rule="sgd", lr=0.05, clip=0.1)
 
 
 @program()
 def a_norm_that_clips_nothing(run: Run) -> None:
-    run.loop(Net(), steps=3, clip=1e9)
+    run.loop(Net, steps=3, clip=1e9)
 
 
 @program()
 def no_weight_decay(run: Run) -> None:
-    run.loop(Net(), steps=3, weight_decay=0.0)
+    run.loop(Net, steps=3, weight_decay=0.0)
 
 
 def by_dimension(model: nn.Module) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def by_dimension(model: nn.Module) -> list[dict[str, Any]]:
 
 @program()
 def groups_with_and_without_decay(run: Run) -> None:
-    run.loop(Net(), steps=4, groups=by_dimension)
+    run.loop(Net, steps=4, groups=by_dimension)
 
 
 def by_layer(model: nn.Module) -> list[dict[str, Any]]:
@@ -55,17 +55,17 @@ def by_layer(model: nn.Module) -> list[dict[str, Any]]:
 
 @program()
 def a_rate_for_each_layer(run: Run) -> None:
-    run.loop(Net(), steps=4, groups=by_layer)
+    run.loop(Net, steps=4, groups=by_layer)
 
 
 @program()
 def groups_and_clipping(run: Run) -> None:
-    run.loop(Net(), steps=4, groups=by_layer, clip=0.1)
+    run.loop(Net, steps=4, groups=by_layer, clip=0.1)
 
 
 @program()
 def a_rate_that_changes_each_step(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(4):
         training.set_lr(1e-2 / (1 + step))
         run.follow(training, run.mse(training, step))
@@ -73,7 +73,7 @@ def a_rate_that_changes_each_step(run: Run) -> None:
 
 @program()
 def a_rate_of_zero(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(4):
         training.set_lr(1e-2 * (step % 2))
         run.follow(training, run.mse(training, step))
@@ -81,12 +81,12 @@ def a_rate_of_zero(run: Run) -> None:
 
 @program()
 def many_steps(run: Run) -> None:
-    run.loop(Net(2), steps=12, lr=1e-3)
+    run.loop(lambda: Net(2), steps=12, lr=1e-3)
 
 
 @program()
 def gradients_of_very_different_sizes(run: Run) -> None:
-    net = Net()
+    net = run.make(Net)
     with torch.no_grad():
         net.leave.weight.mul_(100)
         net.enter.weight.mul_(0.01)

@@ -15,7 +15,7 @@ from .nets import Net
 
 @program()
 def evaluation_between_steps(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(3):
         run.follow(training, run.mse(training, step))
         with training.evaluating():
@@ -24,7 +24,7 @@ def evaluation_between_steps(run: Run) -> None:
 
 @program()
 def evaluation_between_two_accumulated_batches(run: Run) -> None:
-    training = run.train(Net(), accumulate=2)
+    training = run.train(Net, accumulate=2)
     for step in range(4):
         run.follow(training, run.mse(training, step))
         with training.evaluating():
@@ -34,7 +34,7 @@ def evaluation_between_two_accumulated_batches(run: Run) -> None:
 @program()
 def evaluation_of_another_amount_on_each_rank(run: Run) -> None:
     """Each rank has samples of its own; ranks that have no more wait at the next step."""
-    training = run.train(Net())
+    training = run.train(Net)
     run.loop(training, steps=2)
     with training.evaluating():
         for number in range(1 + 2 * run.rank):
@@ -44,7 +44,7 @@ def evaluation_of_another_amount_on_each_rank(run: Run) -> None:
 
 @program()
 def whole_parameters_read_each_step(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(3):
         run.follow(training, run.mse(training, step))
         run.see("norms", *(value.norm() for value in training.full().values()))
@@ -52,7 +52,7 @@ def whole_parameters_read_each_step(run: Run) -> None:
 
 @program()
 def an_average_of_weights(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     kept = training.full()
     for step in range(4):
         run.follow(training, run.mse(training, step))
@@ -62,7 +62,7 @@ def an_average_of_weights(run: Run) -> None:
 
 @program()
 def a_layer_begun_anew(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     run.loop(training, steps=2)
     training.write({"leave.weight": torch.arange(192.0).view(3, 64) / 2000, "leave.bias": torch.zeros(3)})
     run.loop(training, steps=2)
@@ -70,7 +70,7 @@ def a_layer_begun_anew(run: Run) -> None:
 
 @program()
 def weights_clamped_after_each_step(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     for step in range(3):
         run.follow(training, run.mse(training, step))
         training.write({name: value.clamp(-0.1, 0.1) for name, value in training.full().items()})
@@ -78,7 +78,7 @@ def weights_clamped_after_each_step(run: Run) -> None:
 
 @program()
 def weights_put_back(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     run.loop(training, steps=1)
     before = training.full()
     run.loop(training, steps=2)
@@ -89,7 +89,7 @@ def weights_put_back(run: Run) -> None:
 @program()
 def a_momentum_encoder(run: Run) -> None:
     """A plain target that follows the model."""
-    net = Net()
+    net = run.make(Net)
     target = copy.deepcopy(net).requires_grad_(False)
     training = run.train(net)
     for step in range(4):
@@ -107,7 +107,7 @@ def saved(run: Run) -> Path:
 
 @program()
 def saved_and_loaded_into_the_same_training(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     run.loop(training, steps=2)
     training.save(saved(run))
     run.loop(training, steps=2)
@@ -119,7 +119,7 @@ def saved_and_loaded_into_the_same_training(run: Run) -> None:
 def saved_with_groups_and_loaded(run: Run) -> None:
     from .optimizers import by_layer
 
-    training = run.train(Net(), groups=by_layer)
+    training = run.train(Net, groups=by_layer)
     run.loop(training, steps=2)
     training.save(saved(run))
     run.loop(training, steps=2)
@@ -129,7 +129,7 @@ def saved_with_groups_and_loaded(run: Run) -> None:
 
 @program()
 def saved_between_two_rates(run: Run) -> None:
-    training = run.train(Net())
+    training = run.train(Net)
     run.loop(training, steps=2)
     training.set_lr(2e-3)
     training.save(saved(run))
