@@ -64,11 +64,11 @@ def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
             if at != grads_at and some is not None:
                 torch.autograd.graph.increment_version([one for one in some if not one.is_inference()])
 
-    def below(keys: Any, *tensors: Tensors | None, **given: Any) -> None:
+    def below(keyset: Any, /, *tensors: Tensors | None, **given: Any) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(f"zerokern::{name} has no derivative: torch.func.* cannot transform it")
         with torch._C._AutoDispatchBelowAutograd():
-            made.redispatch(keys & torch._C._after_autograd_keyset, *tensors, **given)
+            made.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **given)
 
     for key in _DEVICES:
         _LIBRARY.impl(name, counted, key.upper())
