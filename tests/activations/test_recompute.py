@@ -206,3 +206,23 @@ def test_an_error_that_is_held_leaves_no_hooks_in_force(keep: str, micro: int) -
         zk.recompute(fails, torch.randn(2, 4), keep=keep, micro=micro)
     (torch.randn(2, 4) @ weight).relu().sum().backward()
     assert weight.grad is not None and held.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize(("keep", "micro"), [("device", 2), ("cpu", 1)])
+def test_an_error_keeps_the_one_that_it_came_of(keep: str, micro: int) -> None:
+    """Also where the call is within a handler, whose error Python puts in its place when one is raised again."""
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise ValueError("second")  # noqa: B904
+
+    try:
+        raise OSError("handled around it")
+    except OSError as around:
+        with pytest.raises(ValueError, match="second") as raised:
+            zk.recompute(fails, torch.randn(2, 4, requires_grad=True), keep=keep, micro=micro)
+        outer = around
+    first = raised.value.__context__
+    assert isinstance(first, KeyError) and first.__context__ is outer

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from errno import EINVAL, ENOMEM
 
 import pytest
@@ -291,3 +292,32 @@ def test_missing_huge_pages_are_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert [record.message for record in caplog.records] == [
         "arena memory has no huge pages (madvise: not in this kernel)"
     ]
+
+
+def test_what_follows_touching_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last two pieces end at once."""
+    both = threading.Barrier(2)
+
+    class Lock:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *raised: object) -> None:
+            self._lock.release()
+            if getattr(ended, "touched", False):
+                both.wait(10)
+
+    def touch(piece: tuple[int, int]) -> None:
+        ended.touched = True
+
+    ended, done = threading.local(), []
+    with ThreadPoolExecutor(2) as pool:
+        touching = arena_module._TouchLater(pool)
+        monkeypatch.setattr(touching, "_lock", Lock())
+        touching.add([(0, 1), (1, 1)], touch, lambda: done.append(1))
+    for one in touching.touched:
+        one.result()
+    assert done == [1]

@@ -132,3 +132,15 @@ def test_updates_count_as_writes() -> None:
     assert torch.equal(param.detach(), torch.full((3,), 0.5))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_updates_have_no_derivative() -> None:
+    """torch.func differentiates no update: as if none had been made, its gradient would be wrong in silence."""
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        param = weight * 1
+        torch.ops.zerokern.sgd_([param], [torch.ones(3)], lr=0.5)
+        return (param * param).sum()
+
+    with pytest.raises(NotImplementedError, match=r"zerokern::sgd_ has no derivative: torch\.func"):
+        torch.func.grad(loss)(torch.ones(3))

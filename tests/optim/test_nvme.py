@@ -189,6 +189,14 @@ def test_a_disk_may_be_text_as_configuration_files_have_it(listed: bool, tmp_pat
     assert str(plans[0]) == str(plans[2]) and str(plans[1]) == str(plans[3])
 
 
+@each("value", ["nvme:100GiB", "nvme:auto", "nvme:swap:8G", ["cpu:1KiB", "nvme: 8 GiB"]])
+def test_text_of_a_disk_has_no_budget(value: object) -> None:
+    """It would be the name of a folder here, without a budget."""
+    with pytest.raises(ValueError, match=r"tier=.*zk\.Nvme\(path, budget=\.\.\.\)"):
+        SGD(make_params(), tier=value)
+    assert TierOrder.of("tier", "nvme: swap").config == zk.Nvme("swap")
+
+
 @each("value", ["nvme", "nvme:", "nvme: ", ["cpu:1KiB", "nvme:"], "disk:swap", "swap", Path("swap"), None, 3])
 def test_other_tiers_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"tier=.*'device', 'cpu' or zk\.Nvme\(path\)"):

@@ -104,6 +104,15 @@ def test_a_boolean_is_no_number(name: str, value: Any) -> None:
             call()
 
 
+@each("value", [np.array("1"), bytearray(b"1"), memoryview(b"1"), np.complex64(1)])
+def test_what_float_reads_of_other_kinds_is_no_number(value: Any) -> None:
+    """Text in other dress, and complex numbers, of which float() drops a part."""
+    with pytest.raises(TypeError, match=r"^lr=.*: must be a number\. "):
+        zk.AdamW(params(), lr=value)
+    with pytest.raises(TypeError, match=r"^max_norm=.*: must be a number\. "):
+        zk.clip_grad_norm_(params(), value)
+
+
 def test_refusals_say_why_and_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"state_format='int8': must be 'fp32' \| 'bf16'\. SGD subtracts .*'bf16'"):
         zk.SGD(params(), lr=0.1, momentum=0.9, state_format="int8")

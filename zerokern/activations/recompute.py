@@ -250,10 +250,12 @@ class _Call:
         hooks on saved tensors in force for as long as somebody holds the error."""
         error, self._error = self._error, None
         if error is not None:
+            context = error.__context__  # for which Python puts the error that is being handled around this call
             try:
                 raise error
             finally:
-                del error  # whose traceback holds this frame
+                error.__context__ = context
+                del error, context  # whose tracebacks hold this frame
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._is_over:

@@ -64,8 +64,15 @@ def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
             if at != grads_at and some is not None:
                 torch.autograd.graph.increment_version([one for one in some if not one.is_inference()])
 
+    def below(keyset: Any, /, *tensors: Tensors | None, **given: Any) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(f"zerokern::{name} has no derivative: torch.func.* cannot transform it")
+        with torch._C._AutoDispatchBelowAutograd():
+            made.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **given)
+
     for key in _DEVICES:
         _LIBRARY.impl(name, counted, key.upper())
+    _LIBRARY.impl(name, below, "Autograd", with_keyset=True)
     torch.library.register_fake(f"zerokern::{name}", _nothing, lib=_LIBRARY)
     return made
 

@@ -351,7 +351,8 @@ class _TouchLater:
             touch(piece)
             with self._lock:
                 left -= 1
-            if not left and then is not None:
+                is_last = left == 0  # of two that end at once, one is
+            if is_last and then is not None:
                 then()
 
         with self._lock:

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.ports import plugs
+from zerokern.core.units import AUTO, parse_nbytes
 from zerokern.memory.arena import HUGE_PAGE, Arena, touch_later
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
@@ -126,6 +127,13 @@ AnyTier = str | TierConfig
 TIERS = "'device', 'cpu' or zk.Nvme(path), as text 'nvme:/path'"
 
 
+def _is_budget(text: str) -> bool:
+    """Whether text is bytes with a unit, or "auto": what other tiers have behind a colon."""
+    with suppress(ValueError):
+        return text == AUTO or (not text.strip().isdecimal() and parse_nbytes("budget", text) > 0)
+    return False
+
+
 def check_tier(argument: str, value: object) -> AnyTier:
     """Returns the tier that was asked for, or raises an error that says what there is.
 
@@ -138,7 +146,11 @@ def check_tier(argument: str, value: object) -> AnyTier:
         if value in ("device", "cpu"):
             return value
         kind, _, path = value.partition(":")
-        if kind == "nvme" and path.strip():
+        path = path.strip()
+        if kind == "nvme" and _is_budget(path.rpartition(":")[2]):
+            do = "A disk has its budget as zk.Nvme(path, budget=...); a folder of such a name is 'nvme:./NAME'"
+            raise ValueError(got(argument, value, TIERS, do))
+        if kind == "nvme" and path:
             for opens in plugs("disk"):
                 return opens(path)
     elif hasattr(value, "open") and hasattr(value, "ring_nbytes"):

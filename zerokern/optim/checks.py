@@ -63,10 +63,13 @@ def refuse_other_kinds(name: str, value: Any) -> None:
     ...
     TypeError: lr='3e-4': must be a number. Pass lr=float('3e-4') if it comes from a file (YAML reads 3e-4 as text)
     """
-    if isinstance(value, str | bytes):
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # numpy's
+    if isinstance(value, str | bytes | bytearray | memoryview) or kind in ("S", "U"):
         do = f"Pass {name}=float({value!r}) if it comes from a file (YAML reads 3e-4 as text)"
         raise TypeError(got(name, value, "a number", do))
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):  # numpy's and torch's
+    if kind == "c":  # float() would drop a part of it, with a warning
+        raise TypeError(got(name, value, "a number", "A complex one has two parts"))
+    if isinstance(value, bool) or kind == "b" or getattr(value, "dtype", None) == torch.bool:
         raise TypeError(got(name, value, "a number", "A boolean would count as 0 or 1"))
 
 
