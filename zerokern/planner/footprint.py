@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from typing import TypeVar
 
 from zerokern.core.errors import got
@@ -27,7 +26,7 @@ from zerokern.planner.layouts import (
     round_slots_nbytes,
     slots_nbytes,
 )
-from zerokern.planner.matrices import Iteration, exchanged, rounds_nbytes, workspace_nbytes
+from zerokern.planner.matrices import Iteration, exchanged, in_turns, rounds_nbytes, workspace_nbytes
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, short
@@ -180,8 +179,7 @@ class Footprint(HeldMemory):
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
             turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
             cut = subject.cut_matrices(world, self.settings.bucket_bytes)
-            cut.sort(key=lambda one: (one.bucket if turns else 0, -one.shape.work, one.name))  # as ranks are given them
-            of_turns = [list(some) for _, some in groupby(cut, key=lambda one: one.bucket if turns else 0)]
+            of_turns = in_turns(cut, turns=turns)
             most = sum(one.shape.work for some in of_turns for one in some[::world])
             sent = [sum(of) for of in zip(*(exchanged(some, world) for some in of_turns), strict=True)] or [0]
         dtype = recipe.iterates_in(self.settings.device)
