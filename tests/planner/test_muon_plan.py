@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import sockets
@@ -18,12 +19,14 @@ from tables import each
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from waiting_device import played
-from worlds import World, on_threads
+from worlds import World, built, on_threads
 
 import zerokern as zk
 from zerokern.optim import streamed
+from zerokern.optim.cut_matrices import RoundUnderWay
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
+from zerokern.zero.partition import work_of
 from zerokern.zero.shard import shard_of
 
 STAGES = (0, 1, 2, 3)
@@ -170,6 +173,38 @@ def test_bytes_sent_are_planned(mesh: dict[str, int]) -> None:
             said = f"{where}, along {name}: {each} of {nbytes:,}"
             assert abs(max(each) - nbytes) <= TOLERANCE * nbytes, said
             assert where[0] == 3 or abs(min(each) - nbytes) <= TOLERANCE * nbytes, said
+
+
+@each("schedule", ["sync", "overlap"])
+def test_the_rank_that_multiplies_and_sends_most_at_stage_3_is_planned(schedule: str) -> None:
+    """Where units are updated one by one, the rounds of each begin with rank 0 again."""
+    works, sent = [0] * 3, [0] * 3
+    scatter, move = RoundUnderWay.scatter, RoundUnderWay._move
+
+    def scattered(self: RoundUnderWay) -> None:
+        own = self.round.own
+        works[self.round.group.rank] += 0 if own is None else work_of((own.height, own.width))
+        scatter(self)
+
+    def moved(self: RoundUnderWay, receives: list[torch.Tensor], sends: list[torch.Tensor], what: str) -> None:
+        rank = self.round.group.rank
+        sent[rank] += sum(one.nbytes for to, one in enumerate(sends) if to != rank)
+        move(self, receives, sends, what)
+
+    def work(world: World) -> None:
+        model = world.shard(built(Uneven), stage=3)
+        opt = zk.Muon(zk.muon_groups(model)[0], tier="cpu", ns_dtype="fp32", schedule=schedule)
+        backward(model)
+        opt.step()
+        opt.flush()
+
+    with mock.patch.object(RoundUnderWay, "scatter", scattered), mock.patch.object(RoundUnderWay, "_move", moved):
+        on_threads(3, work)
+    formats = {"tier": "cpu", "schedule": schedule, "ns_dtype": "fp32"}
+    muon = zk.plan(Uneven(), stage=3, world=3, optimizer="muon", **formats).muon
+    assert muon is not None
+    assert muon.rank_flops == 2 * 5 * max(works), works
+    assert (muon.exchanged, muon.rank_exchanged) == (sum(sent), max(sent)), sent
 
 
 def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:

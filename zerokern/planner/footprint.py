@@ -26,7 +26,7 @@ from zerokern.planner.layouts import (
     round_slots_nbytes,
     slots_nbytes,
 )
-from zerokern.planner.matrices import Iteration, exchanged, rounds_nbytes, workspace_nbytes
+from zerokern.planner.matrices import Iteration, exchanged, in_turns, rounds_nbytes, workspace_nbytes
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, short
@@ -177,15 +177,15 @@ class Footprint(HeldMemory):
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
         most, sent, rounds = buckets.most_work if shards_state(self.stage) else work, [0], 0
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
-            most = sum(sorted((one.each.work for one in whole for _ in range(one.split)), reverse=True)[::world])
+            turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
             cut = subject.cut_matrices(world, self.settings.bucket_bytes)
-            cut.sort(key=lambda one: (-one.shape.work, one.name))  # as ranks are given them
-            sent = exchanged(cut, world)
+            of_turns = in_turns(cut, turns=turns)
+            most = sum(one.shape.work for some in of_turns for one in some[::world])
+            sent = [sum(of) for of in zip(*(exchanged(some, world) for some in of_turns), strict=True)] or [0]
         dtype = recipe.iterates_in(self.settings.device)
         on_host = self.settings.device == "cpu" or recipe.iterates_on_host(self.settings.device)
         if shards_parameters(self.stage) and world > 1:
             one_by_one = recipe.tier == "nvme" or (recipe.tier == "cpu" and not on_host)  # beside state that moves
-            turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
             rounds = rounds_nbytes(cut, world, itemsize(dtype), pairs=not one_by_one, turns=turns)
         return Iteration(
             dtype,

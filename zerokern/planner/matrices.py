@@ -10,7 +10,7 @@ from zerokern.core.units import BUFFERS
 from zerokern.zero.partition import Bucket, Member, work_of
 
 __all__ = [
-    "CutShape", "Iteration", "MatrixShape", "exchanged", "most_loaded", "open_in_backward", "rounds_nbytes",
+    "CutShape", "Iteration", "MatrixShape", "exchanged", "in_turns", "most_loaded", "open_in_backward", "rounds_nbytes",
     "workspace_nbytes",
 ]  # fmt: skip
 
@@ -137,6 +137,19 @@ class CutShape(NamedTuple):
         return {rank: self.numel_of(rank) for rank in ranks}
 
 
+def in_turns(matrices: Sequence[CutShape], *, turns: bool) -> list[list[CutShape]]:
+    """Returns matrices as ranks are given them, those with most work first. `turns`: buckets are updated one by one.
+
+    >>> some = [CutShape(MatrixShape(2, 2 + n), "a", "float32", n, bucket=n % 2, begin=0, each=8) for n in range(3)]
+    >>> [[one.turn for one in turn] for turn in in_turns(some, turns=True)]
+    [[2, 0], [1]]
+    """
+    found: dict[int, list[CutShape]] = {}
+    for one in sorted(matrices, key=lambda one: (-one.shape.work, one.name)):
+        found.setdefault(one.bucket if turns else 0, []).append(one)
+    return [found[turn] for turn in sorted(found)]
+
+
 def exchanged(matrices: Sequence[CutShape], world: int) -> list[int]:
     """Returns the elements that each rank sends in a step: its parts of others' matrices, and the results of its own to
     the ranks that have parts of them.
@@ -163,11 +176,8 @@ def rounds_nbytes(matrices: Sequence[CutShape], world: int, itemsize: int, *, pa
     >>> rounds_nbytes(some, 2, 4, pairs=True, turns=False)  # of 48 elements each
     384
     """
-    of_turns: dict[int, list[CutShape]] = {}
-    for one in matrices:
-        of_turns.setdefault(one.bucket if turns else 0, []).append(one)
     largest = 0
-    for some in of_turns.values():
+    for some in in_turns(matrices, turns=turns):
         room = [[0, 0] for _ in range(world)]  # of every second round, and of the others
         for number, begin in enumerate(range(0, len(some), world)):
             numels = [0] * world
