@@ -10,8 +10,8 @@ MUTANTS = (
     Mutant(
         "slot_refilled_before_it_is_stored",
         "zerokern/memory/ring.py",
-        "fetched[k] = fetch(i + depth, slot, slot.drained)",
-        "fetched[k] = fetch(i + depth, slot, None)",
+        "fetched[i % depth] = fetch(i + depth, slot, slot.drained)",
+        "fetched[i % depth] = fetch(i + depth, slot, None)",
         "A slot of a ring is fetched into while its last contents are still being stored.",
         ("tests/memory/test_ring.py",),
     ),

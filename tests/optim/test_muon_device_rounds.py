@@ -70,6 +70,7 @@ def test_every_format_and_schedule(
     on_threads(size, of_one_tier, folders(size), schedule, dtype, formats)
 
 
+@pytest.mark.slow
 @each("schedule", ["sync", "overlap"])
 @each("dtype, formats", [(BF16, {}), (BF16, SMALL)])
 def test_ranks_may_have_other_matrices_elsewhere(

@@ -156,6 +156,7 @@ def test_a_rank_that_lacks_a_gradient_is_refused_on_all_ranks(world: World) -> N
     opt.step()
 
 
+@pytest.mark.slow
 @everywhere(2, schedule=["sync", "overlap", "delayed"])
 def test_two_of_them_over_one_model_take_turns(world: World, schedule: str) -> None:
     when = zk.Delayed(after=1) if schedule == "delayed" else schedule

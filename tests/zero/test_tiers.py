@@ -128,7 +128,7 @@ def test_an_evaluation_and_a_forward_that_breaks_off(tmp_path: Path) -> None:
 
 def test_spans_for_torchs_optimizers_are_refused(tmp_path: Path) -> None:
     model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
-    with pytest.raises(zk.ShardError, match=r"zk\.shards was asked for spans that rest"):
+    with pytest.raises(zk.ShardError, match=r"zk\.shards cannot return parts that rest"):
         zk.shards(model)
 
 
@@ -136,7 +136,7 @@ def test_other_tiers_are_refused() -> None:
     for stage, tier, words in (
         (2, "cpu", r"must be 'device' below stage 3"),
         (3, "disk", r"must be 'device', 'cpu' or zk\.Nvme"),
-        (3, "swap/folder", r"a folder becomes a tier"),
+        (3, "swap/folder", r"A folder becomes a tier"),
     ):
         with pytest.raises(ValueError, match=words):
             zk.shard(model_of(), stage=stage, tier=tier)
