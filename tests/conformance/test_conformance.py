@@ -48,7 +48,9 @@ NOT_RECOMPUTED = {  # models without units
     "a_state_dict_of_the_whole",
     "layers_in_a_sequential_and_a_dictionary",
     "uncertainty_weights_beside_the_model",
+    "embedding_with_gradients_scaled_by_frequency",
 }
+REFUSED_FIRST = {"an_embedding_with_a_largest_norm"}  # without units, too, and refused for other words
 
 
 def places_of(name: str) -> list[tuple[int, str]]:
@@ -137,7 +139,7 @@ def test_a_module_is_recomputed_as_its_forward_found_it(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in REFUSED_FIRST])
 def test_the_same_where_units_are_recomputed(name: str) -> None:
     place = [(2 + zlib.crc32(name.encode()) % 2, KEEP.name)]
     if name not in NOT_RECOMPUTED:

@@ -225,4 +225,5 @@ def test_the_outcome_is_one_on_all_ranks(row: dict[str, Any], tmp_path: Path, mo
         else:
             assert len(heard) == 1 and said[heard[0]].count(reason) == 1, said
     at_once = row["fault"].endswith("at once") and row["size"] == 1  # and no other rank has written anything
+    at_once &= (row["wrap"], row["schedule"], row["tier"]) != ("stage 2", "overlap", "cpu")  # counts as torn there
     assert not told[0][1] or not (at_once or row["fault"] in ("a setting", "room"))
