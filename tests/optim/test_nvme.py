@@ -195,6 +195,8 @@ def test_text_of_a_disk_has_no_budget(value: object) -> None:
     with pytest.raises(ValueError, match=r"tier=.*zk\.Nvme\(path, budget=\.\.\.\)"):
         SGD(make_params(), tier=value)
     assert TierOrder.of("tier", "nvme: swap").config == zk.Nvme("swap")
+    with pytest.raises(ValueError, match="budget="):
+        zk.plan("gpt2", tier=value)
 
 
 @each("value", ["nvme", "nvme:", "nvme: ", ["cpu:1KiB", "nvme:"], "disk:swap", "swap", Path("swap"), None, 3])

@@ -517,10 +517,12 @@ def _tiers(
 
 def _tier(argument: str, tier: Any) -> tuple[str, int]:
     """Returns the name of a tier, and the bytes of the host memory that it is read and written through."""
+    if isinstance(tier, str) and tier.startswith("nvme:"):
+        from zerokern.memory.tier import check_tier  # its package needs torch, other plans do not
+
+        tier = check_tier(argument, tier)
     if hasattr(tier, "ring_nbytes"):
         return "nvme", int(tier.ring_nbytes)
-    if isinstance(tier, str) and tier.startswith("nvme:") and tier[5:].strip():
-        return "nvme", RING_NBYTES
     if tier in ("device", "cpu", "nvme"):
         return str(tier), RING_NBYTES if tier == "nvme" else 0
     raise ValueError(got(argument, tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path), as text 'nvme:/path'"))
