@@ -13,7 +13,7 @@ wheel() { # wheel MACHINE [SETTING ...]
     local machine=$1
     shift
     "$python" -m pip wheel -q --no-build-isolation --no-deps --no-index --wheel-dir "$made/$machine" \
-        -C build-dir="build/wheel-$machine" -C cmake.define.ZEROKERN_PORTABLE=ON "$@" .
+        --config-settings=build-dir="build/wheel-$machine" --config-settings=cmake.define.ZEROKERN_PORTABLE=ON "$@" .
     "$python" -m auditwheel -v repair --wheel-dir "$to" "$made/$machine"/*.whl 2>"$made/log" || { cat "$made/log" >&2; exit 1; }
 }
 
@@ -29,7 +29,7 @@ wheel "$(uname -m)"
 if [ "$(uname -m)" != aarch64 ]; then
     if command -v aarch64-linux-gnu-g++ >/dev/null; then
         CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 wheel aarch64 \
-            -C cmake.define.CMAKE_SYSTEM_NAME=Linux -C cmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64
+            --config-settings=cmake.define.CMAKE_SYSTEM_NAME=Linux --config-settings=cmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64
     else
         echo 'no wheel for aarch64: apt-get install -y g++-aarch64-linux-gnu'
     fi

@@ -35,12 +35,14 @@ SHAPES = ("flat", "llama", "small")
 RANKED = {"zero": zero, "offload": offload, "infinity": infinity}
 MEASURES = {**RANKED, "right": right}
 SMALL = {"numel": None, "shape": "flat", "tier": "cpu", "path": None, "threads": None, "pairs": None, "plot": None}
-USUAL: dict[str, Any] = {**SMALL, "hidden": False, "largest": None, "cap": None}  # where a benchmark has no such option
+# where a benchmark has no such option
+USUAL: dict[str, Any] = {**SMALL, "hidden": False, "where": False, "largest": None, "cap": None}
 UNUSED_LARGEST = (*infinity.DEFAULTS, "vs", "plot", "pairs", "threads")
 UNUSED_HIDDEN = {
     "offload": (*offload.DEFAULTS, "vs", "plot"),
     "infinity": (*infinity.DEFAULTS, "vs", "plot", "threads", "largest"),
 }
+UNUSED_WHERE = ("ranks", "dtype", "batch", "stage", "vs", "threads", "hidden", "plot")
 EXAMPLES = ("zerokern bench --list", "zerokern bench adam --help", "zerokern bench sumsq --smoke")
 MORE_EXAMPLES = {
     "adam": ("zerokern bench adam --vs torch,compile --json a.json", "zerokern bench adam --tier nvme --path FOLDER"),
@@ -154,9 +156,11 @@ def mismatch(args: argparse.Namespace) -> str:
         return got("path", args.path, allowed, named)
     unused: tuple[str, ...] = ("vs", "threads") if nvme else ()
     unused += UNUSED_HIDDEN[op] if args.hidden else ()
+    unused += UNUSED_WHERE if args.where else ()
     unused += UNUSED_LARGEST if args.largest else ("cap",)
     if given := _given(args, unused):
-        kind = "--tier nvme" if nvme else "--hidden" if args.hidden else "--largest" if args.largest else ""
+        kind = "--tier nvme" if nvme else "--where" if args.where else "--hidden" if args.hidden else ""
+        kind = kind or ("--largest" if args.largest else "")
         return f"{given} has no meaning {f'with {kind}' if kind else 'without --largest'}; leave it out"
     if op in ("zero", "offload") and 1 in (args.ranks or ()):
         return got("ranks", 1, f"2 or more with {op}; 1 is for infinity")

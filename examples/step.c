@@ -1,9 +1,8 @@
-/* A training loop in C on the native library: no Python, no torch. From the root of the source tree,
- * whose own zerokern/ is not the installed package:
+/* A training loop in C on the native library: no Python, no torch. From the root of the source tree:
  *
  *     mkdir -p build
- *     include=$(cd / && python -c 'import zerokern as zk; print(zk.get_include())')
- *     library=$(cd / && python -c 'import zerokern as zk; print(zk.get_library())')
+ *     include=$(python -c 'import zerokern as zk; print(zk.get_include())')
+ *     library=$(python -c 'import zerokern as zk; print(zk.get_library())')
  *     cc -std=c99 -O2 examples/step.c -I"$include" "$library" -Wl,-rpath,"$(dirname "$library")" -lm -o build/step
  *     build/step
  *

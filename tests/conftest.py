@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import importlib.util
@@ -24,7 +25,11 @@ import pytest
 # Before torch is loaded: OpenMP's idle threads sleep. They wait busily else, on the cores of the other worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).with_name("comm")))  # ranks and forked children are for the tests of all folders
+sys.path.insert(0, str(Path(__file__).with_name("lane")))
 
+import machines
+from cpu_time import cpu_seconds
+from lane import Lane
 from products import covering, settings
 
 SKIPS = Path(__file__).with_name("skips.txt")
@@ -33,11 +38,16 @@ FRESH = ("empty", "empty_like", "empty_strided", "empty_permuted")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the tests marked slow as well, and every case of the kernels")
-    parser.addoption("--rest", action="store_true", help="the tests marked slow, and no others")
+    parser.addoption("--lane", action="store_true", help="the tests that tests/lane.json has chosen, and no others")
+    parser.addoption("--rest", action="store_true", help="the tests that --lane leaves out, and no others")
     parser.addoption(
         "--minutes", type=float, default=0, help="stop after so many, in an order drawn from --seed; 0: all"
     )
-    parser.addoption("--seed", default="0", help="draws the order of a run that --minutes limits")
+    parser.addoption(
+        "--seed",
+        default="0",
+        help="draws the order of a run that --minutes limits, and which rows of long products run; every: all of them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,8 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.slow_rows = config.getoption("--all") or config.getoption("--rest")  # type: ignore[attr-defined]
     interpret_triton_without_a_gpu()
     hear_interrupts()
+    config.lane = Lane.load() if config.getoption("--lane") or config.getoption("--rest") else None  # type: ignore[attr-defined]
     config.pluginmanager.register(SkipAccount(read_skips(SKIPS)), "skip-account")
-    config.pluginmanager.register(SlowestFiles(), "slowest-files")
+    config.pluginmanager.register(Times(config), "times")
     if config.getoption("--minutes"):
         config.pluginmanager.register(Budget(config), "budget")
     if hasattr(config, "workerinput"):
@@ -65,6 +76,27 @@ def interpret_triton_without_a_gpu() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        from zerokern.kernels.triton.backend import interpreted, rounds_fma_once
+
+        if interpreted() and not rounds_fma_once():
+            round_fma_once()
+
+
+def round_fma_once() -> None:
+    """Replaces the fma of the interpreter of Triton 3.6, which torch 2.11 for GPUs asks for, by that of a GPU."""
+    import torch
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from zerokern.kernels.reference_int8 import fma
+
+    twice = InterpreterBuilder.create_fma
+
+    def once(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype != "float32":
+            return twice(self, x, y, z)
+        return TensorHandle(fma(*(torch.from_numpy(one.data.copy()) for one in (x, y, z))).numpy(), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = once
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -76,11 +108,16 @@ def pytest_report_header(config: pytest.Config) -> str:
     except Exception as error:  # a header never hides the failure that the tests are about to show
         return f"zerokern: not usable here: {error}"
     absent = [name for name in compiled if name not in usable]
-    return f"zerokern: instruction sets {', '.join(usable)}; not on this machine: {', '.join(absent) or 'none'}"
+    return (
+        f"zerokern: instruction sets {', '.join(usable)}; not on this machine: {', '.join(absent) or 'none'}\n"
+        f"kinds of CPU: {machines.described()}"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow_beyond_pairs(items)
+    if config.lane:  # type: ignore[attr-defined]
+        slow_beyond_the_lane(config.lane, items)  # type: ignore[attr-defined]
     if config.getoption("--all"):
         return
     rest = config.getoption("--rest")
@@ -129,6 +166,21 @@ def slow_beyond_pairs(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that have no test in the lane are not imported for it."""
+    if config.getoption("--lane") and collection_path.name.startswith("test_"):
+        file = str(collection_path.relative_to(config.rootpath))
+        return None if config.lane.needs(file) else True  # type: ignore[attr-defined]
+    return None
+
+
+def slow_beyond_the_lane(lane: Lane, items: list[pytest.Item]) -> None:
+    """What tests/lane.json has no place for is left to the tests marked slow; a test that it does not know runs."""
+    quick = {item.nodeid: item for item in items if not item.get_closest_marker("slow")}
+    for name in lane.left_out(quick):
+        quick[name].add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def as_it_was() -> Iterator[None]:
     """Frameworks change what a process has one of: the environment, logging, the process group. It is put back."""
@@ -147,6 +199,19 @@ def as_it_was() -> Iterator[None]:
         one.level, one.disabled, one.propagate = ours.get(name, (logging.NOTSET, False, True))
         one._cache.clear()
     root._cache.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_of_before() -> Iterator[None]:
+    """Hooks on what autograd saves that a test leaves in force would be asked in all tests after it."""
+    import torch
+
+    yield
+    left: list[object] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        left.append(top[0])
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert left == [], "the test leaves hooks on saved tensors in force"
 
 
 def _our_loggers() -> list[tuple[str, logging.Logger]]:
@@ -176,7 +241,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def away_from_the_sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Children look for modules in the working folder first: they must find what is installed, not the sources."""
+    """Children look for modules in the working folder first: they must find what is tested, as a mutant's copy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("away"))
         yield
@@ -184,17 +249,28 @@ def away_from_the_sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory that the library asks for is full of NaN: an element that nobody wrote cannot pass for a result."""
-    import torch
+    """Memory that the library is about to write is full of NaN: an element that nobody wrote cannot pass for a result.
 
+    This is fresh memory, and, in each pass, the buffer that gradients are collected in, which held others before.
+    """
     spec = importlib.util.find_spec("zerokern")
     assert spec is not None, "zerokern is not installed; do: make setup"
-    folder = spec.submodule_search_locations[0]
     with pytest.MonkeyPatch.context() as patch:
-        for name in FRESH:
-            patch.setattr(torch, name, poisoning(getattr(torch, name), folder))
-        patch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty, folder))
+        poison_memory(spec.submodule_search_locations[0], patch.setattr)
         yield
+
+
+def poison_memory(folder: str, replace: Callable[[Any, str, Any], None]) -> None:
+    """Poisons what the package in `folder` is about to write; `replace` is setattr."""
+    import torch
+
+    for name in FRESH:
+        replace(torch, name, poisoning(getattr(torch, name), folder))
+    replace(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty, folder))
+
+    from zerokern.zero.gradients import GradientBucket
+
+    replace(GradientBucket, "open", poisoning_buffer(GradientBucket.open))
 
 
 def poisoning(fresh: Callable, folder: str) -> Callable:
@@ -212,6 +288,25 @@ def poisoning(fresh: Callable, folder: str) -> Callable:
         return tensor
 
     return poisoned
+
+
+def poisoning_buffer(open_bucket: Callable) -> Callable:
+    """`GradientBucket.open`, but the buffer is poisoned, except where it holds gradients that a pass adds to."""
+    import torch
+
+    def opened(bucket, buffer):
+        open_bucket(bucket, buffer)
+        memory = bucket.buffer
+        if memory.untyped_storage().device.type != "cpu" or bucket.memory.device.type != "cpu":
+            return  # a played device reads it later
+        kept = [(place, memory.as_strided(*bucket._spots[place]).clone()) for place in bucket._kept]
+        ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes)  # NaN in every format, and no write that versions count
+        with torch.no_grad():
+            for place, values in kept:
+                span = memory.as_strided(*bucket._spots[place]).view(-1)
+                ctypes.memmove(span.data_ptr(), values.data_ptr(), values.nbytes)
+
+    return opened
 
 
 def read_rows(path: Path) -> list[str]:
@@ -257,8 +352,8 @@ class Turns:
 class Budget:
     """Stops a run when its minutes are over, and says how many tests it left out.
 
-    The functions are shuffled by the seed, so runs with other seeds leave out others. Rows of one function stay
-    together, since they share what their module sets up.
+    The files are shuffled by the seed, so runs with other seeds leave out others. Tests of one file stay together,
+    since they share what their module sets up: ranks, a model that was trained.
     """
 
     BEGAN = "TESTS_BEGAN"
@@ -273,7 +368,7 @@ class Budget:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: zlib.crc32(f"{self.seed} {item.nodeid.partition('[')[0]}".encode()))
+        items.sort(key=lambda item: zlib.crc32(f"{self.seed} {file_of(item.nodeid)}".encode()))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self) -> bool | None:
@@ -299,21 +394,33 @@ class Budget:
         terminalreporter.line(f"budget: {of} ran in {self.minutes:g} minutes, in the order of seed {self.seed}")
 
 
-class SlowestFiles:
-    """Names the files that took longest."""
+class Times:
+    """Names the files that took longest, and the CPU seconds of all processes of the run."""
 
     SHOWN = 10
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.cpu_s = config, 0.0
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[file_of(report.nodeid)] += report.duration
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["cpu_s"] = cpu_seconds()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.cpu_s += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for file, seconds in self.seconds.most_common(self.SHOWN):
             terminalreporter.line(f"{seconds:6.1f} s  {file}")
+        own = time.process_time() if self.cpu_s else cpu_seconds()
+        terminalreporter.line(f"{self.cpu_s + own:6.0f} CPU seconds of all processes together")
 
 
 class SkipAccount:

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from zerokern.core.env import source_tree
 from zerokern.core.ports import PLUGS
 
 OLDEST_TORCH = (2, 10)
@@ -41,7 +43,19 @@ def _check_torch() -> None:
         )
 
 
+class _Beside:
+    """Finds bench and examples in a source tree, where they lie beside the package, as in an installation within it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in ("zerokern.bench", "zerokern.examples"):
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [str(source_tree())])
+
+
 _check_torch()
+if source_tree() is not None:
+    sys.meta_path.append(_Beside)
 PLUGS.update(
     {  # what the core reaches through its ports, without importing it
         "disk": ("zerokern.io.tier:Nvme",),

@@ -12,7 +12,8 @@ from zerokern.core.errors import BackendError
 from zerokern.io import probes, why_no_uring
 from zerokern.kernels.cuda import loader
 from zerokern.kernels.triton import backend
-from zerokern.memory import span_copies
+from zerokern.memory import placement, span_copies
+from zerokern.memory.room import memory_left
 
 __all__ = ["Info", "get_include", "get_library", "info"]
 
@@ -51,8 +52,9 @@ def _text(value: object) -> str:
 
 
 def info() -> Info:
-    """Reports what runs here: versions, instruction set, threads, implementation of each op, GPUs, huge pages, the
-    limit on locked memory, disks, lossy formats and the environment variables in force.
+    """Reports what runs here, and what this machine decides: versions, instruction sets, threads and their CPUs,
+    implementation of each op, GPUs, huge pages, limits of memory, disks, lossy formats and the environment variables in
+    force.
 
     Nothing is measured. The result prints as lines, and is a dict for programs.
 
@@ -61,9 +63,9 @@ def info() -> Info:
     True
     """
     environment = {name: value for name in env.ENV if (value := env.read(name)) is not None}
-    memory = {"huge pages": _huge_pages(), "locked memory": _locked_memory()}
+    memory = {"memory limits": list(memory_left()), "huge pages": _huge_pages(), "locked memory": _locked_memory()}
     more = {"lossy": LOSSY, "environment": environment}
-    return Info({**_versions(), **_native(), **_gpus(), **memory, **_disks(), **more})
+    return Info({**_versions(), **_native(), **_products(), **_gpus(), **memory, **_disks(), **more})
 
 
 def _versions() -> dict[str, object]:
@@ -88,13 +90,25 @@ def _native() -> dict[str, object]:
         active = native.isa_active()
     except BackendError as error:
         return {"native library": str(error), "implementations": dict.fromkeys(OPS, "none")}
+    cpus = native.cpus() or env.process_cpus()
+    near = placement.nodes_for(placement.nodes(), cpus)
     return {
         "instruction set": active,
         "instruction sets here": native.isa_usable(),
         "instruction sets compiled": native.isa_names(),
         "threads": native.threads(),
+        "cpus": env.cpu_list(cpus),
+        "memory from": f"NUMA nodes {env.cpu_list(near)}" if near else "anywhere",
+        "checksums": f"crc32c by {native.library().zk_crc32c_name().decode()}",
         "implementations": dict.fromkeys(OPS, f"cpu.{active}"),
     }
+
+
+def _products() -> dict[str, object]:
+    """Returns with what torch multiplies matrices here: zk.Muon's products, and the model's own."""
+    import torch
+
+    return {"products": f"torch's, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"}
 
 
 def _gpus() -> dict[str, object]:
@@ -153,13 +167,8 @@ def get_include() -> str:
     >>> sorted(header.name for header in pathlib.Path(zk.get_include()).glob("*.h"))
     ['zerokern_cpu.h', 'zerokern_io.h']
     """
-    folder = Path(__file__).resolve().parent / "include"
-    if not folder.is_dir():
-        raise BackendError(
-            f"the C headers were looked for in {folder} and are not there; run `pip install .` in the source tree "
-            "(importing from the source tree itself finds none)"
-        )
-    return str(folder)
+    native.library()  # those that it was built with; an error that teaches where there is none
+    return str(Path(__file__).resolve().parent / "include")
 
 
 def get_library() -> str:

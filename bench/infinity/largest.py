@@ -165,7 +165,7 @@ def measure(
 def _lived(which: str, case: Case, log: Path) -> Iterator[Part]:
     words = [sys.executable, "-m", PROGRAM, which, case.to_json()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    home = Path(__file__).resolve().parents[3]  # -m puts the working folder first on the path
+    home = Path(zk.__file__).resolve().parents[1]  # -m puts the working folder first on the path
     pipe = subprocess.PIPE
     with log.open("wb") as file:
         process = subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=home)

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="a device that only sleeps instead of computing: times beside those predicted; WORD: cases of that name",
     )
+    parser.add_argument("--where", action="store_true", help='which is faster on this GPU, update="host" or "device"')
 
 
 def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:
@@ -44,6 +45,8 @@ def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[
     from .job import BATCHES, OffloadJob
     from .measure import measure, usual_effort
 
+    if args.where:
+        return _measure_where(args, console, command), plot
     if args.hidden:
         return _measure_hidden(args, console, command), plot
     usual, peers = chosen(args, DEFAULTS, SMOKE), PEERS if args.vs is None else args.vs
@@ -75,3 +78,13 @@ def _measure_hidden(args: argparse.Namespace, console: Any, command: str) -> dic
     for line in ("", *hidden.lines(outcome)):
         console.print(line, markup=False)
     return hidden.document(outcome, command)
+
+
+def _measure_where(args: argparse.Namespace, console: Any, command: str) -> dict[str, Any]:
+    from . import where
+
+    (model, *_) = args.model or ("tiny" if args.smoke else "100M",)
+    found = where.measure(model, args.pairs or where.ROUNDS[args.smoke])
+    for line in where.lines(found):
+        console.print(line, markup=False)
+    return where.document(found, command)

@@ -94,14 +94,14 @@ def plain_loop(model: nn.Module, update: Update) -> Callable[[Tensor, Tensor], T
     return step
 
 
-def ours(stage: Stage, name: str, form: str) -> Trainer:
-    """zk.AdamW with its state on the device, or on the host in one of the schedules.
+def ours(stage: Stage, name: str, form: str, **more: Any) -> Trainer:
+    """zk.AdamW with its state on the device, or on the host in one of the schedules; with `more` of its arguments.
 
     Under zk.shard, where a block's forward waits for its own parameters: plain ones are complete when step() returns.
     """
     model = stage.model() if name == RESIDENT else zk.shard(stage.model(), stage=SHARDED)
     optimizer: Any = zk.AdamW(
-        model.parameters(), max_grad_norm=MAX_NORM, **FORMATS[form], **keywords(name), **HYPER
+        model.parameters(), max_grad_norm=MAX_NORM, **FORMATS[form], **keywords(name), **HYPER, **more
     )  # fmt: skip
 
     def update() -> None:

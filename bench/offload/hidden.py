@@ -61,7 +61,7 @@ class Case:
     @property
     def tier(self) -> Any:
         """What `tier=` is given."""
-        return [f"device:{self.staying_nbytes}", "cpu"] if self.stays else "cpu"
+        return [f"device:{self.staying_nbytes}B", "cpu"] if self.stays else "cpu"
 
     @property
     def staying_nbytes(self) -> int:

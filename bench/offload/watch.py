@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import zerokern
+
 from ..gpu.sections.commands import die_with_parent
 from .case import Case
 
@@ -79,7 +81,7 @@ def run_case(case: Case, log: Path, limit_s: float, program: str = PROGRAM) -> F
     """Starts it, hears it, answers it, and stops it at the limit; what it had told until then is kept."""
     words = [sys.executable, "-m", program, case.to_json()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    home = Path(__file__).resolve().parents[3]  # -m puts the working folder first on the path
+    home = Path(zerokern.__file__).resolve().parents[1]  # -m puts the working folder first on the path
     found, watch = Found(), DeviceWatch()
     with log.open("ab") as file:
         file.write(f"$ {words[-1]}\n".encode())

@@ -30,13 +30,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCHDYNAMO_DISABLE": "1",  # torchao and DeepSpeed compile parts of theirs: half a minute in each cell
 }
-# in a source tree bench lies beside the package, as the command line knows
-WORK = """
-import sys, zerokern
-zerokern.__path__.append(sys.argv[1])
-from zerokern.bench.right.worker import serve
-serve(*sys.argv[2:])
-"""
+WORK = "import sys; from zerokern.bench.right.worker import serve; serve(*sys.argv[1:])"
 Advance = Callable[[str, int, int], None]
 
 
@@ -108,8 +102,7 @@ def ran(
     """Each program as it ends: its name, what the worker tells of it, and how its ranks ended."""
     place = folder / library.replace(":", "-")
     left = [program.name for program in programs]
-    home = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-c", WORK, home, library, str(place), str(RANKS), str(seconds), *left]
+    command = [sys.executable, "-c", WORK, library, str(place), str(RANKS), str(seconds), *left]
     paths = os.pathsep.join(path for path in sys.path if path)
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
     said = folder / "worker.log"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import zerokern
 from zerokern.core.errors import ZerokernError
 
 from .job import Job
@@ -57,8 +58,7 @@ def _ranks(
     program: str, task: str, job: Job, effort: Effort, folder: Path, to_us: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     port = free_port()
-    # -m puts the working folder first on the path, and in a source tree zerokern has no bench
-    home = Path(__file__).resolve().parents[3]
+    home = Path(zerokern.__file__).resolve().parents[1]  # -m puts the working folder first on the path
     command = [sys.executable, "-m", program, task, job.to_json(), json.dumps(dataclasses.asdict(effort))]
     running: list[subprocess.Popen[bytes]] = []
     try:

@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import zerokern
+
 from .act import OUT_OF_MEMORY, NotHereError, has_no_room
 
 POLL_S = 0.5
@@ -63,9 +65,9 @@ def server() -> ForkServerContext:
     """The context of the server that children are forked from; starts it where it does not run yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    # its path begins with the working folder: in a source tree it would find the sources, which have no native library
+    # its path begins with the working folder, which may have another zerokern in it
     here = Path.cwd()
-    os.chdir(Path(__file__).resolve().parents[3])
+    os.chdir(Path(zerokern.__file__).resolve().parents[1])
     try:
         forkserver.ensure_running()
     finally:

@@ -33,6 +33,7 @@ from zerokern.activations import keeping
 from zerokern.activations.keeping import Keeper
 from zerokern.activations.recompute import recompute_with
 from zerokern.memory import HostTier
+from zerokern.zero import hooks
 
 NBYTES = ROWS * WIDTH * 4
 
@@ -181,6 +182,26 @@ def test_other_hooks_keep_their_own(keeper: Keeper) -> None:
     with torch.autograd.graph.save_on_cpu():
         assert same(step(model, by(keeper), x), expected)
     assert keeper.moved_nbytes == 0
+
+
+@pytest.mark.parametrize("where", ["push_saved_hooks", "remove_saved_hooks"])
+def test_calls_after_one_that_was_broken_off_are_kept_as_before(where: str, tmp_path: Path) -> None:
+    """Ctrl-C after hooks are in force, and before they are to go: the next call asked them, and kept nothing."""
+    keeper, model, x = Keeper(zk.Nvme(tmp_path, ring_nbytes="1M")), layers(), batch()
+
+    def interrupted(*given: Any) -> None:
+        if where == "push_saved_hooks":
+            push(*given)
+        raise KeyboardInterrupt
+
+    push, expected = hooks.push_saved_hooks, step(model, plain, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, by(keeper), x)
+    before = keeper.moved_nbytes
+    assert same(step(model, by(keeper), x), expected)
+    assert keeper.moved_nbytes - before == 3 * NBYTES
 
 
 def test_on_a_cpu_nothing_is_moved_to_the_cpu() -> None:

@@ -92,7 +92,7 @@ def split(draw: random.Random, device: bool, folder: Path) -> list[Any]:
     tiers = draw.choice((("device", "cpu"), ("device", "disk"), ("cpu", "disk"), ("device", "cpu", "disk")))
     if not device:
         tiers = (*tiers[:-1], "disk")
-    budgets = [f"{tier}:{draw.choice((1, NBYTES // 2, NBYTES, 2 * NBYTES + 7, 5 * NBYTES))}" for tier in tiers[:-1]]
+    budgets = [f"{tier}:{draw.choice((1, NBYTES // 2, NBYTES, 2 * NBYTES + 7, 5 * NBYTES))}B" for tier in tiers[:-1]]
     return [*budgets, zk.Nvme(folder, ring_nbytes="1M") if tiers[-1] == "disk" else tiers[-1]]
 
 

@@ -125,8 +125,8 @@ def in_several_tiers(world: World, folder: Path, budgets: list[list[str]], micro
 
 
 @each("budgets, micro, moved", [
-    ([["device:512KiB"], ["device:512KiB"]], 1, [2, 2]), ([["device:1MiB"], ["device:1"]], 2, [4, 6]),
-    ([["device:512KiB", "cpu:512KiB"], ["device:1", "cpu:2MiB"]], 1, [2, 3]),
+    ([["device:512KiB"], ["device:512KiB"]], 1, [2, 2]), ([["device:1MiB"], ["device:1B"]], 2, [4, 6]),
+    ([["device:512KiB", "cpu:512KiB"], ["device:1B", "cpu:2MiB"]], 1, [2, 3]),
 ])  # fmt: skip
 def test_parts_fill_several_tiers(budgets: list[list[str]], micro: int, moved: list[int], tmp_path: Path) -> None:
     with played():

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 from ahead_of_time import Work, compile_all
 from compile import access_widths, facts_of_ptx
 from jobs import all_jobs, every_format, of_ferry, of_sumsq
+from lane import is_drawn
 from products import covering
 from promises import ARCHITECTURES, Promises, compile_job, is_for, make_job, promised
 from tables import run_table
@@ -48,17 +50,19 @@ def algorithm_of(case: str) -> str:
     return found[0] if (found := re.match("adam|lion|adagrad|sgd|muon", case)) else ""
 
 
-def many() -> list[Work]:
-    """Jobs in which any two settings of a kernel meet, for an architecture in turn, and one of each for all of them.
+def many(meet: int) -> list[Work]:
+    """Jobs in which any so many settings of a kernel meet, for an architecture in turn.
 
     A compiler takes a second for each, and every job would be 535.
     """
     by_kernel: dict[str, list[Work]] = {}
     for work in in_turn(every=True):
         by_kernel.setdefault(work[0]["kernel"], []).append(work)
-    met = [some[place] for some in by_kernel.values() for place in sorted(covering(settings_of(some)))]
-    usual = [(job, at) for job, _ in one_of_each() for at in ARCHITECTURES if is_for(job, at)]
-    return met + usual
+    return [some[place] for some in by_kernel.values() for place in sorted(covering(settings_of(some), meet))]
+
+
+def on_all_architectures() -> list[Work]:
+    return [(job, at) for job, _ in one_of_each() for at in ARCHITECTURES if is_for(job, at)]
 
 
 def settings_of(work: list[Work]) -> list[list[str]]:
@@ -73,10 +77,17 @@ def name_of(work: Work) -> str:
     return f"{job['kernel'].rpartition(':')[2]}-{job['case']}-sm_{architecture}"
 
 
+def drawn(work: list[Work], config: pytest.Config) -> list[Work]:
+    """The half that `--seed` draws: a kernel takes about a second to compile."""
+    return [one for one in work if is_drawn(name_of(one), config)]
+
+
 def compiled(
     work: list[Work], folder: Path, config: pytest.Config, *words: str, triton: Path | None = None
 ) -> list[Any]:
     """Triton's cache is kept from run to run: it knows a kernel by its source, that of what it calls, its options."""
+    if version("triton").startswith("3.6."):  # misreads sm_120, ends at sm_103; compiled by it: the slow test below
+        pytest.skip("needs a disassembler as new as the assembler; Triton 3.6 has nvdisasm 12.8 and ptxas 12.9")
     wanted = {name_of(one): one for one in work}
     kept = getattr(config, "cache", None)
     cache = kept.mkdir("triton" if triton is None else triton.name + "-compiled") if kept else folder / "cache"
@@ -109,15 +120,16 @@ def other_triton(config: pytest.Config, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_each_kernel_keeps_its_promises(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    compiled(many(), tmp_path, pytestconfig)
+    compiled(drawn(many(2) + on_all_architectures(), pytestconfig), tmp_path, pytestconfig)
 
 
 @pytest.mark.slow
 def test_each_kernel_keeps_its_promises_with_the_triton_of_torch_2_11(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Its assembler is another one, which spills elsewhere."""
-    compiled(many(), tmp_path, pytestconfig, triton=other_triton(pytestconfig, tmp_path))
+    """Its assembler is another one, which spills elsewhere: each setting of a kernel, once."""
+    work = drawn(many(1) + one_of_each(), pytestconfig)
+    compiled(work, tmp_path, pytestconfig, triton=other_triton(pytestconfig, tmp_path))
 
 
 def assert_promises(kernel: str, facts: dict[str, Any], job: dict[str, Any], architecture: int) -> None:

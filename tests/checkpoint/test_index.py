@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import zerokern as zk
 from zerokern.checkpoint.index import FORMAT, Box, FileRow, Index, TensorRow
 from zerokern.core import native
-from zerokern.core.errors import IoError
+from zerokern.core.errors import IoError, ZerokernError
 from zerokern.core.units import itemsize
 
 PATH = Path("step100") / "zerokern.json"
@@ -32,6 +37,10 @@ def rewritten(change) -> bytes:
     """A sample whose content was changed by somebody who knows how to make the checksum right."""
     body = json.loads(sample().dump().partition(b"\n")[2])
     change(body)
+    return with_checksum(body)
+
+
+def with_checksum(body: Any) -> bytes:
     text = json.dumps(body).encode() + b"\n"
     return b'{"zerokern": 1, "crc32c": "%08x"}\n%s' % (native.library().zk_crc32c(0, text, len(text)), text)
 
@@ -84,6 +93,69 @@ def test_sound_checksums_do_not_excuse_nonsense() -> None:
     ]:
         with pytest.raises(IoError, match=f"no sound content: .*{says}"):
             Index.load(rewritten(change), PATH)
+
+
+NONSENSE: list[Any] = [None, True, -1, 1.5, math.nan, math.inf, 10**30, "", "x", [], [[]], [{}], {}, {"x": 1}]
+
+
+def places(described: Any, at: tuple = ()) -> Iterator[tuple]:
+    yield at
+    if isinstance(described, dict | list):
+        for key in described if isinstance(described, dict) else range(len(described)):
+            yield from places(described[key], (*at, key))
+
+
+def put(body: Any, at: tuple, value: Any) -> None:
+    for key in at[:-1]:
+        body = body[key]
+    body[at[-1]] = value
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    """What the library's own error says; empty: there was none."""
+    try:
+        call()
+    except ZerokernError as error:
+        return str(error)
+    return ""
+
+
+def test_any_value_in_any_place_is_refused_with_the_file_and_the_key() -> None:
+    """Or it means something: another name, an empty list, another checksum."""
+    body = json.loads(sample().dump().partition(b"\n")[2])
+    for at in places(body):
+        for value in NONSENSE if at else ():
+            data = rewritten(lambda body, at=at, value=value: put(body, at, value))
+            said = said_by(lambda data=data: Index.load(data, PATH))
+            assert not said or (str(PATH) in said and any(str(key) in said for key in at)), (at, value, said)
+            assert said or not isinstance(value, float) or at[0] in ("values", "versions"), (at, value)
+            assert said or not isinstance(value, float) or math.isfinite(value), (at, value)
+    with pytest.raises(IoError, match="does not begin as an index"):
+        Index.load(b'{"zerokern": Infinity, "crc32c": ""}\n\n', PATH)
+
+
+class Counter(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_any_value_among_what_is_no_tensor_is_loaded_or_refused_with_folder_and_key(tmp_path: Path) -> None:
+    model = Counter(2, 1)
+    opt = zk.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    extra = {"tree": {1: (2, b"x")}, "mean": torch.ones(2), "kept": zk.SGD(nn.Linear(1, 1).parameters())}
+    zk.save(folder := tmp_path / "saved", model, opt, extra=extra, rng=True)
+    data = (folder / "zerokern.json").read_bytes().partition(b"\n")[2]
+    for at in places(json.loads(data)["values"], ("values",)):
+        for value in (1.5, "x", [[]], {"x": 1}):
+            put(body := json.loads(data), at, value)
+            (folder / "zerokern.json").write_bytes(with_checksum(body))
+            said = said_by(lambda: zk.load(folder, model, opt, rng=True))
+            assert not said or (str(folder) in said and any(str(key) in said for key in at)), (at, value, said)
 
 
 def test_itemsize_is_torchs() -> None:

@@ -26,24 +26,11 @@ def made(tmp_path: Path) -> Iterator[list[object]]:
         yield found
 
 
-def test_steps_on_disk_and_in_memory_are_the_same_bits(made) -> None:
-    for one in made:
-        one.check()
-        one.check()
-
-
 def test_a_step_that_differs_gets_no_time(made) -> None:
     made[0].check()
     made[0].memory_params[0][7] += 1.0
     with pytest.raises(wrong.WrongResult, match=r"parameter 0\[\d+\] is .* with state on disk"):
         made[0].check()
-
-
-def test_bytes_per_step_are_those_of_the_design(made) -> None:
-    """10+10 bytes a parameter for exact, 3.1+3.1 for int8; a record is a whole number of pages."""
-    for one, wanted in zip(made, (20, 6.125), strict=True):
-        one.check()
-        assert 0 <= one.nbytes - wanted * NUMEL < 64 * 4096
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,12 +20,7 @@ from tables import each
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
-asked, contest, lines, main, run, schema, sections, timers, turns = (
-    import_module(f"zerokern.bench.{name}")
-    for name in (
-        "gpu.asked", "contest", "gpu.lines", "gpu.__main__", "run", "gpu.schema", "gpu.sections", "timers", "gpu.turns"
-    )
-)  # fmt: skip
+asked, main, schema = (import_module(f"zerokern.bench.gpu.{name}") for name in ("asked", "__main__", "schema"))
 
 # Runs two sections that are functions; the second, which has a child, never ends.
 ENDLESS = """
@@ -109,63 +104,6 @@ class TestKilled:
             assert found["interrupted"] == "by SIGTERM, while it ran flatten" and "running" not in found
             assert "stopped" in found["took"]["flatten"]
             assert "interrupted by SIGTERM" in (out / "rehearsal.txt").read_text()
-
-    @pytest.mark.slow
-    def test_a_rehearsal_that_is_killed_in_the_middle(self, tmp_path: Path) -> None:
-        """The script itself, in the section that has the most contests."""
-        out = tmp_path / "out"
-        file = out / "rehearsal-update.json"
-        command = [SCRIPT, "--rehearse", out, "update"]
-        with subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable}, stdout=subprocess.PIPE) as process:
-            try:
-                until(lambda: json.loads(file.read_text())["contests"], "no contest ended")
-            finally:
-                process.kill()
-        found = json.loads(file.read_text())
-        assert found["running"] == ["update"] and found["sections"] == ["update"] and found["rows"]
-
-    def test_a_contest_that_was_cut_short_keeps_its_rounds(self) -> None:
-        """Of the lines of one contest the last one counts."""
-        kept = []
-        one = contest.Provider("a", lambda: None, lambda: None, 8.0, lambda count: None)
-        settings = import_module("zerokern.bench.gpu.settings").Settings(rehearse=False)
-        clock = import_module("zerokern.bench.gpu.clock")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(turns, "KEPT_EVERY_S", 0.0)
-            turns.run(
-                turns.Contest("c", 10, {"a": lambda: [one]}), settings, clock.RehearsalClock(), clock.Budget(60.0),
-                lambda text: None, lambda outcome, done: kept.append((done, outcome.interrupted)),
-            )  # fmt: skip
-        of = settings.sizes.rounds
-        assert kept[0] == (1, f"after 1 of {of} rounds") and kept[-1] == (of, "")
-        said = [{"kind": "outcome", "contest": {"name": "c", "rounds": n}, "rows": [n]} for n in (1, 2)]
-        assert lines.merged(said)["rows"] == [2]
-
-    def test_a_contest_that_is_very_late_ends(self) -> None:
-        """With fewer rounds than an interval needs; sections after it have a time of their own."""
-        settings = import_module("zerokern.bench.gpu.settings").Settings(rehearse=False)
-        clock = import_module("zerokern.bench.gpu.clock")
-        one = contest.Provider("a", lambda: time.sleep(0.02), lambda: None, 8.0, lambda count: None)
-        said: list[str] = []
-        turns.run(
-            turns.Contest("c", 10, {"a": lambda: [one]}), settings, clock.RehearsalClock(), clock.Budget(0.01),
-            said.append,
-        )  # fmt: skip
-        assert said == [f"late: {turns.FEWEST_ROUNDS} rounds instead of {settings.sizes.rounds}"]
-
-    def test_who_is_not_made_in_time_is_named(self) -> None:
-        settings = import_module("zerokern.bench.gpu.settings").Settings(rehearse=False)
-        clock = import_module("zerokern.bench.gpu.clock")
-
-        def provider(name: str) -> Any:
-            return contest.Provider(name, lambda: None, lambda: time.sleep(0.05), 8.0, lambda count: None)
-
-        found = turns.run(
-            turns.Contest("c", 10, {n: lambda n=n: [provider(n)] for n in "ab"}, making_share=0.02),
-            settings, clock.RehearsalClock(), clock.Budget(2.0), lambda text: None,
-        )  # fmt: skip
-        assert [row.name for row in found.rows] == ["a"]
-        assert found.missing == {"b": "late: others took the 0 s for building and checks"}
 
 
 ROW = {

@@ -10,25 +10,16 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tables import each
 
-asked, contest, device, infinity, offload, offload7b, offloadmax, run, sections, settings, syncs, timers, watch = (
+asked, case, contest, device, offload, plain, run, sections, settings, timers, training, watch, zero = (
     import_module(f"zerokern.bench.{name}")
     for name in (
-        "gpu.asked", "contest", "offload.device", "gpu.sections.infinity", "gpu.sections.offload",
-        "gpu.sections.offload7b", "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs",
-        "timers", "offload.watch",
-    )
-)  # fmt: skip
-case, eight, plain, resting, training, zero = (
-    import_module(f"zerokern.bench.{name}")
-    for name in (
-        "offload.case", "gpu.sections.eight", "gpu.peers.plain_training", "infinity.device", "gpu.training",
-        "gpu.sections.zero",
+        "gpu.asked", "offload.case", "contest", "offload.device", "gpu.sections.offload", "gpu.peers.plain_training",
+        "run", "gpu.sections", "gpu.settings", "timers", "gpu.training", "offload.watch", "gpu.sections.zero",
     )
 )  # fmt: skip
 NAMES = [zero.name_of(stage, zero.ALONE) for stage in zero.STAGES]
@@ -57,24 +48,8 @@ sys.exit(runner.Run(Path(sys.argv[1]), sys.argv[2:], settings.Settings(True), 20
     assert not {"seconds", "tokens_per_s", "host_bytes_per_param"} & set(json.dumps(found).replace('"', " ").split())
 
 
-@pytest.fixture(scope="module")
-def course(world: None) -> dict[str, list]:
-    """Everyone of the contest at toy size, in a world of one rank."""
-    return offload.entrants(STAGE, 64)
-
-
 class TestEntrants:
-    @each("form", device.FORMATS)
-    def test_ours_have_the_losses_of_fp32(self, course, form: str) -> None:
-        mine = [entrant for entrant, kept in (*course[""], *course[f"{offload.RESIDENT}, {form}"]) if kept == form]
-        assert len(mine) == 4
-        for entrant in mine:
-            entrant.check()
-            entrant.batch = entrant.checked_on
-            entrant.run()
-            entrant.settle()
-
-    def test_delayed_must_be_late_and_others_must_not(self, course) -> None:
+    def test_delayed_must_be_late_and_others_must_not(self, world: None) -> None:
         exact, late = (device.truth(STAGE, STAGE.batch(64), delayed) for delayed in (False, True))
         assert late[:2] == pytest.approx([exact[0]] * 2) and late[2] == pytest.approx(exact[1])
         for name, truth in ((device.SYNC, late), (device.DELAYED, exact)):
@@ -142,24 +117,6 @@ class TestJudge:
         }
         assert desk.refused == {"offload.fsdp2": "not today"}
 
-    def test_what_has_been_measured_is_told_before_all_is_over(self) -> None:
-        """A section that is stopped in its second contest told nothing of its first."""
-        name = f"{device.DELAYED}, int8"
-        desk = Desk()
-        offload.judge(desk, {16384: outcome_of({(name, KIND): 0.97})}, so_far=True)
-        assert list(desk.figures) == ["offload.delayed"] and desk.refused == {}
-        offload.judge(desk, {16384: outcome_of({(name, KIND): 0.97})})
-        assert desk.refused["offload.overlap"] == "no contest of 32,768 tokens or more came to its end"
-
-    def test_a_contest_for_which_no_time_is_left_is_not_begun(self) -> None:
-        """One with twice the tokens takes twice as long; each sample is two steps."""
-        desk = SimpleNamespace(budget=SimpleNamespace(left=30.0))
-        known = {16384: outcome_of({(name, KIND): 1.0 for name in "abc"})}  # of a nanosecond each
-        assert offload._no_time(desk, known, 32768) == ""
-        row = dataclasses.replace(known[16384].rows[0], ns=timers.Estimate(5e8, 5e8, 5e8))
-        known[16384] = dataclasses.replace(known[16384], rows=[row] * 3)
-        assert offload._no_time(desk, known, 32768) == "30 s were left for it, and it needs 42"
-
 
 class TestSpeeds:
     def test_a_step_is_told_as_a_share_of_what_the_device_can_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,31 +132,6 @@ class TestSpeeds:
         assert told["rows"]["zk"] == {
             "tokens_per_s": 40960, "mfu": round(40960 * flops / 989.4e12, 4), "exposed_percent": 5.0
         }  # fmt: skip
-
-
-class TestRoom:
-    """128 GiB of host memory, and 64 GiB of disk of which a file system keeps some."""
-
-    HOST, DISK = 131e9, 0.95 * 66e9
-
-    def test_the_largest_cases_fit_or_are_cut_by_name(self) -> None:
-        free = {resting.HOST: self.HOST - infinity.BESIDE_NBYTES, resting.DISK: self.DISK}
-        kept = {}
-        for key, (form, params, states, shape) in infinity.LARGE.items():
-            one = infinity.case_of(form, params, states, shape, rehearse=False)
-            fits = infinity.fitting(one, free)
-            assert fits is not None and all(n <= free[where] for where, n in infinity.needs(fits).items())
-            kept[key] = fits == one
-        assert kept == {"host": True, "int8": True, "disk": True, "int8_disk": True, "state_disk": False}
-
-    @each("free, form", [(131e9, "exact"), (100e9, "int8"), (30e9, "")])
-    def test_8b_takes_the_format_that_there_is_room_for(
-        self, free: float, form: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(eight, "memory_left", lambda: {"control group": free, "free memory and swap": 1e15})
-        desk = Desk()
-        assert eight.chosen(desk) == form
-        assert list(desk.refused) == [f"eight.{one}" for one in ("exact", "int8")[: ("exact", "int8", "").index(form)]]
 
 
 class TestWatch:

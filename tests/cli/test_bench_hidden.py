@@ -46,21 +46,6 @@ def test_it_foretells_what_adding_up_says(index: int) -> None:
     assert said.bound_s <= said.step_s * (1 + 1e-6)
 
 
-def test_it_is_written_down_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
-    told = tmp_path / "told.json"
-
-    def run_case(case: hidden.Case, steps: int):
-        assert len(json.loads(told.read_text())["cases"]) == len(hidden.SMOKE)
-        return hidden.median_estimate([2e7]), 0.5
-
-    monkeypatch.setattr(hidden, "run_case", run_case)
-    monkeypatch.setattr(hidden, "measured_rates", lambda steps: RATES)
-    outcome = hidden.measure(hidden.SMOKE, 3, lambda text: None, told)
-    assert [row.told.step_s for row in outcome.rows] == [one["step_s"] for one in json.loads(told.read_text())["cases"]]
-    row = outcome.rows[0]
-    assert row.of_bound == 0.02 / row.told.bound_s and row.error == pytest.approx(0.02 / row.told.step_s - 1)
-
-
 def test_steps_are_counted_from_forward_to_forward(monkeypatch) -> None:
     begins = [0, 50, 90, 120, 150, 180, 215, 250, 290, 330, 370, 400, 450]
     events = [Event(step, "device", "Forward", "0", at, at + 5, 0) for step, at in enumerate(begins, 1)]
@@ -68,16 +53,6 @@ def test_steps_are_counted_from_forward_to_forward(monkeypatch) -> None:
     step, _ = hidden.run_case(hidden.SMOKE[0], 8)
     # steps 1 to 4 warm up; the time of 5 to 8, and of 9 to 12
     assert (step.low, step.high) == ((290 - 150) / 4, (450 - 290) / 4)
-
-
-def test_some_of_the_cases(capsys) -> None:
-    """Those whose name has the word that is said."""
-    stays = [case.stays for case in foretold.named(hidden.CASES, "stays")]
-    assert stays == [0.0, *(0.25, 0.5, 0.75, 1.0) * 2]
-    assert list(foretold.named(hidden.CASES, True)) == list(hidden.CASES)
-    with pytest.raises(SystemExit):
-        main(["bench", "offload", "--hidden", "nonsense"])
-    assert "zerokern bench: hidden='nonsense': must be a word of compute, then the update |" in capsys.readouterr().err
 
 
 def test_a_small_run(tmp_path: Path, capsys) -> None:

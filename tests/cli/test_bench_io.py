@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from disk_cases import MIB, MIXED, PATTERNS, RANDOM, READ, WRITE, task
+from disk_cases import MIB, MIXED, PATTERNS, READ, WRITE, task
 from tables import each
 from tries import best
 
@@ -20,13 +20,10 @@ from zerokern.cli.main import main
 from zerokern.core.errors import BudgetError
 from zerokern.memory import Arena
 
-contest, fio, io, ours, pattern, peers, report, search, tickets, timers, torch_file, usage, workfile = (
+contest, ours, tickets, timers, workfile = (
     import_module(f"zerokern.bench.{name}")
-    for name in (
-        "disk.contest", "peers.fio", "ops.io", "disk.ours", "disk.pattern", "peers",
-        "disk.report", "disk.search", "disk.tickets", "timers", "peers.torch_file", "disk.usage", "disk.workfile",
-    )
-)  # fmt: skip
+    for name in ("disk.contest", "disk.ours", "disk.tickets", "timers", "disk.workfile")
+)
 PROBE = zk.io.Probe(4, MIB, "auto", True, memory_align=4096, offset_align=4096)
 ENGINES = ["threads", *([] if zk.io.why_no_uring() else ["uring"])]
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -79,38 +76,12 @@ def io_wrong() -> type[Exception]:
     return import_module("zerokern.bench.contest").WrongResult
 
 
-class TestUsage:
-    def test_direct_writes_are_counted_as_asked(self, file) -> None:
-        """The kernel's own count, of this process."""
-        if not file.direct:
-            assert usage.of_process().disk_nbytes >= 0
-            return
-        assert share_moved(lambda: contest.measured(8 * MIB, lambda: file.fill(0, 8 * MIB)), 1.02) <= 1.02
-
-
 class TestRounds:
     def test_ratios_are_formed_within_rounds(self) -> None:
         """The disk is three times slower in the last round, for both: the ratio does not see it."""
         mover = contest.Mover("ours", "", lambda: None, lambda: None)
         found = contest.row(mover, passes(1.0, 1.0, 3.0), passes(1.0, 1.0, 3.0), {"peer": passes(2.0, 2.0, 6.0)})
         assert found.ratio["peer"] == timers.Estimate(2.0, 2.0, 2.0)
-
-
-class TestSearch:
-    def test_the_best_is_found_by_steps_from_a_coarse_grid(self) -> None:
-        def near(setting: tuple[int, int]) -> list[tuple[int, int]]:
-            return [(setting[0] + dx, setting[1] + dy) for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1))]
-
-        grid = [(x, y) for x in (0, 4, 8) for y in (0, 4, 8)]
-        order = search.ranked(grid, near, lambda s: 100.0 - abs(s[0] - 5) - abs(s[1] - 4))
-        assert order[0] == (5, 4)
-        assert set(grid) <= set(order)
-        assert len(order) == len(set(order))
-
-    def test_it_ends_when_its_time_is_over(self) -> None:
-        tried: list[int] = []
-        search.ranked([1, 2], lambda s: (), lambda s: tried.append(s) or 1.0, limit_s=0.0)
-        assert sorted(tried) == [1, 1, 2, 2]  # the grid and the final take one turn each
 
 
 class TestOurs:
@@ -134,27 +105,6 @@ class TestOurs:
         found = mover.run()
         assert (found.nbytes, found.ns > 0) == (mover.task.pattern.nbytes, True)
         assert not mover.task.file.direct or share_moved(mover.run, 1.001) <= 1.001
-
-    @pytest.mark.parametrize("mover", [("threads", RANDOM[0])], ids=["random"], indirect=True)
-    def test_blocks_are_requests_of_their_own_all_over_the_file(self, mover) -> None:
-        transfers = mover.transfers(READ.nbytes)
-        assert len({one.offset for one in transfers}) == mover.task.file.nbytes // RANDOM[0].block
-        assert [one.offset for one in transfers] != sorted(one.offset for one in transfers)
-        assert all(one.after == -1 for one in transfers)
-
-    @pytest.mark.parametrize("mover", [("threads", MIXED)], ids=["mixed"], indirect=True)
-    def test_a_slot_is_read_into_only_when_it_has_been_written_out(self, mover) -> None:
-        mover.slots = 2
-        transfers = mover.transfers(8 * mover.request_nbytes)
-        assert [(one.op, one.slot, one.after) for one in transfers] == [
-            ("read", 0, -1), ("write", 0, 0), ("read", 1, -1), ("write", 1, 2),
-            ("read", 0, 1), ("write", 0, 4), ("read", 1, 3), ("write", 1, 6),
-        ]  # fmt: skip
-        assert [one.offset for one in transfers[::2]] == [one.offset for one in transfers[1::2]]
-        shifted = mover.transfers(8 * mover.request_nbytes, shift=4 * mover.request_nbytes)
-        assert not {one.offset for one in shifted if one.op == "read"} & {
-            one.offset for one in shifted if one.op == "write"
-        }
 
     @each("wanted", [READ, WRITE, MIXED])
     def test_the_store_moves_the_same(self, file, wanted) -> None:
@@ -212,15 +162,3 @@ class TestCommand:
         assert "no speed is told of a wrong result" in shown.err
         assert "GB/s" not in shown.out.partition("sequential read")[2]
         assert list(tmp_path.iterdir()) == []
-
-
-def test_lines_show_time_and_cpu_against_each_peer() -> None:
-    mover = contest.Mover("zk.io.Engine", "uring", lambda: None, lambda: None)
-    peer = contest.Mover("fio", "libaio, 1 MiB", lambda: None, lambda: None, note="no O_DIRECT here")
-    own, theirs = passes(1.0, cpu_s=0.01), passes(1.2, cpu_s=0.03)
-    rows = [contest.row(mover, own, own, {"fio": theirs}, (100, "requests")), contest.row(peer, theirs, own, None)]
-    lines = report.outcome_lines(contest.Outcome("read", rows, {"torch": "not here"}, "zk.io.Engine", 1.07))
-    assert lines[1].split("  ")[1:3] == ["zk.io.Engine", "1.00 s"]
-    assert lines[1].endswith("1.20x [1.20 1.20], CPU 3.00x")
-    assert "  fio: libaio, 1 MiB (no O_DIRECT here)" in lines
-    assert "  torch: missing, not here" in lines

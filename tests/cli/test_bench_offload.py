@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import torch
 
 from zerokern.cli.main import main
 
-asked, contenders, jobs, measure, memory, ours, rank = (
+asked, device, jobs, measure, memory, ours, rank, where = (
     import_module(f"zerokern.bench.offload.{name}")
-    for name in ("asked", "contenders", "job", "measure", "memory", "ours", "rank")
+    for name in ("asked", "device", "job", "measure", "memory", "ours", "rank", "where")
 )
 zero, plain, trainer, turns, zero_measure = (
     import_module(f"zerokern.bench.zero.{name}") for name in ("job", "plain", "trainer", "turns", "measure")
@@ -30,23 +31,6 @@ def silent(*_: object) -> None:
 def lone_seat(world: None) -> object:
     """A world of one rank in this process, with one thread as in the command's ranks."""
     return trainer.Seat(jobs.OffloadJob("tiny", "fp32", 1, 2, peers=("none", "fsdp2")), 0)
-
-
-@pytest.mark.usefixtures("no_waiting")
-class TestDelayedTruth:
-    """The contest's own reference of the delayed schedule: what it publishes, and when."""
-
-    def losses(self, seat: object, make: object, steps: int) -> list[float]:
-        floor = turns.Floor(seat, silent)
-        return floor.losses(floor.seated(trainer.Candidate("truth", {}, make)), steps, whole=True)
-
-    def test_the_first_call_publishes_nothing_and_the_second_the_first_update(self, lone_seat) -> None:
-        exact = self.losses(lone_seat, lambda: plain.truth(lone_seat), 3)
-        late = self.losses(lone_seat, lambda: contenders.delayed_truth(lone_seat), 3)
-        model = lone_seat.job.build_model()
-        start = [model(*zero.Data(lone_seat.job).of_all(step)).item() for step in range(3)]
-        assert late[:2] == pytest.approx(start[:2])
-        assert exact[1] != pytest.approx(start[1]) and late[2] != pytest.approx(start[2])
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -118,8 +102,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
 
 class TestCommand:
     @pytest.mark.slow
-    def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(Path(__file__).parents[2])  # a source tree, where zerokern has no bench
+    def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         content = run(tmp_path, "--smoke", "--vs", "none,fsdp2,torchao")
         rows = {row["name"]: row for row in content["rows"]}
         assert list(rows) == [*ours.NAMES, ours.RESIDENT, "fsdp2", plain.NAME]
@@ -128,3 +111,32 @@ class TestCommand:
         shown = capsys.readouterr().out
         assert "CPU, gloo: no claim for GPUs" in shown
         assert "zk delayed: the losses are right" in shown
+
+
+class TestWhere:
+    def test_without_a_gpu_it_says_what_needs_one(self, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert main(["bench", "offload", "--where"]) == 1
+        assert "--where compares updates of parameters on a GPU" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("host_s, device_s, faster", [(0.004, 0.02, "host"), (0.02, 0.004, "device")])
+    def test_the_faster_one_is_named(self, host_s: float, device_s: float, faster: str) -> None:
+        steps = {"host": lambda: time.sleep(host_s), "device": lambda: time.sleep(device_s)}
+        found = where.compared("asleep", steps, 6)
+        assert found.faster == faster and found.ratio.median == pytest.approx(host_s / device_s, rel=0.5)
+        assert where.lines([found])[-1].split()[-1] == faster
+
+    def test_what_lies_within_the_noise_is_not_decided(self) -> None:
+        even = where.Estimate(1.0, 0.99, 1.01)
+        assert where.Found("even", {"host": even, "device": even}, even).faster == "either"
+
+    def test_both_train_a_model_and_the_result_is_written(self, monkeypatch, tmp_path: Path, capsys) -> None:
+        """On a CPU, where both update at the same place."""
+        monkeypatch.setattr(where, "stage_here", lambda model: device.Stage(torch.device("cpu"), zero.MODELS[model]))
+        monkeypatch.setattr(where, "TOKENS", 64)
+        written = tmp_path / "where.json"
+        assert main(["bench", "offload", "--where", "--smoke", "--json", str(written)]) == 0
+        content = json.loads(written.read_text())
+        assert [row["name"] for row in content["rows"]] == [f"GPT tiny, bf16, {name}" for name in where.NAMES]
+        assert all(row["host_ns"] > 0 and row["device_ns"] > 0 for row in content["rows"])
+        assert "host / device" in capsys.readouterr().out

@@ -39,6 +39,7 @@ REFUSED = [
     ("zero --batch 0", "from 1 on"),
     ("zero --tp 0", "from 1 on"),
     ("offload --hidden --model 25M", "--model has no meaning with --hidden"),
+    ("offload --where --ranks 2", "--ranks has no meaning with --where"),
     ("offload --numel 1M", "--numel 1M is not an option here"),
     ("offload --tier nvme", "It belongs to adam."),
     ("offload --path .", "It belongs to adam, io, save, infinity."),
@@ -50,6 +51,12 @@ REFUSED = [
     ("infinity --largest 6B", "path"),
     ("infinity --cap 4GB", "--cap has no meaning without --largest"),
     ("infinity --largest 6B --micro 4 --path .", "--micro"),
+    ("offload --hidden nonsense", "hidden='nonsense': must be a word of compute, then the update |"),
+    ("right --numel 4", "--numel 4 is not an option here"),
+    ("right --vs torch", "vs='torch': must be a list of ddp, fsdp2"),
+    ("right --ranks 3", "It belongs to zero, offload, infinity."),
+    ("adam --only tied", "It belongs to right."),
+    ("zero --vs zerokern-3", "vs='zerokern-3': must be a list of ddp"),
 ]
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,15 +102,6 @@ class TestTolerances:
 
 
 class TestNoise:
-    @each("dtype, unit", [(torch.float32, noise.ELEMENTWISE), (torch.bfloat16, noise.BF16)])
-    def test_a_rounding_is_what_the_format_has(self, dtype: torch.dtype, unit: float) -> None:
-        """A value half way between two neighbours of 1 is off by the whole of it, and none is off by more."""
-        middle = torch.tensor(1.0 + unit, dtype=torch.float64)
-        assert float((middle.to(dtype).double() - middle).abs()) == unit
-        values = 1 + torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        off = (values.to(dtype).double() - values).abs() / values
-        assert unit / 2 < float(off.max()) <= unit
-
     @each(
         "is_narrow, is_update, least, most",
         [(False, False, 2.0**-24, 2.0**-21), (True, False, 2.0**-14, 2.0**-8), (True, True, 0.0, 2.0**-23)],
@@ -133,32 +123,8 @@ class TestNoise:
             picked = x.argsort()
         assert all(torch.equal(one, x) for one in kept) and torch.equal(picked, x.argsort())
 
-    def test_randomness_of_the_program_is_its_own(self) -> None:
-        torch.manual_seed(3)
-        plain = torch.nn.functional.dropout(torch.ones(64))
-        torch.manual_seed(3)
-        with noise.Noise(1, False):
-            noisy = torch.nn.functional.dropout(torch.ones(64))
-        assert torch.equal(plain == 0, noisy == 0)
-
-    def test_a_gradient_that_cancels_is_bounded_by_its_terms(self) -> None:
-        """The bias before a batch norm: its gradient is zero, and what is computed are roundings of larger numbers."""
-        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
-        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        grads = []
-        for seed in range(3):
-            with noise.Noise(seed, False) if seed else contextlib.nullcontext():
-                (slope,) = torch.autograd.grad(net(x).square().mul(torch.arange(8.0)).sum(), net[0].bias)
-            grads.append(slope)
-        assert max(judge.distance(one, grads[0]) for one in grads[1:]) > judge.largest(grads[0]) / 4
-
 
 class TestPrograms:
-    def test_there_are_enough_of_each_kind(self) -> None:
-        assert len(programs.PROGRAMS) >= 120
-        assert {one.kind for one in programs.PROGRAMS.values()} == set(programs.KINDS)
-        assert sum(bool(one.issue) for one in programs.PROGRAMS.values()) >= 10
-
     def test_a_row_leads_to_its_lines(self) -> None:
         place, _, line = programs.PROGRAMS["sgd_with_momentum"].place.partition("#L")
         source = Path(programs.__file__).with_name(Path(place).name).read_text().splitlines()
@@ -180,20 +146,6 @@ class TestKnown:
     )  # fmt: skip
     def test_nobody_is_accused_unseen(self, library: str, program: str, verdict: str, wanted: str) -> None:
         assert known.confirmed(library, program, verdict, "off")[0] == wanted
-
-
-class TestReferences:
-    def test_a_rule_that_a_library_refuses_has_a_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without one the whole run would end."""
-        monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=None))
-        orthonormal = import_module("zerokern.bench.right.libraries.orthonormal")
-        recipe = import_module("zerokern.bench.right.training").Recipe(rule="sgd")
-        asks = SimpleNamespace(recipe=recipe, module=torch.nn.Linear(2, 2))
-        alone = orthonormal.DionAlone.__new__(orthonormal.DionAlone)
-        vars(alone).update(vars(asks))
-        assert isinstance(alone.make_optimizer(), torch.optim.SGD)
-        with pytest.raises(Exception, match="its rules are Muon"):
-            orthonormal.DionTraining.make_optimizer(SimpleNamespace(**vars(asks), ddp=None))
 
 
 def document(ran: list[str], names: list[str], verdict: str, torch_version: str = torch.__version__) -> dict[str, Any]:
@@ -267,21 +219,6 @@ def over_stages(counts: list[str]) -> str:
 
 
 class TestCommand:
-    @each(
-        "words, says",
-        [
-            ("right --numel 4", "--numel 4 is not an option here"),
-            ("right --vs torch", "vs='torch': must be a list of ddp, fsdp2"),
-            ("adam --only tied", "It belongs to right."),
-            ("zero --vs zerokern-3", "vs='zerokern-3': must be a list of ddp"),
-            ("right --ranks 3", "It belongs to zero, offload, infinity."),
-        ],
-    )
-    def test_what_does_not_fit_is_taught(self, words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as left:
-            main(["bench", *words.split()])
-        assert left.value.code == 2 and says in capsys.readouterr().err
-
     def test_words_that_no_program_has_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["bench", "right", "--only", "quantum"]) == 1
         assert "words of programs' names, or modules" in capsys.readouterr().err
@@ -305,18 +242,6 @@ class TestCommand:
         page = report.page(report.document(birth, ["ddp"], chosen, cells))
         assert "(DeepSpeed #8224) | **wrong** |" in page and "/optimizers.py), line " in page
         assert "ddp, a_submodule_used_twice: wrong, rank 0: off" in page
-
-    def test_what_is_not_used_as_documented_is_said_and_not_counted(self) -> None:
-        ran = ["ddp", "flashoptim", "dion", "dion-fsdp2"]
-        cells = [runner.Cell("sgd_with_momentum", name, "right", "", 0.1) for name in ran]
-        said = report.lines(ran, cells)
-        assert [line.split()[0] for line in said[1:4]] == ["ddp", "dion", "dion-fsdp2"]
-        notes = report.notes(ran)
-        assert [note.partition(":")[0] for note in notes] == ["flashoptim", "dion, dion-fsdp2"]
-        assert "NVIDIA GPUs alone" in notes[0] and all(f"  {note}" in said for note in notes)
-        birth = {"versions": {}, "date": "2026-11-27T00:00:00", "commit": "abc"}
-        page = report.page(report.document(birth, ran, [programs.PROGRAMS["sgd_with_momentum"]], cells))
-        assert all(note in page.partition("```text")[0] for note in notes)
 
 
 def children(pid: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,18 +10,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from zerokern.examples import demo
 from zerokern.examples.contenders import CONTENDERS, state_nbytes
-from zerokern.examples.demo import child, larger, memory, race, sizes
+from zerokern.examples.demo import child, larger, memory, race
 from zerokern.examples.demo.act import Act, NotHereError
-from zerokern.examples.demo.cost import Cost
 from zerokern.examples.demo.view import View
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text, source_files
 from zerokern.examples.widen import WideAttention, WideLinear, attend
 
 TINY = Shape(layers=2, width=128, context=32)
-ACT = Act(TINY, ("torch",), rows=2, steps=2, lr=1e-3, seconds=300.0, cap=64_000_000)
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
@@ -99,6 +96,16 @@ def test_exact_follows_torch_until_the_clock_stops_all() -> None:
     assert narrow.state_nbytes / exact_narrow.state_nbytes == pytest.approx(16 / 10, rel=1e-3)
 
 
+def test_a_cpu_that_multiplies_bf16_slowly_widens_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether this one does is measured; `tests/core/test_machines.py` plays both."""
+    monkeypatch.setattr(race, "HELD_OUT_BATCHES", 1)
+    slow, said = race.bf16_is_slow(), io.StringIO()
+    monkeypatch.setattr(race, "bf16_is_slow", lambda: slow)  # asked once: it is measured
+    lanes = race.perform(Act(TINY, ("torch", "exact"), rows=2, steps=1, lr=1e-3), View(Console(file=said)))
+    assert [lane.model.widen for lane in lanes] == [False, slow]
+    assert ("multiplies bf16 matrices slowly" in said.getvalue()) == slow
+
+
 def test_a_cap_lies_between_the_optimizers() -> None:
     """Above what zerokern needs with what computing was measured to need, below what torch needs at least."""
     asked = Act(Shape(8, 512, 64), ("torch", "exact", "int8-split8"), rows=2, steps=3, lr=1e-3)
@@ -114,23 +121,6 @@ def test_a_cap_lies_between_the_optimizers() -> None:
         larger.cap_over(14 * numel, asked)
 
 
-def test_sizes_come_from_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def widest(seconds: float, room: int) -> int:
-        monkeypatch.setattr(sizes, "measure", lambda *_: Cost(0, seconds, False))
-        monkeypatch.setattr(sizes, "memory_left", lambda: {"memory": room})
-        return sizes.fitting().larger.shape.width
-
-    assert [widest(*one) for one in ((0.05, 1 << 40), (5.0, 1 << 40), (0.05, 1 << 28))] == [512, 256, 256]
-
-
-def test_each_act_leaves_time_for_the_next() -> None:
-    assert sum(sizes.RESERVED_S.values()) < demo.WITHIN_S < 90
-    clock = sizes.Clock(demo.WITHIN_S, time.monotonic())
-    first, last = clock.deadline("1", ("2", "3", "4")), clock.deadline("4", ())
-    assert last - first == pytest.approx(sum(sizes.RESERVED_S[one] for one in "234"), abs=1.0)
-    assert sizes.Clock(None, 0.0).deadline("1", ()) is None
-
-
 def test_wide_attention_is_that_of_fp32_rounded_once() -> None:
     heads = torch.randn(2, 9, 3, 2, 64).bfloat16().requires_grad_()
     wide = heads.detach().float().requires_grad_()
@@ -139,7 +129,3 @@ def test_wide_attention_is_that_of_fp32_rounded_once() -> None:
     ours.backward(grad)
     theirs.backward(grad.float())
     assert torch.equal(ours, theirs.bfloat16()) and torch.equal(heads.grad, wide.grad.bfloat16())
-
-
-def test_an_act_survives_the_command_line() -> None:
-    assert Act.of_json(ACT.to_json()) == ACT

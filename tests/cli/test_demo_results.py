@@ -138,18 +138,6 @@ def test_every_panel_is_titled_with_its_finding(tmp_path: Path) -> None:
     assert not plot.draw(tmp_path / "none.png", Results()) and not (tmp_path / "none.png").exists()
 
 
-def test_an_act_without_measurements_leaves_a_word_in_the_picture(tmp_path: Path) -> None:
-    found = Results(left_out={"4": "no room on the disk"}, broken=["CommError: rank 1 died"])
-    [(title, _, _)] = plot.panels(found)
-    assert title == "1 failed"
-    assert plot.without_measurements(found) == [
-        "Failed: CommError: rank 1 died",
-        "Act 4 left out: no room on the disk",
-    ]
-    assert plot.draw(tmp_path / "words.png", found)
-    assert [title for title, _, _ in plot.panels(Results(left_out=found.left_out))] == ["not everything could run here"]
-
-
 def test_what_torch_or_the_machine_lacks_is_no_failure() -> None:
     outcomes = [outcome("torch", "fails"), outcome("exact", "trains")]
     alone = together.Outcome(together.FULL, PLAN(together.FULL), together.Told(), [], peer_failure="exit code 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import torch
 import zerokern as zk
 from zerokern import report
 from zerokern.cli.main import main
-from zerokern.core import native
+from zerokern.core import env, native
 from zerokern.core.errors import BackendError
 from zerokern.io import Probe
+from zerokern.memory import placement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +31,21 @@ def test_names_what_runs_here() -> None:
     assert found["threads"] == native.threads()
     assert set(found["implementations"].values()) == {f"cpu.{native.isa_active()}"}
     assert {"adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate"} <= found["implementations"].keys()
+
+
+def test_says_what_the_machine_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of docs/environment.md; `tests/core/test_machines.py` shows that none of them changes a bit."""
+    found = zk.info()
+    assert found["cpus"] == env.cpu_list(native.cpus() or env.process_cpus())
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert found["products"] == f"torch's, {capability}, {torch.get_num_threads()} threads"
+    assert found["checksums"] in ("crc32c by sse4.2", "crc32c by crc32", "crc32c by table")
+    monkeypatch.setattr(placement, "nodes_for", lambda nodes, cpus: (0, 1))
+    monkeypatch.setenv("ZEROKERN_MEMORY", "64G")
+    found = zk.info()
+    assert found["memory from"] == "NUMA nodes 0-1" and "ZEROKERN_MEMORY" in found["memory limits"]
+    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `(.+?)` \|$", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 9 and set(rows) <= {*found, "cuda kernels", "small copies"}  # of GPUs
 
 
 def test_reads_limits_and_shows_the_environment_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +86,6 @@ def test_parser_loads_without_torch() -> None:
     program = "import sys; from zerokern.cli.main import parser; parser(); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.stdout.strip(), ran.stderr) == ("False", "")
-
-
-def test_a_source_tree_has_all_commands() -> None:
-    """There bench/ and examples/ lie beside the package, and have the names that they are installed as."""
-    program = "from zerokern.cli.main import parser; parser(); import zerokern.examples as e; print(e.__file__)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert (ran.stdout.strip(), ran.stderr) == (str(ROOT / "examples" / "__init__.py"), "")
 
 
 FOUND = Probe(32, 1 << 20, "uring", True, 3.25, 1.5, 512, 4096, "", "2026-11-20")

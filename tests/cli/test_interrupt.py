@@ -23,7 +23,12 @@ bench_run = import_module("zerokern.bench.run")
 bench_measure = import_module("zerokern.bench.measure")
 disk_contest = import_module("zerokern.bench.disk.contest")
 pytestmark = pytest.mark.usefixtures("no_waiting")
-BENCH = "from zerokern.cli.main import main; import sys; sys.exit(main(['bench', *sys.argv[1:]]))"
+BENCH = """
+import faulthandler, signal, sys
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # where it is, if it does not end
+from zerokern.cli.main import main
+sys.exit(main(['bench', *sys.argv[1:]]))
+"""
 
 
 def ends_in(call: int) -> timers.Contestant:
@@ -148,7 +153,12 @@ class Running:
 
     def ended_by(self, number: int, everyone: bool) -> int:
         (os.killpg if everyone else os.kill)(self._process.pid, number)
-        status = self._process.wait(60)
+        try:
+            status = self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.kill(self._process.pid, signal.SIGUSR1)
+            time.sleep(1.0)
+            pytest.fail(f"it does not end:\n{self.left()}\n{self.said()}")
         assert "Traceback" not in self.said()
         deadline = time.monotonic() + 10  # what Python itself starts beside a process ends a moment after it
         while self.left() and time.monotonic() < deadline:

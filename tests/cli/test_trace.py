@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from rich.console import Console
 from tables import each
-from tries import best
 
 from zerokern.cli.main import main
-from zerokern.examples import trace
-from zerokern.examples.model import GPT, Shape
+from zerokern.examples.model import Shape
 from zerokern.examples.trace import traced as tracing
-from zerokern.schedule.recorder import Event, Recorder
+from zerokern.schedule.recorder import Event
 
 LANES = ("device", "down", "cpu", "up")
 
@@ -161,43 +156,6 @@ def test_this_machine(schedule: str, monkeypatch) -> None:
         assert ran["Step"]
         late = ran["Step"][0].begin_ns >= ran["Backward"][-1].end_ns
         assert late and not {"Fetch", "Store"} & set(ran)
-
-
-def test_units_are_seen_in_order() -> None:
-    """Forward from the embedding to the head, backward the other way round, one after the other without gaps."""
-    observed = tracing.Observed(GPT(Shape(layers=3, width=64, context=8)), tracing.Clock())
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    recorder = Recorder()
-    steps = itertools.count(1)
-
-    def gaps() -> float:
-        """Their share of a step: some of its milliseconds may be another process's."""
-        step = next(steps)
-        observed.forward_backward(tokens, tokens)
-        observed.pending()(recorder, step)
-        mine = [event for event in recorder.events if event.step == step]
-        names = ["embedding", "block 0", "block 1", "block 2", "head"]
-        assert [event.what for event in mine] == [*names, *reversed(names)]
-        assert [event.verb for event in mine] == ["Forward"] * 5 + ["Backward"] * 5
-        assert all(before.end_ns <= after.begin_ns for before, after in itertools.pairwise(mine))
-        computed = sum(event.end_ns - event.begin_ns for event in mine)
-        return 1 - computed / (mine[-1].end_ns - mine[0].begin_ns)
-
-    assert best(gaps, 0.2) < 0.2
-
-
-def test_colours_on_a_terminal_say_the_same() -> None:
-    """The text is that of a pipe; each operation has the colour of its verb."""
-    events = [
-        Event(1, "device", "Forward", "a", 0, 4_000_000, 0),
-        Event(1, "cpu", "Step", "a", 4_000_000, 9_000_000, 0),
-    ]
-    traced = tracing.Traced("a title", events, notes=("a note",))
-    plain, coloured = StringIO(), StringIO()
-    trace.show(traced, 1, Console(file=plain, width=100))
-    trace.show(traced, 1, Console(file=coloured, width=100, force_terminal=True, color_system="standard", _environ={}))
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
-    assert "\x1b[32mS" in coloured.getvalue() and "\x1b[34mF" in coloured.getvalue()
 
 
 @each(

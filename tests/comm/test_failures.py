@@ -20,7 +20,7 @@ from ranks import RanksFailed, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from tries import Missed, best, in_time
 
-from zerokern.comm import Group, group_on
+from zerokern.comm import Group, during, group_on
 from zerokern.debug import agreement, watch
 
 PATIENCE_S = 180.0  # the groups' timeout, which nobody waits for
@@ -316,6 +316,37 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
         assert x == [2.0] * 4 and f"rank {rank} has waited" in told
         assert f"for rank {1 - rank}, in " in told and "timeout of 30 s" in told
         assert len({re.search(r"\w+ number \d+", one)[0] for one in said}) == len(said)
+
+
+def calls_alone(rank: int, folder: str) -> list[str]:
+    """What rank 0 says in a save that the other rank does not come to: in the log, and when that one has ended."""
+    group, process = hasty_group(), watch.THIS_PROCESS
+    agreement.ASK_S, watch.STUCK_S, watch.QUIET_S, said = 0.1, 0.1, 0.3, []
+
+    def hear(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        Path(folder, "asked").touch()
+
+    logging.getLogger("zerokern").addFilter(hear)
+    with during("opt.step"):
+        group.all_reduce(torch.ones(3)).wait()
+    if rank == 1:
+        while not Path(folder, "asked").exists():
+            time.sleep(0.05)
+        os._exit(1)
+    while '"last": "opt.step' not in str(process.store.get(f"zerokern/at/{process.known[1]}")):
+        time.sleep(0.05)  # until the other one has said what it does: nothing
+    with during("zk.save"):
+        return [*said, refused(group, lambda group: group.agree("arguments"))[0], *said]
+
+
+def test_who_waits_in_a_save_names_the_rank_that_is_in_no_call(tmp_path: Path) -> None:
+    raised, asked = run_ranks(2, calls_alone, str(tmp_path), dies=[1])[0]
+    assert "rank 0 has waited" in asked and "for rank 1, in zk.save (" in asked
+    assert "rank 1 waits in no call of zerokern, and was last in opt.step (all_reduce" in asked
+    assert "rank 1 is gone" in raised
+    for said in (asked, raised):
+        assert said.endswith(". All ranks must call zk.save: is it within `if rank == 0:`?")
 
 
 def fails_late(rank: int) -> list[str]:

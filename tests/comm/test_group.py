@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import threading
@@ -190,6 +191,17 @@ def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> Non
 def test_what_is_no_mesh_is_refused(mesh: object) -> None:
     with pytest.raises(TypeError, match=r"a 1-D DeviceMesh, a zerokern\.comm\.Group or None for the world"):
         group_on(mesh)
+
+
+def test_a_wait_that_is_interrupted_is_waited_for_again_and_one_that_failed_fails_again() -> None:
+    for error, ends in ((KeyboardInterrupt(), ["ended"]), (OSError("gone"), [])):
+        outcomes, said = [error], []
+        handle = Handle(lambda: (_ for _ in ()).throw(outcomes.pop()) if outcomes else said.append("ended"))  # noqa: B023
+        with pytest.raises(type(error)):
+            handle.wait()
+        with contextlib.nullcontext() if ends else pytest.raises(OSError, match="gone"):
+            handle.wait()
+        assert said == ends
 
 
 def test_of_many_waiters_one_ends_it_and_each_is_held_back() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from module_cases import Reordered
+from module_cases import EndsInNone, GivesNone, Reordered
 from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -72,6 +73,46 @@ for number in (None, 0, 1):
 
     loop.__name__ = f"a_gradient_written_by_a_function_in_{'the_last_layer' if number is None else f'block_{number}'}"
     program(exact=False)(loop)
+
+
+def gradients_that_are_none(run: Run, gives: Callable[[int], str]) -> None:
+    model = run.shard(EndsInNone)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(5):
+        model.gives = gives(step)
+        run.backward(run.mse(model, step))
+        run.see([name for name, param in model.named_parameters() if param.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def a_function_gives_its_input_no_gradient(run: Run) -> None:
+    gradients_that_are_none(run, lambda step: "w")
+
+
+@program()
+def a_function_gives_no_gradient_in_some_steps(run: Run) -> None:
+    gradients_that_are_none(run, lambda step: ("xw", "w", "x", "", "xw")[step])
+
+
+@program()
+def a_function_gives_no_gradient_on_one_rank(run: Run) -> None:
+    gradients_that_are_none(run, lambda step: ("xw", "w", "x")[(step + run.rank) % 3])
+
+
+@program(exact=False)
+def gradients_that_are_none_added_to_those_that_were_kept(run: Run) -> None:
+    """In the second pass the first that autograd calls a hook for is None, and no forward of the model has begun it."""
+    model = run.shard(EndsInNone)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(3):
+        run.backward(run.mse(model, step))
+        for weight in (model.leave.weight, model.blocks[1].up.weight):
+            run.backward(GivesNone.apply(torch.ones(1, weight.shape[1]), weight, "").sum())
+        run.backward(run.mse(model, step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @program(late=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from module_cases import optimizers
 from small_programs import Run, program
-from torch import nn
+from torch import Tensor, nn
 from zero_cases import Net
 
 import zerokern as zk
@@ -324,6 +324,47 @@ def frozen_between_forward_and_backward(run: Run) -> None:
         model.blocks[0].requires_grad_(step % 2 == 1)
         run.step(optimizer, loss)
         model.blocks[0].requires_grad_(True)
+
+
+@program()
+def thawed_between_forward_and_backward(run: Run) -> None:
+    """Progressive unfreezing: what is thawed has no gradient yet, and everything may be asked of it."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    block, weight = model.blocks[0], model.blocks[0].up.weight
+    for step in range(4):
+        block.requires_grad_(False)
+        loss = run.mse(model, step)
+        block.requires_grad_(True)
+        handle = weight.register_hook(lambda grad: grad * 2)
+        run.see(*torch.autograd.grad(loss, [weight], allow_unused=True, retain_graph=True))
+        run.step(optimizer, loss, **({"inputs": [weight]} if step == 1 else {}))
+        run.step(optimizer, run.mse(model, step))
+        handle.remove()
+
+
+class Freezes(Net):
+    """Its forward freezes or thaws the last weight before it computes."""
+
+    freezes: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.freezes is not None:
+            self.leave.weight.requires_grad_(not self.freezes)
+        return self.leave(x)
+
+
+@program()
+def a_forward_freezes_a_parameter(run: Run) -> None:
+    model = run.shard(Freezes)
+    optimizer = run.optimizer(model.parameters())
+    for step, freezes in enumerate((None, True, None, False, None, True)):
+        model.freezes = freezes
+        run.step(optimizer, run.mse(model, step))
+        run.see(model.leave.weight.requires_grad)
 
 
 @program(refused=(zk.ZerokernError, ("frozen", "requires_grad=True")))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,8 +83,34 @@ def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
     text.write_text("not a library")
     with pytest.raises(BackendError, match="does not load"):
         native._open(text)
-    with pytest.raises(BackendError, match="is not there; run `pip install"):
+    with pytest.raises(BackendError, match="is not there; reinstall zerokern"):
         native._open(tmp_path / "libmissing.so")
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (lambda tree: None, ""),
+        (lambda tree: (tree / "cpu/pool.cpp").write_text("// another\n"), "cpu/pool.cpp has changed since"),
+        (lambda tree: (tree / "cpu/pool.cpp").unlink(), "cpu/pool.cpp is gone"),
+        (lambda tree: (tree / "zerokern/lib/sources.sha256").unlink(), "sources.sha256 is not there"),
+        (lambda tree: (tree / "zerokern/lib/libprogram.so").unlink(), "is not there"),
+    ],
+)
+def test_a_source_tree_takes_no_library_of_other_sources(wrong: Callable, says: str, tmp_path: Path) -> None:
+    made, source = tmp_path / "zerokern/lib/libprogram.so", tmp_path / "cpu/pool.cpp"
+    for path in (made, source):
+        path.parent.mkdir(parents=True)
+    shutil.copy(native.path(), made)
+    source.write_text("// as it was built\n")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    made.with_name("sources.sha256").write_text(f"{digest}  cpu/pool.cpp\n")
+    wrong(tmp_path)
+    if not says:
+        assert native._open(made, tmp_path).zk_abi() == native.ABI
+        return
+    with pytest.raises(BackendError, match=f"{says}.*; run `make setup` or `pip install -e .` in {tmp_path}"):
+        native._open(made, tmp_path)
 
 
 def test_import_does_not_load_the_library() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ import pytest
 from forked import run_forked
 
 import zerokern as zk
+from zerokern.bench import machine
+from zerokern.core import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,23 +45,60 @@ def test_a_missing_library_is_an_error_that_teaches(tmp_path: Path) -> None:
     assert "BackendError: the native library none.so was looked for in" in ran.stderr
 
 
-SOURCES = """
-import zerokern as zk
-for asked in (zk.get_include, zk.get_library):
-    try:
-        asked()
-    except zk.BackendError as error:
-        print(error)
+PROGRAM = """
+import torch, zerokern as zk, zerokern.bench.run, zerokern.examples.model
+from zerokern.cli.main import parser
+parser()  # all commands
+weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+weight.grad = torch.ones_like(weight)
+zk.AdamW([weight], lr=0.5).step()
+print(zk.__file__, zk.get_library(), zk.get_include(), zerokern.bench.run.__file__, zerokern.examples.__file__)
+assert weight[0].item() < 0.51
 """
 
 
-@pytest.mark.slow  # an interpreter of its own
-def test_a_source_tree_has_neither() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "ZEROKERN_LIBRARY"}
-    ran = subprocess.run([sys.executable, "-c", SOURCES], cwd=ROOT, env=environment, capture_output=True, text=True)
-    include, library = ran.stdout.splitlines()
-    assert include.startswith("the C headers were") and library.startswith("the native library")
-    assert all("run `pip install .` in the source tree" in said for said in (include, library))
+def clean() -> dict[str, str]:
+    """The environment of somebody who has set nothing."""
+    return {name: value for name, value in os.environ.items() if name not in ("ZEROKERN_LIBRARY", "PYTHONPATH")}
+
+
+def test_a_program_in_the_root_of_the_clone_runs_on_its_sources() -> None:
+    """`python train.py` there, after `make setup`: the folder of the program is first on its path."""
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=clean(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert all(Path(one).is_relative_to(ROOT) for one in ran.stdout.split()), ran.stdout
+
+
+def test_these_tests_run_on_the_sources_of_this_tree() -> None:
+    """Not on an older copy of them, as an environment may have."""
+    assert machine._is_copy_of(ROOT)
+
+
+@pytest.mark.slow
+def test_installations_run_anywhere(tmp_path: Path) -> None:
+    """`pip install .` and `pip install -e .` into another environment, from what `make setup` has compiled."""
+    python = fresh(tmp_path)
+    path = os.pathsep.join((str(python.parent), sysconfig.get_path("scripts"), os.environ["PATH"]))
+    environment = clean() | {"PATH": path}
+    pip = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
+    library = native.path()
+    loaded = library.stat().st_ino
+    module, command = [python, "-m", "zerokern.bench.quality", "--help"], ["zerokern", "info"]
+    for install, home, places in ([ROOT], tmp_path, [tmp_path]), (["-e", ROOT], ROOT, [ROOT, tmp_path]):
+        runs = itertools.product(places, (module, command, [python, "-c", PROGRAM]))
+        for place, words in ((tmp_path, [*pip, *install]), *runs):
+            ran = subprocess.run(words, env=environment, cwd=place, capture_output=True, text=True)
+            assert ran.returncode == 0, (words, ran.stderr)
+            assert PROGRAM not in words or all(Path(one).is_relative_to(home) for one in ran.stdout.split()), ran.stdout
+    assert library.stat().st_ino != loaded, "written over in place: every process that has it loaded ends"
+
+
+def fresh(folder: Path) -> Path:
+    """The Python of an environment of its own. torch comes from here, after what is installed there."""
+    venv.create(folder / "fresh", with_pip=True)
+    place = next((folder / "fresh/lib").glob("python*/site-packages"))
+    (place / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "fresh/bin/python"
 
 
 @pytest.fixture(scope="module")
@@ -96,26 +136,19 @@ def wheel_of(built: Path, machine: str) -> Path:
 def test_the_wheel_installs_and_trains_without_a_compiler(built: Path, tmp_path: Path) -> None:
     machine = os.uname().machine
     wheel = wheel_of(built, machine)
-    venv.create(tmp_path / "fresh", with_pip=True)
-    python = tmp_path / "fresh/bin/python"
+    python = fresh(tmp_path)
     nothing = {"PATH": str(tmp_path / "fresh/bin"), "HOME": str(tmp_path)}  # no compiler, no cmake
     install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel]
     ran = subprocess.run(install, env=nothing, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    fresh = next((tmp_path / "fresh/lib").glob("python*/site-packages"))
-    (fresh / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch comes from here, after what is fresh
-    program = (
-        "import torch, zerokern as zk\n"
-        "weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))\n"
-        "weight.grad = torch.ones_like(weight)\n"
-        "zk.AdamW([weight], lr=0.5).step()\n"
-        "print(zk.get_library(), zk.get_include(), weight[0].item())\n"
-    )
-    ran = subprocess.run([python, "-c", program], env=nothing, cwd=tmp_path, capture_output=True, text=True)
+    ran = subprocess.run([python, "-c", PROGRAM], env=nothing, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    library, include, value = ran.stdout.split()
-    assert (Path(include) / "cuda" / "ferry.cu").is_file()
-    assert Path(library).is_relative_to(fresh) and Path(include).is_relative_to(fresh) and float(value) < 0.51
+    assert all(Path(one).is_relative_to(tmp_path / "fresh") for one in ran.stdout.split()), ran.stdout
+    package, library, include = map(Path, ran.stdout.split()[:3])
+    assert (include / "cuda" / "ferry.cu").is_file() and not (library.parent / "sources.sha256").exists()
+    wanted = {name for name in sources() if name.startswith(("zerokern/", "examples/"))}
+    lacks = {name for name in wanted if not (package.parent / name.removeprefix("zerokern/")).exists()}
+    assert not lacks
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "libstdc++" not in needed
 

@@ -160,7 +160,7 @@ def without_sources(gpu: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
         (with_an_old_driver, "the driver is for CUDA 12.0, and they need 12.1 or newer"),
         (with_a_broken_cupy, "cupy cannot be used: libcudart.so.12 is not there"),
         (without_nvrtc, "NVRTC was not found"),
-        (without_sources, "their sources are not in /nowhere: run `pip install .`"),
+        (without_sources, "their sources are not in /nowhere: reinstall zerokern"),
     ],
 )
 def test_what_is_missing_is_said_once_by_name(

@@ -74,12 +74,12 @@ def test_a_program_in_c_learns(tmp_path: Path) -> None:
     """The commands are those of the program's first lines, in a tree that has nothing but the examples."""
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     script = "\n".join(["set -eu", *re.findall(r"^ \*     (.+)$", (EXAMPLES / "step.c").read_text(), re.MULTILINE)])
-    asked = re.compile(r"\$\(cd / && python -c '(.+)'\)")
+    asked = re.compile(r"\$\(python -c '(.+)'\)")
     assert len(asked.findall(script)) == 2
     for code in asked.findall(script):
         with contextlib.redirect_stdout(told := io.StringIO()):
             exec(code)
-        script = script.replace(f"$(cd / && python -c '{code}')", told.getvalue().strip())
+        script = script.replace(f"$(python -c '{code}')", told.getvalue().strip())
     told = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert re.search(r"1000003 elements, norm of the gradient 306, after 200 steps", told), told
 
@@ -140,9 +140,9 @@ def test_an_example_without_its_folder_says_how_it_is_used() -> None:
 def test_accelerates_loop_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [*command, str(EXAMPLES / "accelerated.py"), str(tmp_path)]
-    told = [subprocess.run(words, capture_output=True, text=True, timeout=400, check=True).stdout for _ in range(2)]
-    assert all("2 processes: loss" in one for one in told)
-    assert losses_of(told[1])[0] < losses_of(told[0])[0]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=400, check=True).stdout
+    ((begin, end),) = re.findall(r"2 processes: loss ([\d.]+) to ([\d.]+)", told)
+    assert float(end) < float(begin)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 import torch
+from exact_cases import Float64, Hyper, errors, theirs, training_state
 from kernel_cases import (
     BLOCK,
     DTYPES,
@@ -26,7 +27,6 @@ from kernel_cases import (
     same_bits,
 )
 from tables import each
-from test_exactness import Float64, Hyper, errors, theirs, training_state
 
 from zerokern.kernels import ops
 from zerokern.kernels.triton.upload import upload

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_span_copies import LARGE, Engine, Mark, Stream, Tried
-from test_staging import Runtime, build
+from runtime_cases import LARGE, Engine, Mark, Runtime, Stream, Tried, build
 
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.ferry import ferry

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_cases import LARGE, LIMIT, SMALL, Engine, Mark, Runtime, Stream, Tried, build
 from tables import each
-from test_staging import STREAM, Runtime, build
 from torch import Tensor
 
 import zerokern as zk
@@ -29,7 +29,6 @@ from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.ferry import ferry
 from zerokern.memory import span_copies
-from zerokern.memory.runtime import Batches
 from zerokern.memory.span_copies import (
     DEFAULTS,
     LEAST,
@@ -46,23 +45,6 @@ from zerokern.memory.span_copies import (
 )
 
 Spans = list[tuple[int, int, int]]
-SMALL, LARGE, LIMIT = 300, 40_000, 16 << 10
-
-
-class Engine(Batches):
-    """The copy engine of the stand-in; remembers the sizes of each call, and refuses spans that cross an edge."""
-
-    def __init__(self, library: Any, edges: Sequence[int] = ()) -> None:
-        super().__init__(library, runtime_version=13000, driver_version=13000)
-        self.calls: list[list[int]] = []
-        self.edges, self.refuses = edges, False
-
-    def copy(self, stream: int, dsts: array, srcs: array, sizes: array) -> None:
-        self.calls.append(list(sizes))
-        crosses = any(begin < edge < begin + n for edge in self.edges for begin, n in zip(dsts, sizes, strict=True))
-        if self.refuses or crosses:
-            raise ZerokernError("the engine refused")
-        super().copy(stream, dsts, srcs, sizes)
 
 
 class Kernel:
@@ -77,23 +59,6 @@ class Kernel:
         ferry(spans[: self.fails], table)
         if self.fails is not None:
             raise RuntimeError("no kernel image")
-
-
-class Mark:
-    """A point of a stream, which is passed when it is waited for."""
-
-    def __init__(self, passed: bool = True) -> None:
-        self.passed = passed
-
-    def wait(self) -> None:
-        self.passed = True
-
-    def done(self) -> bool:
-        return self.passed
-
-
-class Stream:
-    cuda_stream = STREAM
 
 
 class Driver:
@@ -134,16 +99,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def engine(library: Any) -> Engine:
     library.stand_in_reset(0)
     return Engine(library)
-
-
-class Tried(dict):
-    """All kernels have been tried, and copied right."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __missing__(self, key: object) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)

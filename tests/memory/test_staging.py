@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import shutil
-import subprocess
 from array import array
 from pathlib import Path
 
 import pytest
 import torch
+from runtime_cases import STREAM, Runtime, build
 from tables import each
 
 from zerokern.core.errors import ZerokernError, say_once
 from zerokern.memory.runtime import Batches, runtime_library
-
-SOURCE = Path(__file__).parent / "runtime" / "cudart.cpp"
-STREAM = 0x7F0012345678
-ASKED = ("one", "many", "count", "order", "flags", "stream", "cleared")
-
-
-def build(folder: Path, *flags: str) -> Path:
-    library = folder / "libcudart.so"
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", *flags, str(SOURCE), "-o", str(library)]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return library
-
-
-class Runtime:
-    """The stand-in of libcudart, and what it was asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-        self.reset()
-
-    def reset(self, refusal: int = 0) -> None:
-        self.library.stand_in_reset(refusal)
-
-    @property
-    def asked(self) -> dict[str, int]:
-        told = self.library.stand_in_asked
-        told.restype = ctypes.c_longlong
-        return {name: told(i) for i, name in enumerate(ASKED)}
 
 
 @pytest.fixture(scope="session", params=[12090, 13000], ids=lambda version: f"CUDA {version // 1000}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import of_checkpoint
 import of_io
 import of_kernels
+import of_matrices_and_places
 import of_memory
 import of_optim
 import of_ranks
@@ -22,5 +23,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *of_schedule.MUTANTS,
     *of_zero.MUTANTS,
     *of_optim.MUTANTS,
+    *of_matrices_and_places.MUTANTS,
     *of_checkpoint.MUTANTS,
 )

@@ -282,4 +282,28 @@ MUTANTS = (
         "Parameters count as stored when the last of their pieces has nothing to store.",
         ("tests/optim/test_pieces_written.py",),
     ),
+    Mutant(
+        "the_cpu_chooses_how_muon_multiplies",
+        "zerokern/optim/matrices.py",
+        "(torch.float32 if place == _HOST else torch.bfloat16)",
+        "(torch.bfloat16 if place != _HOST or torch.cpu._is_amx_tile_supported() else torch.float32)",
+        "zk.Muon multiplies in bf16 by default where the CPU has tiles for it, so another host gives other numbers.",
+        ("tests/core/test_machines.py",),
+    ),
+    Mutant(
+        "step_that_broke_off_stands_for_one_that_runs",
+        "zerokern/optim/base.py",
+        "if is_running(of_other):",
+        "if True:",
+        "After Ctrl-C in the last line of a step every later step is refused.",
+        ("tests/optim/test_close.py::test_a_step_that_ctrl_c_left_at_its_last_line_does_not_count_as_running",),
+    ),
+    Mutant(
+        "gradients_of_inference_mode_are_asked_for_their_version",
+        "zerokern/optim/outside.py",
+        "version = 0 if grad.is_inference() else grad._version",
+        "version = grad._version",
+        "A step with a gradient that inference mode made raises in torch.",
+        ("tests/zero/test_squares.py::test_a_plain_gradient_of_inference_mode",),
+    ),
 )

@@ -83,4 +83,14 @@ MUTANTS = (
         "Time before compute has begun counts as hidden beside it.",
         ("tests/schedule/test_simulator.py", "tests/schedule/test_timeline.py"),
     ),
+    Mutant(
+        "ctrl_c_breaks_an_op_off",
+        "zerokern/schedule/executor.py",
+        "with whole(task):",
+        "if True:",
+        "One Ctrl-C while a forward waits for a published bucket ends the update for good.",
+        (
+            "tests/schedule/test_executor_failures.py::test_a_device_op_is_finished_before_ctrl_c_and_a_second_one_fails_the_run",
+        ),
+    ),
 )

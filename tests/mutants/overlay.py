@@ -1,4 +1,5 @@
-"""A copy of the installed package with one text replaced, which is found before it by all that a run of tests starts.
+"""A copy of the package, laid out as an installation is, with one text replaced, which all that a run of tests starts
+finds before it.
 
 The folder of the copy is first on PYTHONPATH: pytest, the servers that it forks ranks and programs from, and fresh
 interpreters read it from the environment. Nothing of the repository or of the environment is changed.
@@ -23,7 +24,7 @@ LIBRARY = Path("lib") / "libzerokern_cpu.so"
 
 
 class Tree:
-    """A checkout whose tests are run, and the Python that has its package installed."""
+    """A checkout whose tests are run, and the Python that imports its package."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -111,6 +112,9 @@ def laid_over(tree: Tree, folder: Path, mutant: Mutant | None, library: Path | N
     shutil.rmtree(folder, ignore_errors=True)
     package = folder / "zerokern"
     shutil.copytree(tree.package, package)
+    for beside in ("bench", "examples"):  # an installed copy has them
+        if not (package / beside).exists():
+            shutil.copytree(tree.root / beside, package / beside, ignore=shutil.ignore_patterns("results"))
     shutil.copy(Path(__file__).with_name("witness.py"), folder / "zk_mutant_witness.py")
     if library is not None:
         shutil.copy(library, package / LIBRARY)

@@ -1,6 +1,6 @@
 """Which mutants the tests find: `.venv/bin/python tests/mutants/run.py [--only NAME...] [--whole] [--jobs N]`.
 
-Each mutant is put into a copy of the installed package, and its targets run on that. With `--whole`, what these do not
+Each mutant is put into a copy of the package, and its targets run on that. With `--whole`, what these do not
 find is looked for by all quick tests of its folder and then by the slow rows of its targets. A run that does not end in
 time counts as found. Before, all targets run on the package as it is: a test that fails there finds nothing.
 """
@@ -88,9 +88,9 @@ class Runner:
             yield "slow", targets or (f"tests/{mutant.area}",)
 
     def _is_there(self, target: str) -> bool:
-        file, _, test = target.partition("::")
+        file, *classes_and_test = target.split("::")
         path = self.tree.root / file
-        return path.exists() and (not test or f"def {test}(" in path.read_text())
+        return path.exists() and (not classes_and_test or f"def {classes_and_test[-1]}(" in path.read_text())
 
     def _laid_over(self, mutant: Mutant | None, *, native: bool = False) -> Path:
         folder = self._folder / ("control" if mutant is None else mutant.name)
@@ -142,7 +142,7 @@ class Runner:
         program = (HERE / "prove.py").read_text()
         done = subprocess.run(
             [*self._through, str(self.tree.python), "-c", program, str(HERE), str(self.tree.root / "tests" / "comm")],
-            cwd=tempfile.gettempdir(),  # away from the sources, as tests/conftest.py has it
+            cwd=tempfile.gettempdir(),  # the working folder comes before the copy, as tests/conftest.py says
             env=environment(folder, folder / "seen.json", ()),
             capture_output=True,
             text=True,

@@ -10,15 +10,19 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from device_double import Double
+from played_cases import cut
+from ran_cases import submitted
 
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Faults, Nvme, Store
 from zerokern.io import tier as tiers
 from zerokern.kernels.cpu import UpdateTable
 
+__all__ = ["cut", "submitted"]
 RING_NBYTES = 1 << 20  # 8 slots of 128 KiB: 16,000 parameters of fp32 Adam each
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -12,8 +13,12 @@ from torch import nn
 import zerokern as zk
 from zerokern.kernels.cpu import UpdateTable
 
+GONE_BY = threading.Event()
+GONE_BY.set()
 
-def learn(model: nn.Module, optimizer: Any, seed: int) -> str:
+
+def learn(model: nn.Module, optimizer: Any, seed: int, *, waits: bool = True) -> str:
+    """What a step says. `waits`: its update is over then, for `optimizer.zero_grad` waits for it."""
     generator = torch.Generator().manual_seed(seed)
     try:
         model(torch.randn(4, 8, generator=generator)).square().mean().backward()
@@ -21,7 +26,7 @@ def learn(model: nn.Module, optimizer: Any, seed: int) -> str:
     except (zk.ZerokernError, ValueError) as error:
         return str(error)
     finally:
-        optimizer.zero_grad()
+        (optimizer if waits else model).zero_grad()
     return ""
 
 
@@ -31,6 +36,7 @@ class Refusals:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._left: dict[int, int] = {}
         self._delays: dict[int, float] = {}
+        self._held: dict[int, threading.Event] = {}
         self._run = UpdateTable.run
         monkeypatch.setattr(UpdateTable, "run", lambda table, *arguments: self(table, *arguments))
 
@@ -38,15 +44,19 @@ class Refusals:
         left = self._left.pop(id(table), None)
         if left == 0:
             time.sleep(self._delays.get(id(table), 0.0))
+            assert self._held.get(id(table), GONE_BY).wait(10.0)
             raise zk.KernelError("refused")
         if left is not None:
             self._left[id(table)] = left - 1
         self._run(table, *arguments)
 
-    def comes(self, optimizer: Any, after: int = 0, *, delay_s: float = 0.0) -> None:
-        """`delay_s`: the update takes so long before it fails that the program asks for it meanwhile."""
+    def comes(self, optimizer: Any, after: int = 0, *, delay_s: float = 0.0, held: threading.Event = GONE_BY) -> None:
+        """`delay_s`: the update takes so long before it fails that the program asks for it meanwhile.
+
+        `held`: it fails no sooner than this is set.
+        """
         table = id(optimizer.holdings.bound.binding.compute.table)
-        self._left[table], self._delays[table] = after, delay_s
+        self._left[table], self._delays[table], self._held[table] = after, delay_s, held
 
     def has_come(self, optimizer: Any) -> bool:
         return id(optimizer.holdings.bound.binding.compute.table) not in self._left

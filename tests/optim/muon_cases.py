@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from optim_cases import BF16, FP16, FP32, same_bits
-from torch import Tensor
+from optim_cases import BF16, FP16, FP32, Twins, same_bits
+from torch import Tensor, nn
+from waiting_device import HostComputes
 
+from zerokern.io import Faults, Nvme
 from zerokern.kernels import reference
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonalize_
+from zerokern.optim import Muon
+from zerokern.optim.records import LEAST_SLOT
 
+Tier = Callable[..., Nvme]
 CHUNK = 65536
 FORMATS = [
     (FP32, None, "fp32"),
@@ -89,3 +96,63 @@ class Slowly:
         return same_bits([param.detach() for param in params], [one.detach() for one in self.params]) and same_bits(
             theirs, mine
         )
+
+
+# State on a disk, in records.
+
+SMALL = {"state_format": "int8", "master_format": "split8"}
+RING = 8 * LEAST_SLOT  # slots of 256 KiB: 65,536 fp32 averages
+SHAPES = ((16, 16), (300, 260), (24, 130), (10, 14_000), (40, 24), (14_000, 10), (8, 8))  # what is long is cheap
+LONG = [(4, 3 * 65_536)]  # of fp32: twelve records of averages
+
+
+class Long(nn.Module):
+    """Two units of matrices whose state is in several records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(6, 14_000, bias=False), nn.Linear(14_000, 6, bias=False)) for _ in range(2)]
+        self.blocks = nn.ModuleList(nn.Sequential(*pair) for pair in pairs)
+        self.leave = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+def on_disk(tier: Tier, **settings: Any) -> Nvme:
+    return tier(**{"ring_nbytes": RING, **settings})
+
+
+def twins(where: Any, shapes: Any = SHAPES, dtype: torch.dtype = FP32, **settings: Any) -> Twins:
+    return Twins(partial(Muon, weight_decay=0.1), where, shapes, dtype, **{"lr": 0.02, **settings})
+
+
+def records(optimizer: Any) -> list[Any]:
+    return list(optimizer.holdings.disk.records.values())
+
+
+def cut(optimizer: Any) -> int:
+    """How many parameters have state in more records than one."""
+    owners = [entry["on_disk"] for entry in optimizer.holdings.held.values() if "on_disk" in entry]
+    return sum(len({place.record for place in owner.places}) > 1 for owner in owners)
+
+
+def failing(op: int, number: int) -> Faults:
+    """The first transfer of a record fails, once. Records are as long as slots, as far as these tests fail them."""
+    at = number * LEAST_SLOT
+    return Faults(fail_op=op, fail_begin=at, fail_end=at + 1, fail_count=1, fail_errno=errno.EIO)
+
+
+class Counts(HostComputes):
+    """Counts bytes that it copies, by direction."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.copied = {"up": 0, "down": 0}
+
+    def copy(self, stream: Any, pairs: Any) -> None:
+        if stream.name in self.copied:
+            self.copied[stream.name] += sum(src.nbytes for _, src in pairs)
+        super().copy(stream, pairs)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from offload_cases import SCHEDULES, Row, Small, optimizer_of
+from optim_cases import Twins, copies, set_grads
 from torch import nn
 from worlds import World
 from zero_cases import IN, OUT, Block
 
+import zerokern as zk
 from zerokern.io import Nvme
 
 Tier = Callable[..., Nvme]
 STEPS = 8
+READ, WRITE = 1, 2
 
 
 class Wide(Small):
@@ -41,3 +47,38 @@ def begun(row: Row, schedule: str, where: Nvme, seed: int = 0) -> tuple[nn.Modul
 
 
 AT_WORK = [("overlap", "stage 3"), ("overlap", "stage 1"), ("delayed", "plain"), ("delayed", "stage 3")]
+
+
+@contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    """No file of this process may grow, or be written, beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def assert_torn(twins: Twins, failed: pytest.ExceptionInfo[zk.IoError]) -> None:
+    assert "checkpoint" in str(failed.value)
+    for refused in (twins.ours.step, twins.ours.state_dict):
+        with pytest.raises(zk.StateError, match=r"broken off.*load_state_dict"):
+            refused()
+
+
+def heal(twins: Twins) -> None:
+    """As a user does: the model first, then its optimizer."""
+    for param, value in zip(twins.params, copies(twins.straight), strict=True):
+        param.detach().copy_(value)
+    twins.ours.load_state_dict(twins.reference.state_dict())
+
+
+def step_ours(twins: Twins, seed: int) -> None:
+    set_grads(twins.params, seed=seed)
+    twins.ours.step()
+
+
+def step_reference(twins: Twins, seed: int) -> None:
+    set_grads(twins.straight, seed=seed)
+    twins.reference.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -105,7 +106,7 @@ class Twins:
 
     def __init__(
         self,
-        name: str,
+        name: str | Callable[..., Any],
         tier: Any,
         sizes: Sequence[int] = SPREAD,
         dtype: torch.dtype = FP32,
@@ -113,8 +114,9 @@ class Twins:
         **settings: Any,
     ) -> None:
         self.params, self.straight = make_params(sizes, dtype), make_params(sizes, dtype)
-        self.ours = MAKERS[name](self.params, tier=tier, schedule=schedule, **settings)
-        self.reference = MAKERS[name](self.straight, **settings)
+        make = MAKERS[name] if isinstance(name, str) else name
+        self.ours = make(self.params, tier=tier, schedule=schedule, **settings)
+        self.reference = make(self.straight, **settings)
 
     @property
     def pairs(self) -> list[tuple[Any, list[torch.nn.Parameter]]]:
@@ -168,3 +170,24 @@ def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
     torch.save(state_dict, file)
     file.seek(0)
     return torch.load(file, weights_only=True, map_location="cpu")
+
+
+class Net(torch.nn.Linear):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def scaled_steps(
+    optimizer: torch.optim.Optimizer, net: Net, unscale: bool, overflow: int | None = None
+) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = net.loss(torch.randn(5, 16, generator=generator))
+        scaler.scale(loss * (math.inf if step == overflow else 1.0)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler

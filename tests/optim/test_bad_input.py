@@ -96,6 +96,17 @@ def test_the_same_parameter_twice() -> None:
         optimizer.step()
 
 
+@each("master_format", ["split16", "split8"])
+def test_a_remainder_that_no_parameter_keeps(master_format: str) -> None:
+    params = make_params()
+    set_grads(params)
+    with pytest.raises(ValueError, match=rf"master_format='{master_format}'.*None or 'fp32' where all parameters are"):
+        AdamW(params, master_format=master_format).step()
+    assert same_bits(params, make_params())
+    mixed = [{"params": make_params(dtype=BF16)}, {"params": params}]  # of which one has it for the other
+    AdamW(mixed, master_format=master_format).step()
+
+
 @each("params", [[], torch.ones(3), [{"params": {torch.nn.Parameter(torch.ones(3))}}], [3], [{"lr": 1.0}]])
 def test_params_that_are_no_list_of_parameters(params: Any) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):

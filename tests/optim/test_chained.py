@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import each
 from torch import nn
 
 import zerokern as zk
@@ -212,6 +213,24 @@ def test_numbers_for_loggers_and_bytes() -> None:
         pass
     with pytest.raises(zk.StateError, match="closed"):
         opt.step()
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise zk.StateError("broken")
+
+
+@each("broken_ones", [(0,), (1,), (0, 1)])
+@each("raised", [(None, None, None), (KeyError, KeyError("another"), None)])
+def test_each_of_them_is_closed_whatever_another_one_raises(broken_ones: tuple[int, ...], raised: tuple) -> None:
+    for how in ("close", "with"):
+        opt, _ = chained(Net(), None)
+        for number in broken_ones:
+            one = opt.chained_optimizers[number]
+            one.runner.flush = one.runner.close = broken
+        with pytest.raises(zk.StateError, match="broken"):
+            opt.close() if how == "close" else opt.__exit__(*raised)
+        for number, one in enumerate(opt.chained_optimizers):
+            assert number in broken_ones or one.holdings.closed
 
 
 def test_masters_of_both_are_exported(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from optim_cases import BF16, FP16, MAKERS, contents, make_params, same_bits, set_grads, train
+from optim_cases import BF16, FP16, MAKERS, Net, contents, make_params, same_bits, scaled_steps, set_grads, train
 from tables import each, pairwise
 
 from zerokern.kernels import ops
@@ -78,27 +78,6 @@ def test_the_limit_may_be_changed_between_steps() -> None:
     assert weight.item() == pytest.approx(-2.5, rel=1e-5)
     with pytest.raises(ValueError, match=r"max_grad_norm=0"):
         optimizer.max_grad_norm = 0
-
-
-class Net(torch.nn.Linear):
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x).square().mean()
-
-
-def scaled_steps(
-    optimizer: torch.optim.Optimizer, net: Net, unscale: bool, overflow: int | None = None
-) -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = net.loss(torch.randn(5, 16, generator=generator))
-        scaler.scale(loss * (math.inf if step == overflow else 1.0)).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler
 
 
 @each("unscale", [True, False])

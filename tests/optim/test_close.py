@@ -286,6 +286,26 @@ def test_one_that_is_in_a_step_keeps_its_folder(tmp_path: Path, monkeypatch: pyt
     train(one, first)
 
 
+def test_a_step_that_ctrl_c_left_at_its_last_line_does_not_count_as_running(tmp_path: Path) -> None:
+    class Interrupted(dict[object, Any]):
+        def pop(self, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = zk.SGD([weight], lr=0.25, tier=zk.Nvme(tmp_path))
+    optimizer._stepping = Interrupted()
+    kept: list[object] = []  # as notebooks keep it, with its frames
+    for steps in (1, 2):
+        weight.grad = torch.ones(4)
+        try:
+            optimizer.step()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+            optimizer._stepping = dict(optimizer._stepping)
+        assert weight.eq(1.0 - 0.25 * steps).all() and len(kept) == 1
+    optimizer.close()
+
+
 def test_a_torn_optimizer_has_said_so_and_is_closed_without_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

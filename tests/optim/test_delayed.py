@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from offload_cases import (
     ByHand,
     Row,
     agree,
-    local,
     optimizer_of,
     train,
-    values,
 )
-from optim_cases import same_bits
-from worlds import World, anywhere
+from worlds import World
 
 import zerokern as zk
 
 STEPS = 11
-
-
-def follow(world: World, row: Row, after: int) -> None:
-    """Ours and the loop by hand, one after the other; what is pending at the end is published."""
-    hand = ByHand(row, world, after)
-    expected = train(world, row, hand.model, hand)
-    model = row.model(world)
-    ours = optimizer_of(row, model, tier="cpu", schedule=zk.Delayed(after=after))
-    agree(train(world, row, model, ours), expected, ahead=True)
-    ours.flush()
-    hand.flush()
-    assert same_bits(values(model), values(hand.model)), "what flush() publishes"
-
-
-# Steps 3 and 4 are not finite one after the other, 9 is one of those that publish.
-BROKEN = (3, 4, 9)
-ROWS = [
-    (1, Row("plain", "fp32", "random"), 0),
-    (1, Row("plain", "fp16", "random", scaled=True, broken=(0, 1, 8)), 8),
-    (2, Row("stage 2", "mixed", "random", accumulate=4, scaled=True, broken=BROKEN), 0),
-]
-
-
-@pytest.mark.parametrize("size, row, after", ROWS, ids=lambda value: f"{value}")
-def test_the_bits_of_the_loop_by_hand(size: int, row: Row, after: int) -> None:
-    anywhere(size, follow, replace(row, steps=STEPS), after)
 
 
 def test_the_loop_by_hand_is_worth_following() -> None:
@@ -138,16 +107,3 @@ def trained_with_gaps(world: World, row: Row, model: torch.nn.Module, optimizer:
 
     optimizer.step = with_gaps
     return train(world, row, model, optimizer)
-
-
-def test_what_is_pending_is_in_the_state_under_its_name() -> None:
-    row, world = Row(dtype="bf16", steps=5), World(0, 1)
-    hand = ByHand(row, world, after=2)
-    model = row.model(world)
-    ours = delayed(row, model, after=2)
-    for step in range(row.steps):
-        train(world, row, hand.model, hand, range(step, step + 1))
-        train(world, row, model, ours, range(step, step + 1))
-        params = [param for group in hand.optimizer.param_groups for param in group["params"]]
-        pending = [local(entry["pending"]) for entry in ours.state_dict()["state"].values()]
-        assert same_bits(pending, [param.detach() for param in params])

@@ -37,7 +37,7 @@ def held_out_loss(schedule: Any, shape: Shape, steps: int, lr: float, dtype: tor
     "shape, steps, lr, dtype",
     [
         pytest.param(Shape(1, 64, 32), 300, 2.5e-4, torch.float32, id="small"),
-        pytest.param(Shape(2, 64, 64), 600, 2.5e-4, torch.bfloat16, id="bf16"),
+        pytest.param(Shape(1, 64, 32), 300, 2.5e-4, torch.bfloat16, id="bf16"),
     ],
 )
 def test_the_final_loss_is_within_one_percent_of_sync(shape: Shape, steps: int, lr: float, dtype: torch.dtype) -> None:

@@ -97,18 +97,6 @@ def test_flush_publishes_and_training_goes_on(wrap: str, size: int) -> None:
     anywhere(size, flush_and_follow, Row(wrap, "bf16", "random", steps=12), 2)
 
 
-@each("tier, schedule", [("cpu", "sync"), ("cpu", "overlap"), ("device", "sync")])
-def test_flush_has_nothing_to_do_for_other_schedules(tier: str, schedule: str) -> None:
-    row, world = Row(steps=3), World(0, 1)
-    model = row.model(world)
-    optimizer = optimizer_of(row, model, tier=tier, schedule=schedule)
-    optimizer.flush()
-    train(world, row, model, optimizer, between=lambda step: optimizer.flush())
-    twin = row.model(world)
-    train(world, row, twin, optimizer_of(row, twin))
-    assert same_bits(values(model), values(twin))
-
-
 def loaded_elsewhere(world: World, wrap: str, dtype: str) -> None:
     """The checkpoint of one process, whole tensors, into ranks: pending values are cut as state is."""
     row = Row("plain", dtype, steps=5)

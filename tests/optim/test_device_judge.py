@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 from device_double import DeviceTwins, Double
-from optim_cases import BF16, FP16, FP32, MAKERS, contents, make_params, same_bits, set_grads, train
+from optim_cases import BF16, FP16, FP32, MAKERS, Net, contents, make_params, same_bits, scaled_steps, set_grads, train
 from tables import each
-from test_clipping import Net, scaled_steps
 
 from zerokern.optim import AdamW
 
@@ -21,24 +20,6 @@ def test_clipping_is_that_of_the_cpu(limit: float, double: Double) -> None:
         twins.train(1, start=step)
         assert twins.ours.grad_norm == pytest.approx(twins.reference.grad_norm, rel=1e-15)
         assert twins.agree()
-
-
-@each("bad, name, state_format", [(math.nan, "adamw", "int8"), (math.inf, "sgd", "bf16"), (-math.inf, "lion", "fp32")])
-def test_a_non_finite_norm_skips_the_step(name: str, state_format: str, bad: float, double: Double) -> None:
-    params = make_params(dtype=BF16)
-    with double.on():
-        optimizer = MAKERS[name](params, state_format=state_format, max_grad_norm=1.0)
-        train(optimizer, params, 2)
-        before = contents(optimizer, params)
-        set_grads(params, seed=9)
-        params[3].grad[-1] = bad
-        optimizer.step()
-        assert same_bits(contents(optimizer, params), before)
-        assert optimizer.skipped_steps == 1
-        assert not math.isfinite(optimizer.grad_norm)
-        train(optimizer, params, 1, start=3)
-    assert optimizer.skipped_steps == 1
-    assert not same_bits(contents(optimizer, params), before)
 
 
 def test_skips_between_changes_of_the_gradients(double: Double) -> None:
@@ -58,14 +39,8 @@ def test_skips_between_changes_of_the_gradients(double: Double) -> None:
     ):
         twins.train(1, start=step, idle=idle, scale=scale)
         assert twins.agree()
+        assert repr(twins.ours.grad_norm) == repr(twins.reference.grad_norm)
     assert twins.ours.skipped_steps == twins.reference.skipped_steps == 3
-
-
-def test_no_norm_is_known_without_a_limit(double: Double) -> None:
-    twins = DeviceTwins(double.on, "adamw")
-    twins.train(1)
-    assert twins.ours.grad_norm is None
-    assert twins.ours.skipped_steps == 0
 
 
 @each("name, overflow, unscale, limit", [("adamw", 2, True, 0.1), ("sgd", 0, False, None), ("adamw", None, False, 0.1)])
@@ -118,3 +93,4 @@ def test_a_found_infinity_set_by_hand_skips(found: object, double: Double) -> No
         del optimizer.found_inf
         train(optimizer, params, 1)
         assert optimizer.state[params[0]]["step"] == 2
+        assert optimizer.grad_norm is None, "nobody knows it without a limit"

@@ -32,16 +32,6 @@ def test_counters_of_other_kinds_are_taken_over(value: object) -> None:
     assert torch.equal(book.steps, torch.tensor([5.0]))
 
 
-def test_a_write_from_outside_is_seen_and_our_own_is_not() -> None:
-    book, _, entries = book_of([1.0, 2.0])
-    assert book.untouched()
-    entries[1]["step"].fill_(7.0)
-    assert not book.untouched()
-    book, _, entries = book_of([1.0, 2.0])
-    entries[1]["step"].data = torch.tensor(2.0)
-    assert not book.untouched()
-
-
 def test_what_the_last_book_knows_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
     book, params, entries = book_of([1.0, 1.0, 1.0])
     book.choose([0, 1])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dtensor_cases import SHAPES, Pair, cut, local, mesh_of, on_ranks, one_by_one, tensors
-from optim_cases import BF16, FP16, MASTERS, same_bits
+from optim_cases import BF16, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -19,15 +19,6 @@ from zerokern.zero.kinds import here_of, take
 from zerokern.zero.sharded import Sharded
 
 EVEN = ((4, 6), (8, 128), (2, 2, 64))
-
-
-def every_master(rank: int) -> None:
-    mesh = mesh_of(2)
-    for dtype, master_format in MASTERS:
-        pair = Pair("adamw", mesh, dtype=dtype, master_format=master_format, max_grad_norm=2.0)
-        pair.train(range(3), scale=1.0 if dtype is not FP16 else 1 / 16)
-        pair.agree()
-        assert pair.ours.grad_norm == pair.reference.grad_norm
 
 
 def any_way_to_divide_gives_the_same_bits(rank: int) -> None:
@@ -250,7 +241,6 @@ def clipping_apart_from_the_update(rank: int) -> None:
 
 def two_ranks_have_their_parts_of_one_process(rank: int) -> None:
     works = [
-        every_master,
         an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all,
         writes_from_outside_are_followed_and_our_own_are_not,
         values_may_move_and_state_stays,

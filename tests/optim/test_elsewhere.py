@@ -14,7 +14,6 @@ from device_double import DeviceTwins, Double
 from optim_cases import (
     BF16,
     FORMATS,
-    FP16,
     FP32,
     MAKERS,
     Twins,
@@ -133,25 +132,6 @@ def test_schedulers_closures_clipping_and_skipped_steps(where: str, name: str, m
 
 
 @WHERE
-def test_grad_scaler(where: str, make: Make) -> None:
-    twins = make(where, "adamw", dtype=FP16)
-
-    def work(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(3):
-            set_grads(params, seed=step, scale=0.01)
-            if step == 1:
-                params[0].grad[0] = float("inf")
-            scaler.scale(torch.zeros(()))
-            scaler.step(optimizer)
-            scaler.update()
-
-    twins.both(work)
-    assert twins.agree()
-    assert twins.ours.skipped_steps == 1
-
-
-@WHERE
 @each("dtype, master_format", [(FP32, None), (BF16, "split16"), (BF16, "none")])
 def test_momentum_switched_on_and_off(where: str, dtype: torch.dtype, master_format: str | None, make: Make) -> None:
     twins = make(where, "sgd", dtype=dtype, master_format=master_format, momentum=0.0)
@@ -167,6 +147,16 @@ def test_adagrad_begins_with_its_initial_value_and_parameters_may_be_empty(where
     twins.train(1, idle=[0])
     twins.train(2, 1)
     assert twins.agree()
+
+
+@WHERE
+def test_moments_of_an_empty_parameter_begin_after_those_of_others(where: str, make: Make) -> None:
+    """Nothing of it is in a record on a disk: its momentum was never there to be saved, while its remainder was."""
+    twins = make(where, "sgd", sizes=(300, 0), dtype=BF16, momentum=0.9)
+    twins.train(1, idle=[1])
+    twins.train(1, 1)
+    assert twins.agree()
+    assert "momentum_buffer" in twins.ours.state_dict()["state"][1]
 
 
 @WHERE

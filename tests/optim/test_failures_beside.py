@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,28 @@ def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         assert not learn(model, optimizer, 2)
+
+    on_threads(ranks, work, timeout=20.0)
+
+
+@each("ranks, stage", [(1, 3), (2, 1), (2, 2), (2, 3)])
+def test_the_reason_comes_first_where_the_forward_has_used_what_was_updated(
+    ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part fails when autograd has saved weights of the part before it, which backward reads."""
+    refusals = Refusals(monkeypatch)
+
+    def work(world: World) -> None:
+        model, optimizer = layered(world, stage)
+        used, fails = threading.Event(), world.rank == world.size - 1
+        assert not learn(model, optimizer, 0)
+        optimizer.flush()
+        if fails:
+            refusals.comes(optimizer, 2 * LAYERS - 1, held=used)  # weights and biases
+        assert not learn(model, optimizer, 1, waits=False)
+        model[LAYERS - 2].register_forward_hook(lambda *_: used.set())
+        said = learn(model, optimizer, 2)
+        assert "refused" in said and "load a checkpoint" in said and ("on rank" in said) is not fails, said
 
     on_threads(ranks, work, timeout=20.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,16 +68,21 @@ def test_all_of_them_are_read_at_once(party: bool, monkeypatch: pytest.MonkeyPat
 
 @each("party", [False, True])
 @each("failing", range(4))
-def test_each_rank_hears_of_a_failure(failing: int, party: bool) -> None:
-    """Also the one that shares no group with the rank that failed."""
+@each("first", [False, True])
+def test_each_rank_hears_of_a_failure(failing: int, party: bool, first: bool) -> None:
+    """Also the one that shares no group with the rank that failed. In the first step they hear where they compare."""
 
     def step(rank: int, *groups: Any) -> str:
         accord = accord_of(*groups, party=party)
+        if not first:
+            accord.compare(there=False)
+            accord.begin()
         if rank == failing:
-            accord.refuse("the disk is full", torn=False, reports=False)
+            accord.refuse("the disk is full", torn=False, reports=False, there=False)
             return "the disk is full"
+        call = partial(accord.compare, there=False) if first else partial(accord.total, [0.0] * (3 - party), skip=False)
         with pytest.raises(StateError) as caught:
-            accord.total([0.0] * (3 - party), skip=False)
+            call()
         return str(caught.value)
 
     assert all("the disk is full" in said for said in meet(step))

@@ -1,304 +1,169 @@
-"""Random programs with zk.Muon: the bits of one process on any ranks, and what torch.optim.Muon's statements do."""
+"""zk.Muon on any ranks: the bits of one process, of matrices of every shape of which not all ranks have gradients.
+
+Gradients are small whole numbers, whatever the parameters are: all sums of them are exact, in any order.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+import copy
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-from muon_programs import Layout, Program, Training, drawn
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from worlds import World, alone, full, on_hybrid_threads, on_ranks, on_threads, poison
+from offload_cases import SCHEDULES
+from optim_cases import BF16, FP32, same_bits
+from tables import each
+from torch import Tensor, nn
+from worlds import World, full, on_hybrid_threads, on_threads
 
 import zerokern as zk
-from zerokern.kernels import decode_int8, join
+from zerokern.zero.sharded import Sharded
 
-FEW = [3, 5, 8, 13, 21]
-MANY = pytest.param(range(100, 250), marks=pytest.mark.slow, id="many")
-
-
-@contextmanager
-def named(program: Program) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"seed {program.seed}: {program}")
-        raise
+SHAPES = [
+    ((16, 16), 1), ((12, 20), 1), ((1, 7), 1), ((24, 16), 3), ((0, 5), 1), ((40, 24), 1), ((7, 1), 1), ((2, 16, 8), 2),
+    ((1, 1), 1), ((5, 0), 1), ((33, 9), 1), ((3, 11), 3), ((16, 16), 1), ((20, 12), 1), ((3, 3, 5), 3),
+]  # fmt: skip
+STEPS, SOURCES, LATE = 6, 4, 2  # LATE: the step from which the last group takes part
+GROUPS: list[dict[str, Any]] = [
+    {"lr": 0.02}, {"lr": 0.5, "momentum": 0.0, "nesterov": False, "ns_steps": 0, "weight_decay": 0.5},
+    {"lr": 0.1, "ns_steps": 7, "adjust_lr_fn": "match_rms_adamw", "eps": 0.1},
+]  # fmt: skip
 
 
-# Against the definition.
+class Part(nn.Module):
+    """A unit: parameters whose gradients are the targets that it is given."""
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, param in params.items():
+            self.register_parameter(name, param)
+
+    def forward(self, total: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        mine = [(param.float() * targets[name]).sum() for name, param in self.named_parameters() if name in targets]
+        return total + sum(mine, torch.zeros(()))
 
 
-def exact(opt: Any, param: Tensor) -> Tensor:
-    """What a parameter stands for, with its master or remainder."""
-    entry = opt.state.get(param, {})
-    if "master" in entry:
-        return entry["master"].double()
-    return (join(param.detach(), entry["remainder"]) if "remainder" in entry else param.detach()).double()
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype, runs_all: bool) -> None:
+        super().__init__()
+        rng, self.runs_all = torch.Generator().manual_seed(0), runs_all  # at stage 3 all ranks run the same units
+        made = {f"m{n}": torch.randn(shape, generator=rng).to(dtype) for n, (shape, _) in enumerate(SHAPES)}
+        made["v"] = torch.randn(130, generator=rng)
+        params = {name: nn.Parameter(value) for name, value in made.items()}
+        self.parts = nn.ModuleList(Part(dict(list(params.items())[first : first + 4])) for first in range(0, 16, 4))
+
+    def forward(self, targets: dict[str, Tensor]) -> Tensor:
+        total = torch.zeros((), requires_grad=self.runs_all)
+        for part in self.parts:
+            total = part(total, targets) if self.runs_all or targets.keys() & dict(part.named_parameters()) else total
+        return total
 
 
-def average(opt: Any, param: Tensor) -> Tensor:
-    entry = opt.state.get(param, {})
-    buffer = entry.get("momentum_buffer", torch.zeros(param.shape))
-    if "momentum_buffer_scale" in entry:
-        buffer = decode_int8(buffer, entry["momentum_buffer_scale"]).view(param.shape)
-    return buffer.double()
+def target(number: int, step: int, source: int) -> Tensor | None:
+    """Some are of rank 1, some nothing; some sources have none now and then, and some parameters none at first."""
+    if (number % 3 == 1 and (number + step + source) % 2) or (number % 5 == 2 and step < number % 4):
+        return None
+    rng, shape = torch.Generator().manual_seed(1000 * number + 10 * step + source), [*SHAPES, ((130,), 1)][number][0]
+    if number % 7 == 5:
+        left, right = (torch.randint(-1, 2, (size,), generator=rng).float() for size in shape)
+        return left[:, None] * right
+    return torch.randint(-3, 4, shape, generator=rng).float() * (number % 7 != 6)
 
 
-def iterated(u: Tensor, group: dict[str, Any]) -> Tensor:
-    """torch's iteration, in torch's words, but for the dtype."""
-    dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else torch.float32
-    a, b, c = group["ns_coefficients"]
-    x = u.to(dtype)
-    tall = x.size(0) > x.size(1)
-    x = x.T if tall else x
-    x = x / (u.norm().clamp(min=group["eps"])).to(dtype)
-    for _ in range(group["ns_steps"]):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if tall else x).double()
+class Training:
+    def __init__(self, world: World, stage: int | None, dtype: torch.dtype, formats: list[dict], **where: Any) -> None:
+        self.world, self.model = world, Model(dtype, stage == 3 and world.size > 1)
+        self.names = {name.rpartition(".")[2]: param for name, param in self.model.named_parameters()}
+        groups: list[list[dict[str, Any]]] = [[], []]
+        for owner, own in enumerate(groups):
+            for number in range(owner, len(SHAPES), 2):
+                param = {"params": [(f"m{number}", self.names[f"m{number}"])], "split": SHAPES[number][1]}
+                own.append({**param, **GROUPS[number % 3]})
+        if stage is not None:
+            whole = [group for own in groups for group in own] if stage in (1, 2) else None
+            world.shard(self.model, stage=stage, whole=whole, bucket_bytes=700, reduce="sum")
+        self.late = groups[1].pop()
+        self.opts: list[Any] = [zk.Muon(own, **how, **where) for own, how in zip(groups, formats, strict=True)]
+        self.opts.append(zk.AdamW([("v", self.names["v"])], **where))
+
+    def edit(self, step: int) -> None:
+        """What users do between steps."""
+        if step == LATE:
+            self.opts[1].add_param_group(self.late)
+        for opt in self.opts:
+            if step in (2, 4):
+                opt.flush()
+            if step == 2:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            for group in opt.param_groups:
+                group["lr"] = group["lr"] * 0.5 + 0.001
+                if step == 3 and "nesterov" in group:
+                    group.update({"momentum": 0.7, "nesterov": not group["nesterov"], "ns_steps": 3})
+            for entry in opt.state.values() if step == 5 else ():
+                if "momentum_buffer" in entry and entry["momentum_buffer"].dtype is not torch.int8:
+                    entry["momentum_buffer"].mul_(0.5)
+        if step == 4:
+            with zk.gathered(self.model, write=True), torch.no_grad():
+                for param in self.model.parameters():
+                    param.mul_(0.5)
+
+    def step(self, step: int) -> None:
+        self.edit(step)
+        targets: dict[str, Tensor] = {}
+        for number, (name, param) in enumerate(self.names.items()):
+            param.requires_grad_(number % 4 != 3 or step % 2 == 0 or name == "v")
+            found = [target(number, step, source) for source in range(self.world.rank, SOURCES, self.world.size)]
+            mine = [one for one in found if one is not None]
+            targets |= {name: sum(mine, torch.zeros(()))} if mine else {}
+        loss = self.model(targets)
+        if loss.requires_grad:
+            loss.backward()
+        for opt in self.opts:
+            opt.step()
+        self.model.zero_grad()
+
+    def train(self) -> Training:
+        for step in range(STEPS):
+            self.step(step)
+        for opt in self.opts:
+            opt.flush()
+        return self
 
 
-def adjusted(lr: float, group: dict[str, Any], shape: torch.Size) -> float:
-    rows, columns = shape
-    if group["adjust_lr_fn"] == "match_rms_adamw":
-        return lr * 0.2 * max(rows, columns) ** 0.5
-    return lr * max(1, rows / columns) ** 0.5
+def follow(world: World, stage: int, theirs: Training, *how: Any, **where: Any) -> None:
+    mine = Training(world, stage, *how, **where).train()
+    expected = full(theirs.model)
+    assert [name for name, value in full(mine.model).items() if not torch.equal(value, expected[name])] == []
+    for opt, other in zip(mine.opts, theirs.opts, strict=True):
+        states, others = opt.state_dict()["state"], other.state_dict()["state"]
+        for number, entry in states.items():
+            for key, value in entry.items():
+                if key == "pending":  # what the parameter is, once it is flushed
+                    continue
+                whole = others[number][key]
+                if isinstance(value, Sharded):
+                    value, whole = value.local, value.span_of(whole)
+                assert same_bits([value.reshape(-1)], [whole.reshape(-1)]), (number, key)
 
 
-ROUNDING = {
-    torch.float32: 2**-22,
-    torch.bfloat16: 2**-7,
-    torch.float16: 2**-10,
-    torch.int16: 2**-22,
-    torch.int8: 2**-14,
-}
-CLOSE = {"fp32": 1e-6, "bf16": 2**-7, "int8": 0.02}
-UNCLEAR = 0.02  # singular values below this, of a norm of 1: bf16's roundings are as large
+@each("size, replicas, stage, tier, schedule, dtype, formats", [
+    (1, 1, 3, "cpu", "overlap", BF16, [{}, {"state_format": "bf16"}]),
+    (2, 1, 0, "cpu", "delayed after 2", FP32, [{}, {"state_format": "bf16"}]),
+    (3, 1, 1, "device", "overlap", BF16, [{"master_format": "fp32"}, {"master_format": "split8"}]),
+    (4, 1, 2, "cpu", "overlap", BF16, [{"master_format": "none"}, {"state_format": "bf16"}]),
+    (3, 1, 3, "device", "delayed", BF16, [{"ns_dtype": "fp32"}, {"master_format": "none", "stochastic_seed": 7}]),
+    (4, 2, 3, "cpu", "overlap", FP32, [{"ns_dtype": "bf16"}, {"state_format": "bf16"}]),
+    (4, 2, 1, "device", "sync", BF16, [{}, {"ns_dtype": "bf16"}]),
+])  # fmt: skip
+def test_any_ranks_have_the_bits_of_one_process(
+    size: int, replicas: int, stage: int, tier: str, schedule: str, dtype: torch.dtype, formats: list[dict]
+) -> None:
+    theirs = Training(World(0, 1), 0, dtype, formats).train()
+    where = {"tier": tier, "schedule": SCHEDULES[schedule]}
 
+    def work(world: World) -> None:
+        follow(world, stage, theirs, dtype, formats, **where)
 
-class Definition:
-    """Watches an optimizer's steps; each has to do what the definition does to what was there before it."""
-
-    def __init__(self, training: Training) -> None:
-        self.training, self.compared = training, 0
-        self.written: set[int] = set()  # parameters that were, and that no step has changed since
-
-    @contextmanager
-    def watch(self, opt: Any) -> Iterator[None]:
-        if not isinstance(opt, zk.Muon):
-            yield
-            return
-        rows = [(group, param) for group in opt.param_groups for param in group["params"]]
-        if self.training.written:
-            self.written |= {id(param) for _, param in rows}
-        grads = [None if param.grad is None else param.grad.double() for _, param in rows]
-        stands = [(param.detach().double() if id(param) in self.written else exact(opt, param)) for _, param in rows]
-        shown = [(average(opt, param), param.detach().clone()) for _, param in rows]
-        present = [grad for grad in grads if grad is not None]
-        scale = self.scale(opt, present)
-        yield
-        finite = all(bool(grad.isfinite().all()) for grad in present)
-        for (group, param), grad, value, (mean, before) in zip(rows, grads, stands, shown, strict=True):
-            if grad is None or not finite:
-                assert torch.equal(before, param) and torch.equal(mean, average(opt, param))
-            elif param.numel():
-                self.written.discard(id(param))
-                self.compare(opt, group, param, grad * scale, value, mean)
-
-    def scale(self, opt: Any, present: Sequence[Tensor]) -> float:
-        scaler = self.training.scaler
-        scale = 1.0 / scaler.get_scale() if scaler is not None and self.training.program.clips is None else 1.0
-        norm = float(sum(grad.square().sum() for grad in present)) ** 0.5 * scale
-        return scale if opt.max_grad_norm is None else scale * min(1.0, opt.max_grad_norm / (norm + 1e-6))
-
-    def compare(
-        self, opt: Any, group: dict[str, Any], param: Tensor, grad: Tensor, value: Tensor, mean: Tensor
-    ) -> None:
-        momentum, lr, kept = group["momentum"], float(group["lr"]), opt.state[param]
-        mean = mean.lerp(grad, 1 - momentum)
-        assert bool(
-            ((average(opt, param) - mean).abs() <= CLOSE[group["state_format"]] * mean.abs().max() + 1e-12).all()
-        ), "the average"
-        u = grad.lerp(mean, momentum) if group["nesterov"] else mean
-        parts = [one.reshape(-1, one.size(-1)) for one in u.reshape(-1, param.size(-1)).chunk(group["split"])]
-        rate = adjusted(lr, group, parts[0].shape)
-        change = torch.cat([iterated(one, group) * rate for one in parts]).view(param.shape)
-        after = value * (1 - lr * group["weight_decay"]) - change
-        least = min(float(torch.linalg.svdvals(one)[-1] / one.norm().clamp(min=1e-30)) for one in parts)
-        coarse = group["ns_dtype"] == "bf16" or group["state_format"] == "int8"
-        close = 2e-3 if not coarse else 0.15 if least > UNCLEAR else 2.0
-        stored = torch.float32 if "master" in kept else kept["remainder"].dtype if "remainder" in kept else param.dtype
-        bound = after.abs() * ROUNDING[stored] + rate * close + (1e-7 if param.dtype is torch.float16 else 1e-9)
-        assert bool(((exact(opt, param) - after).abs() <= bound).all()), "the parameter"
-        self.compared += 1
-
-
-def follow(program: Program) -> int:
-    training = Training(program, None, Layout())
-    definition = Definition(training)
-    training.watch = definition.watch
-    for step in range(program.steps):
-        training.step(step)
-    return definition.compared
-
-
-@pytest.mark.parametrize("seeds", [pytest.param(FEW, id="few"), MANY])
-def test_the_definition(seeds: Sequence[int]) -> None:
-    compared = 0
-    for seed in seeds:
-        program = drawn(seed)
-        with named(program):
-            compared += follow(program)
-    assert compared >= 3 * len(seeds)
-
-
-# Against one process.
-
-
-ALONE = World(0, 1)
-
-
-def expected_of(program: Program, layout: Layout, world: World = ALONE) -> list[dict[str, Tensor]]:
-    """Parameters and state after each step, in one process.
-
-    A gradient that is clipped is rounded once more where all of it is here, and not where ranks have parts of it.
-    """
-    stage = 1 if program.clips is not None and layout.stage else None
-    found, one = [], Training(program, world, Layout(stage=stage))
-    for step in range(program.steps):
-        one.step(step)
-        found.append(one.values())
-    return found
-
-
-def far(mine: Tensor, theirs: Tensor) -> float:
-    return (mine.double() - theirs.double()).abs().max().item() if mine.shape == theirs.shape else math.inf
-
-
-def same(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
-    unlike = {name: far(mine[name], one) for name, one in theirs.items() if not torch.equal(mine[name], one)}
-    assert not unlike, f"{what}: {unlike}"
-
-
-def params_of(training: Training, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values[name] for name, _ in training.model.named_parameters()}
-
-
-def shown(training: Training) -> dict[str, Tensor]:
-    if training.layout.stage is None:
-        return {name: param.detach() for name, param in training.model.named_parameters()}
-    return full(training.model)
-
-
-def train(training: Training, steps: range, expected: list[dict[str, Tensor]]) -> None:
-    for step in steps:
-        training.step(step)
-        if step % 2 and training.layout.schedule in ("sync", "overlap"):
-            same(shown(training), params_of(training, expected[step]), f"after step {step}")
-
-
-def straight(world: World, program: Program, expected: list[dict[str, Tensor]]) -> None:
-    """All of a program where its first layout says."""
-    training = Training(program, world, program.layouts[0][1])
-    train(training, range(program.steps), expected)
-    training.flush()
-    same(shown(training), params_of(training, expected[-1]), "at the end")
-    same(training.values(), expected[-1], "state at the end")
-
-
-@pytest.mark.parametrize("seeds", [pytest.param(FEW, id="few"), MANY])
-def test_any_ranks_have_the_bits_of_one_process(seeds: Sequence[int]) -> None:
-    for seed in seeds:
-        program = drawn(seed)
-        with named(program):
-            layout = program.layouts[0][1]
-            expected = expected_of(program, layout)
-            shards = layout.size // layout.replicas
-            if layout.size == 1:
-                alone(straight, program, expected)
-            elif layout.replicas > 1:
-                on_hybrid_threads(layout.replicas, shards, straight, program, expected, timeout=30)
-            else:
-                on_threads(layout.size, straight, program, expected, timeout=30)
-
-
-@pytest.mark.parametrize("seeds", [range(1000, 1001), pytest.param(range(1001, 1020), marks=pytest.mark.slow)])
-def test_eight_ranks(seeds: Sequence[int]) -> None:
-    for seed in seeds:
-        program = drawn(seed, sizes=(8,))
-        with named(program):
-            layout = replace(program.layouts[0][1], replicas=1)
-            on_threads(8, straight, replace(program, layouts=((0, layout),)), expected_of(program, layout), timeout=60)
-
-
-# Saved and resumed elsewhere.
-
-
-class Places:
-    """Of real ranks, the first so many: alone or side by side, or as two replicas."""
-
-    def __init__(self, rank: int, most: int) -> None:
-        self.rank = rank
-        self.groups = {size: dist.new_group(list(range(size))) for size in range(1, most + 1)}
-        each = [dist.new_group([one]) for one in range(most)]
-        self.alone = World(0, 1, None, DeviceMesh.from_group(each[rank], "cpu"))
-        made = {(size, 1): [list(range(size))] for size in range(1, most + 1)}
-        made |= {(size, 2): torch.arange(size).view(2, -1).tolist() for size in range(2, most + 1, 2)}
-        self.meshes = {key: self._mesh(*key, ranks) for key, ranks in made.items()}
-
-    def _mesh(self, size: int, replicas: int, ranks: list[list[int]]) -> Any:
-        if replicas == 1:
-            return DeviceMesh.from_group(self.groups[size], "cpu") if self.rank < size else None
-        return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
-
-    def world(self, layout: Layout) -> World:
-        return World(self.rank, layout.size, None, self.meshes[layout.size, layout.replicas])
-
-
-def handed_on(places: Places, program: Program, folder: Path) -> None:
-    expected = expected_of(program, program.layouts[0][1], places.alone)
-    ends = [begin for begin, _ in program.layouts[1:]] + [program.steps]
-    following = [layout.schedule for _, layout in program.layouts[1:]] + ["delayed"]
-    for (begin, layout), end, schedule in zip(program.layouts, ends, following, strict=True):
-        if places.rank < layout.size:
-            group = places.groups[layout.size]
-            training = Training(program, places.world(layout), layout, begin)
-            if begin:
-                zk.load(folder / str(begin), training.model, training.opts, extra=training.extra(), group=group)
-            train(training, range(begin, end), expected)
-            if layout.flush or not schedule.startswith("delayed"):
-                training.flush()
-            zk.save(folder / str(end), training.model, training.opts, training.extra(), group=group)
-            training.flush()
-            same(shown(training), params_of(training, expected[end - 1]), f"at step {end}")
-        if places.rank == 0:
-            plain = Training(program, None, Layout(schedule="delayed 0"), end)
-            zk.load(folder / str(end), plain.model, plain.opts, extra=plain.extra(), group=places.groups[1])
-            plain.flush()
-            found = plain.values()
-            assert found.keys() == expected[end - 1].keys(), found.keys() ^ expected[end - 1].keys()
-            same(found, expected[end - 1], f"loaded at step {end} from {layout}")
-        dist.barrier()
-
-
-def handed_on_all(rank: int, seeds: Sequence[int], folder: str) -> None:
-    poison()
-    torch.set_num_threads(1)
-    places = Places(rank, 4)
-    for seed in seeds:
-        program = drawn(seed)
-        with named(program):
-            handed_on(places, program, Path(folder) / str(seed))
-
-
-@pytest.mark.parametrize("seeds", [pytest.param(FEW[:1], id="few"), MANY])
-def test_saved_and_resumed_on_other_ranks(seeds: Sequence[int], tmp_path: Path) -> None:
-    on_ranks(4, handed_on_all, list(seeds), str(tmp_path), timeout=600)
+    if replicas > 1:
+        on_hybrid_threads(replicas, size // replicas, work, timeout=30)
+    else:
+        on_threads(size, work, timeout=30)

@@ -9,10 +9,16 @@ import torch
 from muon_cases import Slowly
 from optim_cases import BF16, FP32, make_params, set_grads
 from tables import each
+from torch import nn
 
+import zerokern as zk
+from zerokern.kernels.orthogonal import workspace_numel
 from zerokern.optim import Muon, matrices, small_matrices
 
-SHAPES = ((40, 24), (16, 16), (24, 130), (40, 24), (300, 260), (16, 16), (40, 24), (300, 260), (600, 500), (16, 1024))
+SHAPES = (
+    (40, 24), (16, 16), (24, 130), (40, 24), (90, 70), (16, 16), (40, 24), (90, 70), (300, 260), (16, 1024),
+    (8, 8192), (8, 8192),  # as many elements as are summed together
+)  # fmt: skip
 
 
 @each(
@@ -64,7 +70,7 @@ def test_equal_ones_of_a_group_go_through_one_iteration(monkeypatch: pytest.Monk
     set_grads(params)
     ours.step()
     assert sorted(shapes, key=str) == sorted(
-        [(3, 40, 24), (2, 16, 16), (24, 130), (2, 300, 260), (600, 500), (16, 1024)], key=str
+        [(3, 40, 24), (2, 16, 16), (24, 130), (2, 90, 70), (300, 260), (16, 1024), (2, 8, 8192)], key=str
     )
     shapes.clear()
     params[3].grad = None
@@ -99,3 +105,42 @@ def test_single_rows_and_columns_have_their_bits_wherever_they_lie(ns_dtype: str
         ours.step()
         theirs.step()
     assert theirs.agrees(ours, params)
+
+
+@each("together", [0, 65536])
+def test_one_matrix_or_one_batch_is_there_at_a_time(together: int, monkeypatch: Any) -> None:
+    """Of many: a step allocates as much as for the largest alone, or for the equal ones below the bound, and frees it.
+
+    That is what a plan says. 0: none are small.
+    """
+    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", together)
+    held: list[int] = []
+    beside: list[int] = []
+    iterate_ = matrices.iterate_
+
+    def measured(*given: Any) -> None:
+        held.append(optimizer.held.nbytes)
+        beside.append(4 * workspace_numel(given[0]))
+        iterate_(*given)
+
+    class Held:
+        def __init__(self, opt: Any) -> None:
+            self.opt = opt
+
+        @property
+        def nbytes(self) -> int:
+            spare = self.opt.holdings.bound.binding.compute.table.spare
+            return spare._memory.nbytes + spare._sums.nbytes
+
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(96, size, bias=False) for size in (32, 300, 64, 300))})
+    params = list(model.parameters())
+    optimizer = Muon(params, ns_dtype="fp32")
+    optimizer.held = Held(optimizer)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    monkeypatch.setattr(matrices, "iterate_", measured)
+    optimizer.step()
+    assert held == ([4 * 2 * 300 * 96 + 8] * 3 if together else [4 * 300 * 96 + 8] * 4)
+    plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype="fp32", device="cpu")
+    assert max(map(sum, zip(held, beside, strict=True))) == plan.muon.workspace
+    assert optimizer.held.nbytes == 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked import run_forked
+from nvme_cases import READ, WRITE, assert_torn, file_limit, heal, step_ours, step_reference
 from optim_cases import Twins, copies, same_bits, set_grads
 from tables import each
 
@@ -21,7 +20,6 @@ from zerokern.io import Faults, Nvme, Store
 Tier = Callable[..., Nvme]
 SIZES = (300_001,)  # 19 records of 128 KiB, in a ring of 8
 RECORD = 128 << 10
-READ, WRITE = 1, 2
 ENGINES = each("engine", ["auto", "threads"])
 
 
@@ -29,41 +27,6 @@ def failing(op: int, number: int) -> Faults:
     """The first transfer of a record fails, once."""
     at = number * RECORD
     return Faults(fail_op=op, fail_begin=at, fail_end=at + 1, fail_count=1, fail_errno=errno.EIO)
-
-
-@contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    """No file of this process may grow, or be written, beyond so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def assert_torn(twins: Twins, failed: pytest.ExceptionInfo[zk.IoError]) -> None:
-    assert "checkpoint" in str(failed.value)
-    for refused in (twins.ours.step, twins.ours.state_dict):
-        with pytest.raises(zk.StateError, match=r"broken off.*load_state_dict"):
-            refused()
-
-
-def heal(twins: Twins) -> None:
-    """As a user does: the model first, then its optimizer."""
-    for param, value in zip(twins.params, copies(twins.straight), strict=True):
-        param.detach().copy_(value)
-    twins.ours.load_state_dict(twins.reference.state_dict())
-
-
-def step_ours(twins: Twins, seed: int) -> None:
-    set_grads(twins.params, seed=seed)
-    twins.ours.step()
-
-
-def step_reference(twins: Twins, seed: int) -> None:
-    set_grads(twins.straight, seed=seed)
-    twins.reference.step()
 
 
 @ENGINES

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from nvme_cases import AT_WORK, Tier, begun, row_of, small
 from offload_cases import (
-    Row,
-    agree,
     backward,
     loads_back,
     one_thread,
@@ -16,39 +14,10 @@ from offload_cases import (
     train,
 )
 from tables import each
-from worlds import World, anywhere
+from worlds import World
 
-from zerokern.io import Nvme
 from zerokern.optim import binding
 from zerokern.optim.binding import Binding, table_of
-from zerokern.schedule.recorder import Recorder
-
-BROKEN = (3, 4, 6)
-
-
-def overlaps(world: World, row: Row, tiers: list[Nvme]) -> None:
-    """Beside forwards, with the bits of the device's."""
-    model, twin = row.model(world), row.model(world)
-    ours = optimizer_of(row, model, tier=tiers[world.rank], schedule="overlap")
-    ours.holdings.recorder = Recorder()
-    expected = train(world, row, twin, optimizer_of(row, twin))
-    agree(train(world, row, model, ours), expected)
-    ran = {(event.verb, event.what) for event in ours.holdings.recorder.events}
-    scheduled = row.wrap != "plain" and (row.wrap, world.size) != ("stage 0", world.size)
-    assert ((("Store", "state") in ran) and len([1 for verb, _ in ran if verb == "Step"]) > 1) == scheduled
-    if world.size == 1:
-        assert len(ours.holdings.disk.records) > len(ours.holdings.disk.ring.slots)
-
-
-@each(
-    "size, row",
-    [
-        (1, row_of("stage 3", "bf16", formats=(("state_format", "int8"), ("master_format", "split8")))),
-        (2, row_of("stage 3", "mixed", "often", accumulate=2, broken=BROKEN)),
-    ],
-)
-def test_overlap_has_the_bits_of_the_device(size: int, row: Row, tier: Tier) -> None:
-    anywhere(size, overlaps, row, small(tier, size))
 
 
 def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_cases import AT_WORK, Tier, Wide, begun, row_of, small
+from nvme_cases import Tier, Wide, begun, row_of, small
 from offload_cases import (
     Row,
     agree,
@@ -26,8 +26,8 @@ from offload_cases import (
     weights_of,
 )
 from optim_cases import same_bits
+from played_cases import SLOW
 from tables import each
-from test_offload_played import SLOW
 from torch import Tensor, nn
 from waiting_device import HostComputes
 from worlds import World
@@ -135,34 +135,6 @@ def test_a_disk_that_fails_before_the_first_update_leaves_everything_as_it_was(
         model.zero_grad()
         straight.zero_grad()
     agree(train(world, row, model, optimizer, range(2, 5)), train(world, row, straight, reference, range(2, 5)))
-
-
-def test_a_delayed_update_whose_disk_fails_before_it_began_is_not_made(tier: Tier) -> None:
-    row, world = row_of("plain", "bf16", steps=5), World(0, 1)
-    (where,) = small(tier, 1, faults=failing(READ, 0))
-    model, optimizer = begun(row, "delayed", where)
-    with one_thread():
-        for step in range(2):
-            backward(world, row, model, step)
-            optimizer.step()
-            model.zero_grad()
-        with pytest.raises(zk.IoError, match="state/000000"):
-            optimizer.flush()
-    steps = {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
-    assert steps == {1.0}
-    train(world, row, model, optimizer, range(2, 5))
-    assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {4.0}
-
-
-def test_a_folder_that_is_too_small_shows_before_anything_is_changed(tier: Tier, devices: Callable) -> None:
-    for schedule, wrap, played in ((*AT_WORK[0], False), (*AT_WORK[2], False), ("sync", "plain", True)):
-        row = row_of(wrap, "fp32", steps=1)
-        device = devices(HostComputes) if played else None
-        model, optimizer = on(device, row, schedule, tier(ring_nbytes="32K", budget="20k"))
-        before = values(model)
-        with pytest.raises(zk.BudgetError):
-            train(World(0, 1), row, model, optimizer)
-        assert same_bits(values(model), before)
 
 
 SCRIPT = """

@@ -3,58 +3,25 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from offload_cases import SCHEDULES, Row, Small, on_device, one_thread, optimizer_of, values
 from optim_cases import MAKERS, same_bits
+from played_cases import counted, played, the_same
 from tables import each
-from test_offload_played import played, the_same
 from torch import Tensor, nn
 from waiting_device import HostComputes
 from waiting_device import played as waiting
 from worlds import World, alone, built, on_threads, ranked
 from zero_cases import mse
 
-from zerokern.kernels import cpu
 from zerokern.kernels import squares as kernel_squares
-from zerokern.optim import survey
-from zerokern.zero import reducing
 
 NAMES = ["sync", "overlap", "delayed"]
-
-
-class Reads:
-    """Elements whose squares were summed: by the host over its memory, and by the device over its own."""
-
-    def __init__(self) -> None:
-        self.by_host = self.by_device = self.launches = 0
-
-
-@contextmanager
-def counted() -> Iterator[Reads]:
-    reads = Reads()
-
-    def on_host(pointers: array, numels: array, dtype: torch.dtype) -> array:
-        reads.by_host += sum(numels)
-        return cpu.sumsq_pointers(pointers, numels, dtype)
-
-    measure = kernel_squares.ChunkSums.measure
-
-    def there(self: Any, tensors: Any, out: Tensor) -> None:
-        reads.by_device += sum(one.numel() for one in tensors)
-        reads.launches += 1
-        measure(self, tensors, out)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (survey, reducing):
-            patch.setattr(module, "sumsq_pointers", on_host)
-        patch.setattr(kernel_squares.ChunkSums, "measure", there)
-        yield reads
 
 
 @each("kept", [True, False])
@@ -74,6 +41,22 @@ def test_without_a_norm_nothing_is_measured(devices: Callable) -> None:
     with counted() as reads:
         played(devices(), "overlap", steps=3, settings={"max_grad_norm": None})
     assert reads.by_device == reads.by_host == 0
+
+
+def test_the_norm_is_of_what_has_a_gradient() -> None:
+    """Of parameters of which another one has none in each step: squares are those of their own gradients."""
+    numels = (300, 500, 700)
+    with waiting() as device:
+        weights = [device.own(nn.Parameter(torch.ones(numel))) for numel in numels]
+        opt = MAKERS["adamw"](weights, tier="cpu", max_grad_norm=1.0)
+        for idle in (3, 0, 1, 2):
+            for number, weight in enumerate(weights):
+                weight.grad = None if number == idle else device.own(torch.full_like(weight, 1.0 + number))
+            opt.step()
+            squares = [numel * (1 + number) ** 2 for number, numel in enumerate(numels) if number != idle]
+            assert opt.grad_norm == math.sqrt(sum(squares)), idle
+        device.synchronize()
+        opt.close()
 
 
 def scaled(grad: Any) -> None:

@@ -17,11 +17,14 @@ from offload_cases import (
     backward,
     copied,
     exact_calls,
+    one_thread,
     optimizer_of,
     train,
+    values,
 )
+from optim_cases import same_bits
 from tables import each
-from worlds import World
+from worlds import World, on_threads
 
 import zerokern as zk
 from zerokern.core.errors import StateError
@@ -96,18 +99,6 @@ def test_a_parameter_written_while_nothing_is_pending_is_followed_without_a_word
         follow(ROW, schedule, work)
 
 
-def test_a_model_loaded_without_its_optimizer_drops_what_is_pending() -> None:
-    other = ROW.model(WORLD, seed=5).state_dict()
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        for one in (model, *others):
-            one.load_state_dict(other)
-
-    with pytest.warns(UserWarning, match="written") as caught:
-        follow(ROW, zk.Delayed(), work)
-    assert len([one for one in caught if "written" in str(one.message)]) == 1
-
-
 class Broken(RuntimeError):
     pass
 
@@ -171,3 +162,33 @@ def test_loaded_into_another_schedule(source: str, into: str) -> None:
         hand.after = hand.calls + SCHEDULES[into].after
     rest = range(4, ROW.steps)
     agree(train(WORLD, ROW, again, other, rest), train(WORLD, ROW, hand.model, hand, rest), ahead=True)
+
+
+def write_under_an_update(world: World, wrap: str) -> None:
+    row, found = Row(wrap, "bf16"), []
+    for schedule in ("sync", "overlap"):
+        model = row.model(world)
+        optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
+        try:
+            for step in range(2):
+                with one_thread():
+                    backward(world, row, model, 3)
+                    optimizer.step()
+                    model.zero_grad()
+                if not step:
+                    with torch.no_grad():
+                        model.blocks[1].up.weight.mul_(0.5)
+        except StateError as error:
+            said = str(error)
+            assert schedule == "overlap" and "blocks.1.up.weight" in said and "flush" in said
+            assert wrap != "stage 3", "there the write itself can wait"
+            return
+        optimizer.flush()
+        found.append(values(model))
+    assert same_bits(*found)
+
+
+@each("wrap", ["stage 0", "stage 2", "stage 3"])
+def test_parameters_written_under_an_update_are_not_mixed_with_it(wrap: str, slow_cpu: None) -> None:
+    """Either the update is over, and what was written counts; or nobody can tell the two apart, and nothing goes on."""
+    on_threads(2, write_under_an_update, wrap)

@@ -85,15 +85,15 @@ def pickled(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in torch.load(file, weights_only=False)]
 
 
-@each("read", [direct, averaged])
-@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
-def test_parameters_themselves(wrap: str, schedule: str, read: Callable) -> None:
+WHOLE = [(read, "overlap", "stage 1") for read in (penalised, shown, raw, copied_whole, pickled)]
+
+
+@each("read, schedule, wrap", [
+    *WHOLE, (direct, "overlap", "stage 2"), (averaged, "overlap", "stage 2"), (direct, "delayed", "stage 3"),
+    (averaged, "delayed", "stage 3"),
+])  # fmt: skip
+def test_parameters_however_they_are_read(read: Callable, schedule: str, wrap: str) -> None:
     anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
-
-
-@each("read", [penalised, shown, raw, copied_whole, pickled])
-def test_whole_parameters_however_they_are_read(read: Callable) -> None:
-    anywhere(2, follow, Row("stage 1", "bf16"), SCHEDULES["overlap"], read)
 
 
 def restarted(world: World, wrap: str, tier: str, schedule: Any) -> None:

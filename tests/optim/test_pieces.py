@@ -12,110 +12,67 @@ import torch
 from nvme_cases import row_of, small
 from offload_cases import SCHEDULES, Row
 from optim_cases import MAKERS, same_bits
+from played_cases import SLOW, SMALL, compare, played, the_same
+from ran_cases import every_edge_held, the_same_ops
 from tables import each
-from test_offload_played import SLOW, compare, played, the_same
-from test_programs_ran import every_edge_held, submitted, the_same_ops
-from worlds import alone, on_threads
+from worlds import anywhere, on_threads
 
 import zerokern as zk
 from zerokern.core.units import BLOCK
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.optim import parts
-from zerokern.optim.binding import Binding
 from zerokern.optim.hosted import HostCopies
-from zerokern.optim.parts import Part, in_pieces
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
 from zerokern.planner.transformer import preset
 from zerokern.schedule import machine_of, program, simulate
 from zerokern.schedule.recorder import Event, Recorder
+from zerokern.zero.shard import shards_of
 
-__all__ = ["submitted"]  # a fixture
-
-SMALL = 600  # bytes, so that every part of the small models has several pieces
 INT8 = (("state_format", "int8"), ("master_format", "split8"))
 
 
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Parts above SMALL bytes are cut; the numbers of turns of all updates that were arranged."""
-    monkeypatch.setattr(program, "PIECE_NBYTES", SMALL)
-    monkeypatch.setattr(forecast, "PIECE_NBYTES", SMALL)
-    turns: list[int] = []
-    arrange = Binding.arrange
-
-    def told(self: Binding, arranged: Any, names: Any) -> None:
-        turns.append(sum(", piece " in name for name in names))
-        arrange(self, arranged, names)
-
-    monkeypatch.setattr(Binding, "arrange", told)
-    return turns
-
-
-@each("numels, dtype, nbytes", [
-    ((BLOCK * 10,), torch.float32, BLOCK * 4), ((5000, 1, 130, 7000), torch.bfloat16, 1000),
-    ((999,), torch.bfloat16, 999),
-])  # fmt: skip
-def test_pieces_are_all_elements_once_cut_between_blocks(
-    numels: tuple[int, ...], dtype: torch.dtype, nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(program, "PIECE_NBYTES", nbytes)
-    tensors = [torch.empty(numel, dtype=dtype) for numel in numels]
-    members = tuple(range(len(numels)))
-    found = in_pieces(Part("all", members), tensors, members)
-    assert len(found.turns) == len(found.names) == -(-sum(tensor.nbytes for tensor in tensors) // nbytes)
-    portions = [one for piece in found.pieces for one in piece]
-    for member, tensor in zip(members, tensors, strict=True):
-        mine = [one for one in portions if one.member == member]
-        assert torch.equal(
-            torch.cat([torch.arange(tensor.numel())[one.elements] for one in mine]), torch.arange(len(tensor))
-        )
-        assert not any(one.start % BLOCK for one in mine)
-    sizes = [sum(one.numel for one in piece) * dtype.itemsize for piece in found.pieces]
-    assert max(sizes) <= nbytes + (BLOCK + 1) * dtype.itemsize, "rounded to a block"
-    assert in_pieces(Part("all", members), tensors, ()).turns == (members,), "nothing of it crosses the link"
-
-
-@each("slow", ["compute", "copies down", "copies up", "the link"])
+@each("slow", ["compute", "copies down", "copies up", "the link", "everything"])
 @each("schedule", ["overlap", "delayed"])
-def test_pieces_have_the_bits_of_whole_parts(schedule: str, slow: str, devices: Callable, cut: list[int]) -> None:
-    """Clipped, some steps skipped, micro-batches added up: the norm is known before the first piece is updated."""
+def test_pieces_have_the_bits_of_whole_parts(
+    schedule: str, slow: str, devices: Callable, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipped, some steps skipped, micro-batches added up: the norm is known before the first piece is updated. Where
+    everything is slow, the memory of the library is poisoned."""
+    monkeypatch.setenv("ZEROKERN_POISON", str(int(slow == "everything")))
     cut.clear()
     settings = {"accumulate": 2, "dtype": torch.bfloat16, "broken": (3,), "steps": 6}
     the_same(*played(devices(**SLOW[slow]), SCHEDULES[schedule], **settings))
     assert cut[-1] == 30
 
 
-@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
-def test_poisoned_pieces(schedule: str, devices: Callable, cut: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before it is there, or written over before it was read, shows."""
-    monkeypatch.setenv("ZEROKERN_POISON", "1")
-    the_same(*played(devices(**SLOW["everything"], poison=True), SCHEDULES[schedule], dtype=torch.bfloat16, steps=6))
-    assert max(cut) > 20
+def test_parts_are_what_a_link_is_fast_at_and_pieces_are_equal() -> None:
+    """Plain parameters go together until they have 8 MiB, again and again; a larger part goes in pieces of one size."""
+    tensors = [torch.empty(numel, device="meta") for numel in (*[1 << 20] * 9, 40_000_000)]  # 4 MiB each, and 160 MB
+    found = parts.parts_of(tensors, shards_of(tensors, map(str, range(10))))
+    assert [tuple(part.members) for part in found] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
+    whole, large = (parts.in_pieces(part, tensors, part.members) for part in found[-2:])
+    sizes = [sum(4 * portion.numel for portion in piece) for piece in large.pieces]
+    assert not whole.pieces and sum(sizes) == sum(4 * tensors[member].numel() for member in large.members)
+    assert len(sizes) == -(-sum(sizes) // program.PIECE_NBYTES) == 3
+    assert max(sizes) - min(sizes) <= 2 * 4 * BLOCK
 
 
-@each("schedule, row", [
-    ("overlap", Row("stage 2", "bf16", "random", broken=(3,))),
-    ("overlap", Row("stage 3", "bf16", "often", accumulate=2, formats=INT8)),
-    ("overlap", Row("stage 0", "mixed", "random", scaled=True, broken=(2,))),
-    ("overlap", Row("plain", "bf16", "none", formats=(("master_format", "none"), ("stochastic_seed", 7)))),
-    ("overlap", Row("stage 1", "fp32", "random", name="sgd", formats=(("dampening", 0.3),))),
-    ("delayed after 2", Row("stage 3", "bf16", "random", formats=INT8)),
+@each("size, schedule, row, tier", [
+    (1, "overlap", Row("stage 2", "bf16", "random", broken=(3,)), "cpu"),
+    (1, "overlap", Row("stage 3", "bf16", "often", accumulate=2, formats=INT8), "cpu"),
+    (1, "overlap", Row("stage 0", "mixed", "random", scaled=True, broken=(2,)), "cpu"),
+    (1, "overlap", Row("plain", "bf16", "none", formats=(("master_format", "none"), ("stochastic_seed", 7))), "cpu"),
+    (1, "overlap", Row("stage 1", "fp32", "random", name="sgd", formats=(("dampening", 0.3),)), "cpu"),
+    (1, "delayed after 2", Row("stage 3", "bf16", "random", formats=INT8), "cpu"),
+    (2, "overlap", row_of("stage 1", "mixed", accumulate=2), "cpu"),
+    (2, "overlap", row_of("stage 2", "bf16", broken=(2,)), ["device:8KiB", "cpu"]),
+    (2, "delayed", row_of("stage 3", "bf16", formats=INT8), "cpu"),
 ])  # fmt: skip
-def test_pieces_of_every_format(schedule: str, row: Row, cut: list[int]) -> None:
-    alone(compare, replace(row, steps=6), SCHEDULES[schedule])
-    assert any(cut)
-
-
-@each("schedule, row, tiers", [
-    ("overlap", row_of("stage 1", "mixed", accumulate=2), ["cpu"]),
-    ("overlap", row_of("stage 2", "bf16", broken=(2,)), ["device:8KiB", "cpu"]),
-    ("delayed", row_of("stage 3", "bf16", formats=INT8), ["cpu"]),
-])  # fmt: skip
-def test_pieces_of_two_ranks(schedule: str, row: Row, tiers: list[str], cut: list[int]) -> None:
-    """Reduced and gathered as a whole: ranks of different sizes may have different pieces."""
-    on_threads(2, compare, replace(row, steps=5), SCHEDULES[schedule], [tiers] * 2)
+def test_pieces_of_every_format(size: int, schedule: str, row: Row, tier: Any, cut: list[int]) -> None:
+    """Of two ranks they are reduced and gathered as a whole: those of different sizes may have different pieces."""
+    anywhere(size, compare, replace(row, steps=7 - size), SCHEDULES[schedule], [tier] * size)
     assert any(cut)
 
 

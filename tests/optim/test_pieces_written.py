@@ -9,9 +9,8 @@ import pytest
 import torch
 from offload_cases import SCHEDULES, local
 from optim_cases import same_bits
+from played_cases import SMALL, played, the_same
 from tables import each
-from test_offload_played import played, the_same
-from test_pieces import SMALL, cut
 from torch import Tensor, nn
 from waiting_device import HostComputes
 from worlds import World, alone, on_threads
@@ -20,8 +19,6 @@ import zerokern as zk
 from zerokern.optim import parts
 from zerokern.schedule import program
 from zerokern.zero.shard import shard_of
-
-__all__ = ["cut"]  # a fixture
 
 STEPS, WIDTH = 5, 40
 ALONE = World(0, 1)

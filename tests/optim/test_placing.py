@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,33 +12,16 @@ import torch
 from nvme_cases import Tier, row_of, small
 from offload_cases import SCHEDULES, Row, agree, on_device, optimizer_of, train
 from optim_cases import same_bits
+from played_cases import SLOW, Counting, counted, played, the_same
 from tables import each
-from test_offload_norm import counted
-from test_offload_played import SLOW, compare, played, the_same
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlan
-from worlds import World, alone, anywhere, on_threads
+from worlds import World, alone, anywhere
 
 import zerokern as zk
 from zerokern.checkpoint.storage import SavePlanner
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.kernels.triton.table import DeviceTable
 from zerokern.memory.here import boxes, write_items
-from zerokern.optim import beside
-from zerokern.optim.beside import SplitCompute
-
-
-class Counting(PlayedDevice):
-    """Counts what crosses the link, but for sums of squares."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.moved: dict[str, int] = {}
-
-    def copy(self, stream: Any, pairs: Any) -> None:
-        nbytes = sum(src.nbytes for _, src in pairs if src.dtype is not torch.float64)
-        self.moved[stream.name] = self.moved.get(stream.name, 0) + nbytes
-        super().copy(stream, pairs)
 
 
 def split(tier: Tier, size: int, budget: str) -> list[Any]:
@@ -71,19 +51,11 @@ INT8 = (("state_format", "int8"), ("master_format", "split8"))
     (1, "sync", row_of("plain", "bf16", "often", accumulate=2, broken=(2,), steps=5), 24),
     (1, "delayed", row_of("plain", "fp32", scaled=True, steps=5), 24),
     (2, "overlap", row_of("stage 3", "bf16", formats=INT8, steps=5), 4),
+    (2, "overlap", row_of("stage 1", "mixed", accumulate=2, steps=5), 24),
 ])  # fmt: skip
 def test_a_split_has_the_bits_of_one_tier(size: int, schedule: str, row: Row, budget: int, tier: Tier) -> None:
     tiers = split(tier, size, f"cpu:{budget}KiB")
     anywhere(size, as_on_the_device, row, tiers, schedule, budget << 10)
-
-
-@pytest.mark.slow
-@each("schedule", ["sync", "overlap", "delayed after 2"])
-@each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
-@each("dtype, formats, budget", [("fp32", (), 24), ("bf16", (), 16), ("bf16", INT8, 4), ("mixed", (), 24)])
-def test_every_split(dtype: str, formats: Any, budget: int, size: int, wrap: str, schedule: str, tier: Tier) -> None:
-    row = row_of(wrap, dtype, formats=formats, steps=5, broken=(2,))
-    anywhere(size, as_on_the_device, row, split(tier, size, f"cpu:{budget}KiB"), schedule, budget << 10)
 
 
 @each("schedule, budgets", [
@@ -100,29 +72,6 @@ def test_parameters_on_a_device(schedule: str, budgets: list[str], devices: Call
     the_same(*played(slow, SCHEDULES[schedule], tier=where, accumulate=2, dtype=torch.bfloat16, broken=(3,)))
 
 
-@each("size, schedule, row", [
-    (2, "overlap", row_of("stage 1", "mixed", accumulate=2)),
-    (2, "sync", row_of("stage 3", "bf16", broken=(2,))),
-    (2, "delayed", row_of("stage 2", "bf16", accumulate=2, broken=(2,))),
-])  # fmt: skip
-def test_ranks_whose_devices_have_room_for_some(size: int, schedule: str, row: Row, tier: Tier) -> None:
-    places = [["device:24KiB", "cpu:8KiB", where] for where in small(tier, size)]
-    on_threads(size, compare, replace(row, steps=5), SCHEDULES[schedule], places)
-
-
-@pytest.mark.slow
-@each("schedule", ["sync", "overlap", "delayed after 2"])
-@each("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"), (2, "stage 2"), (2, "stage 3")])
-@each("dtype, formats", [("fp32", ()), ("bf16", INT8), ("bf16", ())])
-@each("budgets", [["device:24KiB", "cpu"], ["device:8KiB", "cpu:8KiB", "disk"], ["device:10MiB", "cpu"]])
-def test_every_split_with_a_device(
-    budgets: list[str], dtype: str, formats: Any, size: int, wrap: str, schedule: str, tier: Tier
-) -> None:
-    places = [[where if one == "disk" else one for one in budgets] for where in small(tier, size)]
-    row = row_of(wrap, dtype, "often", formats=formats, steps=4, broken=(2,))
-    on_threads(size, compare, row, SCHEDULES[schedule], places)
-
-
 @each("schedule", ["sync", "overlap", "delayed"])
 def test_what_stays_crosses_no_link_and_the_host_reads_nothing_of_it(schedule: str, devices: Callable) -> None:
     steps, settings = 4, {"steps": 4, "dtype": torch.bfloat16}
@@ -133,58 +82,6 @@ def test_what_stays_crosses_no_link_and_the_host_reads_nothing_of_it(schedule: s
     numel = sum(value.numel() for value in ours[3])
     assert reads.by_device == steps * numel == reads.by_host, "the host reads those of the training without a device"
     assert sum(device.moved.values()) == 0, "but for sums"
-
-
-@each("schedule", ["sync", "overlap", "delayed", "delayed after 2"])
-def test_a_launch_that_fails_leaves_all_as_it_was(
-    schedule: str, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = [nn.Parameter(torch.full((64, 64), 2.0)) for _ in range(3)]
-    for weight in weights:
-        device.own(weight)
-    settings = {"schedule": SCHEDULES[schedule], "max_grad_norm": 1.0}
-    opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], **settings)
-
-    def step() -> None:
-        for weight in weights:
-            weight.grad = torch.ones_like(weight)
-        opt.step()
-        opt.flush()
-        device.synchronize()
-
-    step()
-    before = [weight.detach().clone() for weight in weights]
-    with monkeypatch.context() as patch:
-        patch.setattr(SplitCompute, "_run", lambda self, scale: (_ for _ in ()).throw(torch.OutOfMemoryError("there")))
-        with pytest.raises(torch.OutOfMemoryError, match="there"):
-            step()
-    assert same_bits(weights, before)
-    step()
-    assert [int(opt.state[weight]["step"]) for weight in weights] == [2, 2, 2]
-    assert same_bits(weights[0], weights[2]), "the one that stays, and one that does not"
-
-
-def test_the_kernels_of_a_device_update_what_stays(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch that a GPU gets, in Triton's interpreter."""
-
-    def trained(tier: Any, schedule: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        weights = [device.own(nn.Parameter(torch.randn(40, 3).bfloat16())) for _ in range(4)]
-        opt = zk.AdamW(weights, lr=0.1, tier=tier, max_grad_norm=1.0, schedule=schedule)
-        for step in range(3):
-            for weight in weights:
-                weight.grad = torch.full_like(weight, 1.0 + step)
-            opt.step()
-            device.synchronize()
-        return [weight.detach().clone() for weight in weights]
-
-    schedules = "sync", zk.Delayed(after=1)
-    expected = [trained("cpu", schedule) for schedule in schedules]
-    kernels = SimpleNamespace(table=DeviceTable)
-    there = SimpleNamespace(serves=lambda place: True, kernels=lambda: kernels, is_apart=beside.device.is_apart)
-    monkeypatch.setattr(beside, "device", there)
-    for schedule, one in zip(schedules, expected, strict=True):
-        assert same_bits(trained(["device:3KB", "cpu"], schedule), one)
 
 
 def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:
@@ -201,50 +98,6 @@ def test_what_forwards_need_first_stays_in_memory(tier: Tier) -> None:
         assert kept == [True, True, False, True, False, True, True, True]
 
     alone(placed)
-
-
-def test_state_goes_from_any_tier_to_any_other(tier: Tier, tmp_path: Path) -> None:
-    """By files and by state_dicts, into optimizers that have stepped and into fresh ones."""
-
-    def places() -> dict[str, Any]:
-        mixed = ["device:20KiB", "cpu:40KiB", tier(ring_nbytes="32K")]
-        return {"device": "device", "disk": tier(ring_nbytes="32K"), "split": ["cpu:100KiB", tier()], "three": mixed}
-
-    def run(where: Any, steps: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-        return go_on(model, zk.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, tier=where), steps)
-
-    def go_on(model: nn.Module, opt: Any, steps: int) -> tuple[nn.Module, Any]:
-        for _ in range(steps):
-            model(torch.ones(4, 64)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        return model, opt
-
-    expected = list(run("device", 4)[0].parameters())
-    for source, target in (
-        ("device", "split"),
-        ("split", "three"),
-        ("three", "disk"),
-        ("disk", "split"),
-        ("split", "device"),
-    ):
-        model, opt = run(places()[source], 2)
-        folder = tmp_path / f"{source} to {target}"
-        zk.save(folder, model, opt)
-        for stepped in (0, 1):
-            for how in ("file", "dict"):
-                other, mine = run(places()[target], stepped)
-                if how == "file":
-                    zk.load(folder, other, mine)
-                else:
-                    other.load_state_dict(model.state_dict())
-                    mine.load_state_dict(opt.state_dict())
-                go_on(other, mine, 2)
-                assert same_bits(list(other.parameters()), expected), (source, target, stepped, how)
-                on_disk = mine.statistics()["state_bytes/disk"]
-                assert (on_disk > 0) == (target != "device"), "what was placed stays within its budget"
 
 
 @each("budgets", [["cpu:16KiB"], ["device:16KiB"], ["device:8KiB", "cpu:8KiB"]])
@@ -267,33 +120,21 @@ def test_a_parameter_that_is_trained_later_finds_what_is_left(budgets: list[str]
     (["cpu:1G", "device"], "in the order 'device', 'cpu', a disk, each of them once"),
     (["device:1G", "cpu:1G"], "The last tier takes what is left"),
     ("cpu:1G", "The last tier takes what is left"),
+    (["cpu:64", "device"], "the budget in tier='64'.*64 alone are bytes; 64GB may be meant"),
+    (["cpu:64.5", "device"], "64.5 alone are bytes"),
     (["cpu:some", "device"], "the budget in tier='some'"),
     (["swap", "cpu"], "tier='swap'"),
+    (["disk", "cpu"], "in the order 'device', 'cpu', a disk"),
+    (["device:auto"], "The last tier takes what is left"),
+    ("device:auto", "The last tier takes what is left"),
+    (["cpu:auto", "device"], "the budget in tier='auto'"),
+    (["device:free", "cpu"], "the budget in tier='free'"),
 ])  # fmt: skip
-def test_an_order_that_cannot_be_is_refused(wrong: Any, says: str) -> None:
+def test_an_order_that_cannot_be_is_refused(wrong: Any, says: str, tier: Tier) -> None:
+    if "disk" in wrong:
+        wrong = [tier(), *wrong[1:]]
     with pytest.raises(ValueError, match=says):
         zk.AdamW([nn.Parameter(torch.ones(2))], tier=wrong)
-
-
-def test_a_disk_comes_last(tier: Tier) -> None:
-    with pytest.raises(ValueError, match="in the order 'device', 'cpu', a disk"):
-        zk.AdamW([nn.Parameter(torch.ones(2))], tier=[tier(), "cpu"])
-
-
-def test_a_step_that_was_planned(tier: Tier) -> None:
-    """The bytes in memory and on disk are those of the plan, and so is what a step reads and writes."""
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)]).to(torch.bfloat16)
-    plan = zk.plan(model, stage=0, tier=["cpu:100KB", "nvme"], device="cpu")
-    opt = zk.AdamW(model.parameters(), tier=["cpu:100KB", tier()])
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        opt.step()
-    found, of_disk = opt.statistics(), opt.holdings.disk.tier.swap.stats()
-    assert found["state_bytes/disk"] == plan.tiers["nvme"] == plan.moved("read") == plan.moved("write")
-    kept = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
-    assert found["state_bytes/cpu"] - 4 * 5 == kept == 2 * 10 * 64 * 64
-    assert of_disk["written_nbytes"] == 2 * plan.moved("write") and of_disk["read_nbytes"] == plan.moved("read")
 
 
 def stepped(params: list[nn.Parameter], opt: Any, *gradients: float) -> None:
@@ -322,7 +163,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, params: list
 def test_a_disk_without_room_leaves_no_state_in_memory(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try begins all moments, wherever they lie."""
     found = []
-    for where in ("device", ["cpu:5000", tier()]):
+    for where in ("device", ["cpu:5000B", tier()]):
         params, opt = momentum((1000, 1000), where)
         if opt.holdings.disk is not None:
             for param in params:
@@ -340,7 +181,7 @@ def test_moments_in_memory_start_from_a_gradient_after_a_step_that_failed(
 ) -> None:
     """Also where another parameter has joined by then."""
     found = []
-    for where in ("device", ["cpu:5000", tier()]):
+    for where in ("device", ["cpu:5000B", tier()]):
         params, opt = momentum((1000, 1000, 2000), where)
         stepped(params, opt, 0.0, 0.0, 1.0)
         if opt.holdings.disk is not None:
@@ -351,23 +192,34 @@ def test_moments_in_memory_start_from_a_gradient_after_a_step_that_failed(
     assert same_bits(*found)
 
 
-def test_state_moves_from_a_parameter_in_memory_to_one_on_disk(tier: Tier) -> None:
-    """The first one begins anew, in the memory that the state is read from."""
+def begun_anew(opt: Any, params: list[nn.Parameter]) -> None:
+    opt.state[params[1]] = opt.state.pop(params[0])
+
+
+def taken_in_turn(opt: Any, params: list[nn.Parameter]) -> None:
+    for number in (1, 2):
+        opt.state[params[0]], opt.state[params[number]] = opt.state[params[number]], opt.state[params[0]]
+
+
+@each("exchange, budget", [(begun_anew, "cpu:5000B"), (taken_in_turn, "cpu:9000B")])
+def test_state_moves_between_parameters_in_memory_and_on_disk(exchange: Callable, budget: str, tier: Tier) -> None:
+    """In the memory that it is read from; or it waits there, where the step of the other one writes."""
     found = []
-    for where in ("device", ["cpu:5000", tier()]):
-        params, opt = momentum((1000, 1000), where)
-        stepped(params, opt, 1.0, 2.0)
-        opt.state[params[1]] = opt.state.pop(params[0])
-        stepped(params, opt, 1.0, 2.0)
+    for where in ("device", "cpu", [budget, tier()]):
+        params, opt = momentum((1000, 1000, 1000), where)
+        stepped(params, opt, 1.0, 2.0, 3.0)
+        exchange(opt, params)
+        stepped(params, opt, 1.0, *((0.0, 0.0) if exchange is taken_in_turn else (2.0, 3.0)))
+        stepped(params, opt, 1.0, 2.0, 3.0)
         found.append(params)
-    assert same_bits(*found)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
 
 
 @each("where", ["split", "disk"])
 def test_a_state_dict_is_of_one_step(where: str, tier: Tier) -> None:
     """Whatever follows: what was read from the disk does not change any more, and nor does the rest."""
-    params, opt = momentum((1000, 1000), ["cpu:5000", tier()] if where == "split" else tier())
-    adam = zk.AdamW(params, lr=0.1, tier=["cpu:9000", tier()] if where == "split" else tier())
+    params, opt = momentum((1000, 1000), ["cpu:5000B", tier()] if where == "split" else tier())
+    adam = zk.AdamW(params, lr=0.1, tier=["cpu:9000B", tier()] if where == "split" else tier())
     for one in (opt, adam):
         stepped(params, one, 1.0, 2.0)
         kept = one.state_dict()["state"]
@@ -377,39 +229,10 @@ def test_a_state_dict_is_of_one_step(where: str, tier: Tier) -> None:
             assert same_bits(list(entry.values()), list(kept[number].values()))
 
 
-def test_state_that_was_exchanged_with_a_parameter_without_a_gradient(tier: Tier) -> None:
-    """It waits in memory that the step of the other one writes."""
-    found = []
-    for where in ("device", "cpu", ["cpu:9000", tier()]):
-        params, opt = momentum((1000, 1000, 1000), where)
-        stepped(params, opt, 1.0, 2.0, 3.0)
-        for number in (1, 2):
-            opt.state[params[0]], opt.state[params[number]] = opt.state[params[number]], opt.state[params[0]]
-        stepped(params, opt, 1.0, 0.0, 0.0)
-        stepped(params, opt, 1.0, 2.0, 3.0)
-        found.append(params)
-    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
-
-
-def test_a_moment_that_is_first_needed_later_goes_where_there_is_room(tier: Tier) -> None:
-    """Of parameters that were in memory without any state."""
-    found = []
-    for where in ("device", ["cpu:5000", tier()]):
-        params = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
-        opt = zk.SGD(params, lr=0.1, dampening=0.5, tier=where)
-        stepped(params, opt, 1.0, 2.0)
-        opt.param_groups[0]["momentum"] = 0.9
-        for _ in range(2):
-            stepped(params, opt, 1.0, 2.0)
-        state = opt.state_dict()["state"]
-        found.append([*params, *(state[number]["momentum_buffer"] for number in (0, 1))])
-    assert same_bits(*found)
-
-
 def test_a_moment_that_has_not_started_is_in_no_state_dict(tier: Tier) -> None:
     """Loaded zeros would be a moment that has, and the first gradient dampened."""
     found = []
-    for where in (lambda: "device", lambda: ["cpu:5000", tier()]):
+    for where in (lambda: "device", lambda: ["cpu:5000B", tier()]):
         params = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(2)]
         settings = {"lr": 0.1, "dampening": 0.5, "master_format": "fp32"}
         opt = zk.SGD(params, tier=where(), **settings)
@@ -428,7 +251,7 @@ def test_a_moment_that_has_not_started_is_in_no_state_dict(tier: Tier) -> None:
 def test_what_is_loaded_or_saved_before_a_new_parameter_has_stepped(tier: Tier, tmp_path: Path) -> None:
     """Beside copies of parameters: of one that replaced another, and of one that was added."""
     found = []
-    for name, where in (("device", "device"), ("split", ["cpu:5000", tier()])):
+    for name, where in (("device", "device"), ("split", ["cpu:5000B", tier()])):
         params = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
         opt = zk.SGD(params, lr=0.1, momentum=0.9, tier=where, schedule=zk.Delayed(after=9))
         stepped(params, opt, 1.0, 2.0)
@@ -451,7 +274,7 @@ def test_what_is_loaded_or_saved_before_a_new_parameter_has_stepped(tier: Tier, 
 def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) -> None:
     """With copies of parameters, as without; once closed, an optimizer has no memory."""
     params = [nn.Parameter(torch.ones(1000))]
-    opt = zk.AdamW(params, tier=["cpu:9000", tier()], schedule=zk.Delayed(after=9) if where == "copies" else "sync")
+    opt = zk.AdamW(params, tier=["cpu:9000B", tier()], schedule=zk.Delayed(after=9) if where == "copies" else "sync")
     for _ in range(3):
         stepped(params, opt, 1.0)
         assert opt.statistics()["state_bytes/disk"] == 0
@@ -463,55 +286,37 @@ def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) 
     assert opt.holdings.room.nbytes == 0
 
 
-def test_a_load_reserves_what_it_will_need(tier: Tier, tmp_path: Path) -> None:
-    """On a disk that is too small it fails before any rank changes anything, in the order of forwards too."""
-
-    def placed(world: World) -> None:
-        def training(where: Any) -> tuple[nn.Module, Any]:
-            made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 4))
-            model = zk.shard(made, stage=2, bucket_bytes=17000)
-            params = list(model.parameters())
-            return model, zk.AdamW([{"params": params[4:]}, {"params": params[:4]}], tier=where)
-
-        model, opt = training("device")
-        model(torch.ones(4, 64)).sum().backward()
-        opt.step()
-        zk.save(tmp_path / "saved", model, opt)
-        model, opt = training(["cpu:70KiB", tier()])
-        reserved: list[int] = []
-        hold, disk = opt.holdings.disk.hold, opt.holdings.disk
-        disk.hold = lambda spans: (hold(spans), reserved.extend(one.nbytes for one in disk._reserved))
-        zk.load(tmp_path / "saved", model, opt)
-        assert sum(reserved) == disk.held()["state"] > 0
-
-    alone(placed)
-
-
-@each("wrap", ["plain", "stage 2"])
-def test_a_load_into_copies_reserves_what_it_will_need(
-    wrap: str, device: PlayedDevice, tier: Tier, tmp_path: Path
+@each("wrap, budgets", [
+    ("plain", ["device:30KB", "cpu:30KB"]), ("stage 2", ["device:30KB", "cpu:30KB"]), ("stage 2", ["cpu:30KB"]),
+])  # fmt: skip
+def test_a_load_reserves_what_it_will_need(
+    wrap: str, budgets: list[str], device: PlayedDevice, tier: Tier, tmp_path: Path
 ) -> None:
-    """What the device and host memory take is told apart before there are copies."""
+    """On a disk that is too small it fails before any rank changes anything, in the order of forwards too.
+
+    What the device and host memory take is told apart before there are copies."""
 
     def placed(world: World) -> None:
         def training(where: Any) -> tuple[nn.Module, Any]:
             model = nn.Sequential(*[nn.Linear(size, 64, bias=False) for size in (64, 32, 64, 32, 64)])
             if wrap != "plain":
                 zk.shard(model, stage=2, bucket_bytes=17000)
-            on_device(device, Row(wrap), model)
-            return model, zk.AdamW(model.parameters(), tier=where)
+            if len(budgets) > 1:
+                on_device(device, Row(wrap), model)
+            params = list(model.parameters())
+            return model, zk.AdamW([{"params": params[3:]}, {"params": params[:3]}], tier=where)
 
         model, opt = training("cpu")
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         opt.step()
         zk.save(tmp_path / "saved", model, opt)
-        model, opt = training(["device:30KB", "cpu:30KB", tier()])
+        model, opt = training([*budgets, tier()])
         reserved: list[int] = []
         hold, disk = opt.holdings.disk.hold, opt.holdings.disk
         disk.hold = lambda spans: (hold(spans), reserved.extend(one.nbytes for one in disk._reserved))
         zk.load(tmp_path / "saved", model, opt)
-        assert sum(reserved) == disk.held()["state"] == 8 * 3 * 64 * 64
+        assert sum(reserved) == disk.held()["state"] > 0
 
     alone(placed)
 
@@ -525,18 +330,6 @@ def test_a_plan_places_the_state_of_what_is_trained() -> None:
         kept = sum(nbytes for one in plan.placed if one.tier == "cpu" for _, nbytes in one.tensors)
         assert kept == 2 * 8 * 64 * 64 // (2 if stage else 1), stage
         assert plan.tiers["nvme"] == plan.moved("read") == 0, stage
-
-
-def test_a_plan_of_locked_memory_is_what_is_measured(tier: Tier) -> None:
-    for last, schedule in itertools.product((tier(), "cpu"), ("sync", zk.Delayed(after=0))):
-        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
-        tiers = ["cpu:40KB" if last != "cpu" else "device:40KB", last]
-        opt = zk.AdamW(model.parameters(), tier=tiers, schedule=schedule)
-        model(torch.ones(2, 64)).sum().backward()
-        opt.step()
-        opt.flush()
-        plan = zk.plan(model, stage=0, tier=tiers, schedule=schedule, device="cpu")
-        assert zk.measure(model, opt).pinned == plan.pinned > 0, (last, schedule)
 
 
 def test_ranks_that_keep_the_same_state_elsewhere_save_it_once() -> None:

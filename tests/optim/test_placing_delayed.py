@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nvme_cases import Tier, row_of
-from offload_cases import BUCKET_NBYTES, SCHEDULES, Row, backward, local, on_device, one_thread, optimizer_of, train
+from offload_cases import SCHEDULES, Row, on_device, optimizer_of
 from optim_cases import same_bits
+from played_cases import SLOW, played, the_same
 from tables import each
-from test_offload_played import SLOW, played, the_same
 from torch import nn
-from waiting_device import HostComputes
-from worlds import World, alone
+from worlds import World
 
 import zerokern as zk
 from zerokern.core.errors import StateError
@@ -30,17 +26,6 @@ from zerokern.schedule import machine_of, simulate
 from zerokern.schedule.recorder import Recorder
 
 BUDGETS = ["device:24KiB", "cpu:8KiB", "disk"]
-
-
-def places(tier: Tier) -> dict[str, Any]:
-    disk = tier(ring_nbytes="32K")
-    return {
-        "cpu": "cpu",
-        "disk": disk,
-        "all there": ["device:10MiB", "cpu"],
-        "two": ["device:24KiB", "cpu"],
-        "three": [*BUDGETS[:2], tier(ring_nbytes="32K")],
-    }
 
 
 def begun(device: PlayedDevice, row: Row, where: Any, schedule: Any, seed: int = 0) -> tuple[nn.Module, Any]:
@@ -60,56 +45,6 @@ def test_gradients_are_read_before_the_program_overwrites_them(schedule: str, ke
     slow = devices(**SLOW["compute"])
     settings = {"accumulate": 2, "keep_gradients": kept, "broken": (3, 4), "dtype": torch.bfloat16, "steps": 8}
     the_same(*played(slow, SCHEDULES[schedule], tier=["device:100KiB", "cpu"], **settings))
-
-
-INT8 = (("state_format", "int8"), ("master_format", "split8"))
-
-
-def test_what_is_pending_goes_from_any_placement_to_any_other(devices: Callable, tier: Tier, tmp_path: Path) -> None:
-    alone(moves, row_of("plain", "bf16", formats=INT8, steps=5), 3, devices(HostComputes), tier, tmp_path)
-
-
-@pytest.mark.slow
-@each("cut", [2, 3])
-@each("row", [
-    row_of("plain", "bf16", formats=INT8, steps=6),
-    row_of("stage 2", "mixed", steps=6),
-    row_of("stage 3", "bf16", steps=6),
-    row_of("plain", "fp32", scaled=True, broken=(2,), steps=6),
-])  # fmt: skip
-def test_every_move(row: Row, cut: int, devices: Callable, tier: Tier, tmp_path: Path) -> None:
-    alone(moves, row, cut, devices(HostComputes), tier, tmp_path)
-
-
-def moves(world: World, row: Row, cut: int, device: PlayedDevice, tier: Tier, folder: Path) -> None:
-    """By files and by state_dicts: after two exact steps, or when an update is pending."""
-    schedule, last = zk.Delayed(after=2), range(cut, row.steps)
-
-    def trained(model: nn.Module, opt: Any, steps: range) -> tuple[Any, list[torch.Tensor]]:
-        losses = train(world, row, model, opt, steps, between=lambda step: device.synchronize()).losses
-        return losses, [param.detach().clone() for param in model.parameters()]
-
-    straight, opt = begun(device, row, "cpu", schedule)
-    trained(straight, opt, range(cut))
-    expected, _ = trained(straight, opt, last)
-    opt.flush()
-    device.synchronize()
-    for source, target in itertools.pairwise(["cpu", "two", "three", "disk", "all there", "cpu"]):
-        model, before = begun(device, row, places(tier)[source], schedule)
-        trained(model, before, range(cut))
-        zk.save(folder / f"{source} {target}", model, before)
-        for how in ("file", "dict") if row.wrap == "plain" else ("file",):
-            again, opt = begun(device, row, places(tier)[target], schedule, seed=7)
-            if how == "file":
-                zk.load(folder / f"{source} {target}", again, opt)
-            else:
-                again.load_state_dict(model.state_dict())
-                opt.load_state_dict(before.state_dict())
-            assert trained(again, opt, last)[0] == expected, (source, target, how)
-            opt.flush()
-            device.synchronize()
-            assert same_bits(*(list(map(local, one.parameters())) for one in (again, straight))), (source, target, how)
-            assert (target in ("cpu", "disk")) == (not staying(opt))
 
 
 def test_a_parameter_that_is_written_drops_its_pending_update(device: PlayedDevice) -> None:
@@ -149,27 +84,6 @@ def test_pending_values_on_the_device_are_refused_where_nobody_delays(device: Pl
     with pytest.raises(StateError, match=r"pending.*flush"):
         other.load_state_dict(opt.state_dict())
     assert not other.state
-
-
-@each("wrap, budgets", [("plain", BUDGETS), ("stage 2", BUDGETS[:1]), ("plain", ["device:10MiB"])])
-def test_a_plan_has_the_bytes_of_the_shadows(wrap: str, budgets: list[str], devices: Callable, tier: Tier) -> None:
-    """And a step moves what was planned; those that stay cross no link."""
-    row = row_of(wrap, "bf16")
-    where = [tier(ring_nbytes="32K") if one == "disk" else one for one in budgets]
-    where = where if len(where) > 2 else [*where, "cpu"]
-    model = row.model(World(0, 1))
-    on_device(devices(HostComputes), row, model)
-    opt = zk.AdamW(model.parameters(), tier=where, schedule=zk.Delayed(after=1))
-    sharded = {"stage": 2, "bucket_bytes": BUCKET_NBYTES} if wrap == "stage 2" else {"stage": 0}
-    plan = zk.plan(model, tier=where, schedule=zk.Delayed(after=1), device="cuda", **sharded)
-    train(World(0, 1), row, model, opt, range(3))
-    measured = zk.measure(model, opt)
-    assert plan.roles["shadow"] == 2 * plan.numel > 0
-    for role in ("host parameters", "host gradients", "shadow", "remainder", "exp_avg", "exp_avg_sq"):
-        assert measured.roles.get(role, 0) == plan.roles.get(role, 0), role
-    stays = sum(copy.stays for copy in staying(opt))
-    assert stays == sum(nbytes for one in plan.placed if one.tier == "device" for _, nbytes in one.tensors) > 0
-    assert measured.pinned == plan.pinned
 
 
 def test_a_frozen_parameter_that_stays_is_trained_again(device: PlayedDevice) -> None:
@@ -225,24 +139,6 @@ def test_a_step_that_finds_no_room_for_shadows_can_be_made_again(
     assert all(weight.eq(1.0).all() for weight in weights)
 
 
-def test_steps_with_one_thread_and_zero_grad_in_place(devices: Callable) -> None:
-    """Gradients that are zeroed in place, by zero_grad, are read before."""
-    row = row_of("plain", "fp32", steps=4)
-    found = []
-    for where in ("cpu", ["device:24KiB", "cpu"]):
-        device = devices(HostComputes)
-        model, opt = begun(device, row, where, zk.Delayed())
-        with one_thread():
-            for step in range(4):
-                backward(World(0, 1), row, model, step)
-                opt.step()
-                opt.zero_grad(set_to_none=False)
-        opt.flush()
-        device.synchronize()
-        found.append([param.detach().clone() for param in model.parameters()])
-    assert same_bits(*found)
-
-
 def test_a_predicted_step_falls_with_the_budget() -> None:
     """What stays is read and written once more on the device, where it is put in place."""
     found: list[list[float]] = []
@@ -275,7 +171,7 @@ def test_what_stays_is_updated_before_the_copies_of_what_does_not(
     monkeypatch.setattr(SplitCompute, "launch", told)
     device, recorder = PlayedDevice(down_gb_s=0.004), Recorder()
     training = PlayedTraining(device, (numel, numel, numel), dtype=torch.bfloat16, recorder=recorder)
-    tier = [f"device:{10 * numel}", "cpu"]
+    tier = [f"device:{10 * numel}B", "cpu"]
     optimizer = zk.AdamW(training.parameters, tier=tier, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
     optimizer.holdings.recorder = recorder
     training.train(optimizer, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.memory import HostTier
+from zerokern.optim.beside import SplitCompute
 from zerokern.optim.disk import Disk
 
 
@@ -24,45 +26,50 @@ def gradients(weights: list[nn.Parameter], value: float = 1.0) -> None:
         weight.grad = torch.full_like(weight, value)
 
 
-@each("schedule", ["sync", "overlap", "delayed", "delayed after 2"])
-def test_a_disk_that_cannot_be_read_leaves_what_is_on_the_device(schedule: str, devices: Callable, tier: Tier) -> None:
+FAULTS: dict[str, tuple[Any, str, str, type]] = {
+    "a read": (Disk, "fetch", "cpu:40KB", OSError),
+    "a launch": (SplitCompute, "_run", "cpu", torch.OutOfMemoryError),
+}
+
+
+@each("fault, schedule", itertools.product(FAULTS, ["sync", "overlap", "delayed", "delayed after 2"]))
+def test_a_step_that_fails_leaves_all_as_it_was(fault: str, schedule: str, devices: Callable, tier: Tier) -> None:
     """The step raises, nothing has changed, and the next one is made as if the one before had not been tried."""
+    owner, name, memory, error = FAULTS[fault]
+
+    def fail(*given: Any) -> None:
+        raise error("it failed")
+
     found = []
     for fails in (False, True):
         device = devices()
         torch.manual_seed(0)
         weights = [device.own(nn.Parameter(torch.randn(64, 64))) for _ in range(6)]
-        where = ["device:70KB", "cpu:40KB", tier(ring_nbytes="32K")]
+        where = ["device:70KB", memory, *([tier(ring_nbytes="32K")] if memory != "cpu" else [])]
         opt = zk.AdamW(weights, lr=0.1, tier=where, schedule=SCHEDULES[schedule], max_grad_norm=1.0)
-        for value in (1.0, 2.0):
-            gradients(weights, value)
-            opt.step()
+
+        def steps(*values: float, weights: Any = weights, opt: Any = opt, device: Any = device) -> None:
+            for value in values:
+                gradients(weights, value)
+                opt.step()
+                device.synchronize()
+            opt.flush()
             device.synchronize()
-        opt.flush()
-        device.synchronize()
+
+        steps(1.0, 2.0)
         before = [weight.detach().clone() for weight in weights]
         if fails:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Disk, "fetch", _fail)
-                gradients(weights, 3.0)
-                with pytest.raises(OSError, match="the disk failed"):
-                    opt.step()
+                patch.setattr(owner, name, fail)
+                with pytest.raises(error, match="it failed"):
+                    steps(3.0)
                 device.synchronize()
             assert same_bits(weights, before) and not opt.holdings.torn
             assert [int(entry["step"]) for entry in opt.state.values()] == [2] * 6
-        for value in (4.0, 5.0):
-            gradients(weights, value)
-            opt.step()
-            device.synchronize()
-        opt.flush()
-        device.synchronize()
+        steps(4.0, 5.0)
         found.append([weight.detach().clone() for weight in weights])
         opt.close()
     assert same_bits(*found)
-
-
-def _fail(*given: Any) -> None:
-    raise OSError("the disk failed")
 
 
 @each("where", ["cpu", "cpu and disk", "delayed"])
@@ -96,7 +103,7 @@ def test_a_replaced_parameter_shows_what_is_on_the_disk(tier: Tier) -> None:
     """Also before a step has met it, where updates are delayed."""
     for schedule in ("sync", zk.Delayed(after=9)):
         params = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
-        opt = zk.AdamW(params, tier=["cpu:9000", tier()], schedule=schedule)
+        opt = zk.AdamW(params, tier=["cpu:9000B", tier()], schedule=schedule)
         gradients(params)
         opt.step()
         expected = opt.state_dict()["state"]

@@ -17,15 +17,19 @@ Tier = Callable[..., zk.Nvme]
 
 
 @each("how", ["a setting", "a load"])
-def test_state_that_grows_beyond_the_budget_of_memory_goes_to_the_disk(how: str, tier: Tier) -> None:
-    """Momentum that is switched on, by hand or by what is loaded: 2 KB of a remainder become 6 KB, of 8 KiB."""
+@each("budget, grown", [(8, (6000, 6000)), (12, (12_000, 0))])
+def test_state_that_grows_beyond_the_budget_of_memory_goes_to_the_disk(
+    budget: int, grown: tuple[int, int], how: str, tier: Tier
+) -> None:
+    """Momentum that is switched on, by hand or by what is loaded: twice 2 KB of a remainder become 6 KB each, of 8 KiB;
+    12 KiB have room for both."""
 
     def one(where: Any) -> tuple[list[nn.Parameter], zk.SGD]:
         params = [nn.Parameter(torch.full((1000,), 1.0 + n, dtype=torch.bfloat16)) for n in range(2)]
         return params, zk.SGD(params, lr=0.1, tier=where)
 
     ends = []
-    for where in (["cpu:8KiB", tier()], "device"):
+    for where in ([f"cpu:{budget}KiB", tier()], "device"):
         params, opt = one(where)
         for step in range(4):
             if step == 2 and how == "a setting":
@@ -48,10 +52,8 @@ def test_state_that_grows_beyond_the_budget_of_memory_goes_to_the_disk(how: str,
             opt.step()
             if where != "device":
                 found = opt.statistics()
-                assert (found["state_bytes/cpu"], found["state_bytes/disk"]) == (
-                    (4000, 0) if step < 2 else (6000, 6000)
-                )
-                assert opt.holdings.room.kept_by().total() <= 8 << 10
+                assert (found["state_bytes/cpu"], found["state_bytes/disk"]) == ((4000, 0) if step < 2 else grown)
+                assert opt.holdings.room.kept_by().total() <= budget << 10
         ends.append((params, opt.state_dict()["state"]))
     assert same_bits(*(params for params, _ in ends))
     for number in range(2):

@@ -1,9 +1,9 @@
-"""zk.Muon at stage 3 with state on disk, where ranks have parts of matrices: bits, bytes, failures of one rank."""
+"""zk.Muon at stage 3 with state on disk, where ranks have parts of matrices, also on devices: bits, bytes, failures."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
+from muon_cases import RING, SMALL, Counts, failing, records
+from nvme_cases import READ, WRITE
 from offload_cases import SCHEDULES
 from optim_cases import BF16, FP32
 from tables import each
-from test_nvme_faults import READ, WRITE
 from torch import Tensor, nn
-from worlds import World, built, full, on_hybrid_threads, on_ranks, on_threads, ranked, refusal, says
+from waiting_device import HostComputes
+from worlds import World, built, full, on_threads, refusal, says
 
 import zerokern as zk
 from zerokern.core.errors import StateError
@@ -26,9 +28,9 @@ from zerokern.io import tier as tiers
 from zerokern.optim import Muon, binding
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.records import LEAST_SLOT, StateSpan, records_of
+from zerokern.zero.shard import shard_of
 
-RING = 8 * LEAST_SLOT  # slots of 256 KiB: 65,536 fp32 averages
-SMALL = {"state_format": "int8", "master_format": "split8"}
+SLOW = {"stretch": 0.001, "poison": True}
 IDLE = {0: ("blocks.0.0.weight", "blocks.1.2.weight"), 3: ("blocks.0.1.weight",)}
 
 
@@ -93,17 +95,15 @@ def train(world: World, model: nn.Module, opt: Muon, steps: range, idle: bool = 
     opt.flush()
 
 
-def trained(
-    world: World, where: Any, schedule: str, dtype: torch.dtype = FP32, rests: Any = "device", **settings: Any
-) -> tuple[dict[str, Tensor], Muon]:
-    model = world.shard(built(lambda: Model(dtype)), stage=3, tier=rests)
-    opt = muon(model, where, schedule, max_grad_norm=0.5, **settings)
-    train(world, model, opt, range(5))
-    return full(model), opt
-
-
-def records(opt: Muon) -> list[Any]:
-    return list(opt.holdings.disk.records.values())
+def made(
+    world: World, where: Any, schedule: str, device: Any = None, dtype: torch.dtype = FP32, **settings: Any
+) -> Any:
+    """A model, on a device if there is one, and its optimizer."""
+    model = world.shard(built(lambda: Model(dtype)), stage=3)
+    for param in model.parameters() if device is not None else ():
+        device.own(param)
+        device.own(shard_of(param).piece)
+    return model, muon(model, where, schedule, ns_dtype="fp32", **settings)
 
 
 def table(opt: Muon) -> Any:
@@ -118,65 +118,33 @@ def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 # Bits.
 
 
-def of_one_tier(world: World, where: Sequence[Any], schedule: str, dtype: torch.dtype, formats: dict) -> None:
-    mine, opt = trained(world, where[world.rank], schedule, dtype, **formats)
-    same(mine, trained(world, "cpu" if schedule == "delayed" else "device", schedule, dtype, **formats)[0])
-    assert not table(opt)._directions and not table(opt)._factors and not table(opt).spare.nbytes
-    there = ["on_disk" in entry for entry in opt.holdings.held.values()]
+def of_one_tier(
+    world: World, where: Sequence[Any], schedule: str, dtype: torch.dtype, formats: dict, played: bool = False
+) -> None:
+    in_memory = "cpu" if schedule == "delayed" else "device"
+    device = HostComputes(**SLOW) if played else None
+    mine, ours = made(world, where[world.rank], schedule, device, dtype, max_grad_norm=0.5, **formats)
+    model, opt = made(world, in_memory, "sync" if played else schedule, None, dtype, max_grad_norm=0.5, **formats)
+    for one in ((mine, ours), (model, opt)):
+        train(world, *one, range(5))
+    same(full(mine), full(model))
+    if device is not None:
+        device.synchronize()
+    assert not table(ours)._directions and not table(ours)._factors and not table(ours).spare.nbytes
+    there = ["on_disk" in entry for entry in ours.holdings.held.values()]
     assert all(there) if isinstance(where[0], Nvme) else set(there) == {False, True} or not world.rank
+    ours.close()
+    if device is not None:
+        gc.collect()
+        device.close()
 
 
-FORMATS = [
-    (FP32, {}),
-    (BF16, {}),
-    (BF16, SMALL),
-    (BF16, {"master_format": "fp32", "state_format": "bf16"}),
-    (BF16, {"master_format": "none", "stochastic_seed": 3}),
-]
-ROWS = [(2, "overlap", *FORMATS[1]), (3, "sync", *FORMATS[0]), (3, "delayed", *FORMATS[2]), (2, "sync", *FORMATS[4])]
-
-
-@each("size, schedule, dtype, formats", ROWS)
-def test_the_bits_of_state_in_memory(
-    size: int, schedule: str, dtype: torch.dtype, formats: dict, folders: Folders
-) -> None:
-    on_threads(size, of_one_tier, folders(size), schedule, dtype, formats)
-
-
-@pytest.mark.slow
-@each("size", [2, 3, 4])
-@each("schedule", ["sync", "overlap", "delayed"])
-@each("dtype, formats", FORMATS)
-def test_every_format_and_schedule(
-    size: int, schedule: str, dtype: torch.dtype, formats: dict, folders: Folders
-) -> None:
-    on_threads(size, of_one_tier, folders(size), schedule, dtype, formats)
-
-
-@each("schedule", ["sync", "overlap", "delayed"])
-def test_ranks_may_have_other_matrices_on_disk(schedule: str, folders: Folders) -> None:
-    """By budgets of their own; the first one has room for nearly all."""
-    budgets = zip(["cpu:1MiB", "cpu:300KiB", "cpu:1KiB"], folders(3), strict=True)
-    on_threads(3, of_one_tier, [list(pair) for pair in budgets], schedule, BF16, {})
-
-
-@pytest.mark.slow
-@each("schedule", ["overlap", "delayed"])
-def test_parameters_may_rest_on_a_disk_too(schedule: str, folders: Folders, tmp_path: Path) -> None:
-    where = folders(2)
-
-    def work(world: World) -> None:
-        rests = Nvme(tmp_path / f"parameters of {world.rank}")
-        mine, _ = trained(world, where[world.rank], schedule, rests=rests)
-        same(mine, trained(world, "device", "sync" if schedule == "overlap" else schedule)[0])
-
-    on_threads(2, work)
-
-
-@pytest.mark.slow
-def test_each_replica_has_records_of_its_own(folders: Folders) -> None:
-    where = folders(4)
-    on_hybrid_threads(2, 2, ranked(of_one_tier), where, "overlap", BF16, {})
+@each("schedule, played", [("overlap", False), ("sync", True)])
+def test_ranks_may_have_other_matrices_elsewhere(schedule: str, played: bool, folders: Folders) -> None:
+    """On a device, in host memory and on a disk, by budgets of their own, of the matrices of one round."""
+    budgets = [["cpu:1MiB"], ["device:100KiB", "cpu:300KiB"], ["cpu:20KiB"]]
+    where = [[*some, disk] for some, disk in zip(budgets, folders(3), strict=True)]
+    on_threads(3, of_one_tier, where, schedule, BF16, {}, played)
 
 
 def test_settings_may_change_between_steps(folders: Folders) -> None:
@@ -219,6 +187,7 @@ def test_what_shares_records() -> None:
         StateSpan(0, exact, [part("c", 0, 0)], 7),
         StateSpan(40, own, [part("d", 0, 40)], 8),
         StateSpan(50, exact, [part("a", 0, 50)], 7),
+        StateSpan(70_100, own, [part("e", 0, 100), part("e", 100, 70_000)], 9),
     ]
     found = [
         [(one.span, one.start, one.numel, "".join(slot.key[0] for slot in one.slots)) for one in cuts]
@@ -229,6 +198,7 @@ def test_what_shares_records() -> None:
         [(5, 0, 50, "m")], [(2, 0, 65_536, "m")], [(2, 65_536, 34_464, "m")], [(0, 0, 10, "m"), (0, 10, 20, "m")],
         [(5, 0, 50, "r"), (2, 0, 100_000, "r"), (0, 0, 10, "r"), (0, 10, 20, "r")],
         [(4, 0, 40, "m")],
+        [(6, 0, 100, "m")], [(6, 100, 65_536, "m")], [(6, 65_636, 4_464, "m")],
     ]  # fmt: skip
 
 
@@ -259,6 +229,27 @@ def test_a_step_reads_and_writes_each_byte_once(
         assert sum(moved) == pytest.approx(wanted, rel=0.01)
 
 
+def test_each_byte_of_state_is_read_written_and_copied_once(folders: Folders) -> None:
+    where = folders(2)
+
+    def work(world: World) -> None:
+        device = Counts()
+        model, opt = made(world, where[world.rank], "sync", device, BF16, **SMALL)
+        train(world, model, opt, range(1), idle=False)
+        device.synchronize()
+        before, device.copied = opt.holdings.disk.tier.swap.stats(), dict.fromkeys(device.copied, 0)
+        train(world, model, opt, range(2, 3), idle=False)
+        device.synchronize()
+        after, kept = opt.holdings.disk.tier.swap.stats(), sum(record.nbytes for record in records(opt))
+        assert [after[way] - before[way] for way in ("read_nbytes", "written_nbytes")] == [kept, kept]
+        assert device.copied["up"] == device.copied["down"] == kept
+        assert opt.holdings.room.nbytes == 0
+        opt.close()
+        device.close()
+
+    on_threads(2, work)
+
+
 def test_what_is_here_of_a_round_is_in_memory_beside_it(folders: Folders) -> None:
     """Directions and factors of the matrices of a round, and of what shares a record with them."""
     where = folders(2)
@@ -286,58 +277,21 @@ def test_what_is_here_of_a_round_is_in_memory_beside_it(folders: Folders) -> Non
 # State, in and out.
 
 
-@ranked
-def saves_and_loads(world: World, folder: Path, leg: int, stage: int, settings: dict) -> None:
-    """Trains a step from what was saved before, and saves again: with state on disk, and with state in memory."""
-    found = []
-    for kind in ("disk", "device"):
-        model = built(lambda: Model(BF16))
-        world.shard(model, stage=stage, whole=list(model.parameters()) if stage in (1, 2) else None)
-        opt = muon(model, Nvme(folder / f"ring {leg}", ring_nbytes=RING) if kind == "disk" else kind, **settings)
-        if leg:
-            zk.load(folder / f"{kind} {leg - 1}", model, opt)
-        train(world, model, opt, range(2 * leg, 2 * leg + 1), idle=False)
-        zk.save(folder / f"{kind} {leg}", model, opt)
-        opt.load_state_dict(opt.state_dict())
-        train(world, model, opt, range(2 * leg, 2 * leg + 1), idle=False)
-        assert kind == "device" or records(opt)
-        found.append(full(model))
-    same(*found)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_from_two_ranks_to_three(tmp_path: Path) -> None:
-    for leg, size in enumerate((2, 3)):
-        on_ranks(size, saves_and_loads, tmp_path, leg, 3, {})
-
-
-@pytest.mark.slow
-@each("settings", [{}, SMALL])
-def test_a_checkpoint_goes_from_any_layout_into_any_other(settings: dict, tmp_path: Path) -> None:
-    for leg, (size, stage) in enumerate([(1, 0), (2, 3), (3, 3), (2, 2), (2, 3), (1, 3)]):
-        on_ranks(size, saves_and_loads, tmp_path, leg, stage, settings)
-
-
 # What fails.
 
 
-def failing(op: int, number: int) -> Faults:
-    """The first transfer of a record fails, once. Records are as long as slots, as far as these tests fail them."""
-    at = number * LEAST_SLOT
-    return Faults(fail_op=op, fail_begin=at, fail_end=at + 1, fail_count=1, fail_errno=errno.EIO)
-
-
-@each("op, number, schedule", [
-    (READ, 0, "sync"), (READ, 2, "overlap"), (READ, 2, "delayed"), (WRITE, 0, "overlap"), (WRITE, 2, "sync"),
+@each("op, number, schedule, played", [
+    (READ, 0, "sync", False), (READ, 2, "overlap", True), (READ, 2, "delayed", False), (WRITE, 0, "overlap", False),
+    (WRITE, 0, "overlap", True), (WRITE, 2, "sync", False), (WRITE, 2, "sync", True),
 ])  # fmt: skip
 def test_a_disk_that_fails_on_one_rank_ends_the_step_on_all(
-    op: int, number: int, schedule: str, folders: Folders
+    op: int, number: int, schedule: str, played: bool, folders: Folders
 ) -> None:
     where = folders(3, faults=(2, failing(op, number)))
 
     def work(world: World) -> None:
-        model = world.shard(built(Model), stage=3)
-        opt = muon(model, where[world.rank], schedule)
+        device = HostComputes() if played else None
+        model, opt = made(world, where[world.rank], schedule, device)
 
         def step() -> None:
             model(torch.ones(2, 8)).square().mean().backward()
@@ -353,7 +307,11 @@ def test_a_disk_that_fails_on_one_rank_ends_the_step_on_all(
             except (zk.IoError, zk.CommError, StateError) as error:
                 said.append(str(error))
         says(said[0], ["state/00000", "Input/output error"])
-        says(refusal(opt.step, (StateError, zk.CommError)), ["load a checkpoint"])
+        told = [refusal(opt.step, (zk.IoError, StateError, zk.CommError)) for _ in range(1 + played)]
+        says(told[-1], ["load a checkpoint"])
+        if device is not None:
+            with contextlib.suppress(zk.CommError):  # what others were told on the device, too
+                device.close()
 
     on_threads(3, work, timeout=30.0)
 
@@ -382,7 +340,7 @@ def test_ranks_of_which_one_has_no_disk_are_told_so(folders: Folders) -> None:
         model = world.shard(built(Model), stage=3)
         opt = muon(model, where[world.rank])
         model(torch.ones(2, 8)).square().mean().backward()
-        says(refusal(opt.step, StateError), ["on a disk", "not so on others"])
+        says(refusal(opt.step, StateError), ["tier is one with a disk", "not so on others"])
 
     on_threads(2, work)
 
@@ -400,3 +358,20 @@ def test_a_record_out_of_turn_is_refused(folders: Folders, monkeypatch: pytest.M
     made = binding.in_rounds
     monkeypatch.setattr(binding, "in_rounds", lambda *given: made(*given)[::-1])
     on_threads(2, work)
+
+
+def test_an_iteration_that_fails_on_one_rank_ends_the_step_on_all(folders: Folders) -> None:
+    """On its device, while others wait for the round."""
+    where = folders(2)
+
+    def work(world: World) -> None:
+        model, opt = made(world, where[world.rank], "sync", HostComputes())
+        train(world, model, opt, range(1), idle=False)
+        model(torch.ones(2, 8)).square().mean().backward()
+        table = opt.holdings.bound.binding.compute.table
+        if world.rank == 1:
+            table._orthogonalize = mock.Mock(side_effect=RuntimeError("no such matrix"))
+        says(refusal(opt.step, (RuntimeError, zk.CommError, StateError)), ["no such matrix"])
+        says(refusal(opt.step, (StateError, zk.CommError)), ["load a checkpoint"])
+
+    on_threads(2, work, timeout=30.0)

@@ -219,41 +219,22 @@ class Noted:
         return lambda **_: self.said.append(f"{verb} {self.name}")
 
 
-def binding_of(names: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Binding:
+def test_what_was_fetched_for_a_turn_that_does_not_come_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is made turn by turn, of parameters that rest in a place of their own each."""
-    params = [nn.Parameter(torch.ones(4)) for _ in names]
-    for name, param in zip(names, params, strict=True):
+    said: list[str] = []
+    params = [nn.Parameter(torch.ones(4)) for _ in "abcd"]
+    for name, param in zip("abcd", params, strict=True):
         param.grad, param.zk_rest = torch.ones(4), Noted(name, said)
     opt = zk.SGD(params, lr=0.1)
     survey = Survey(opt.param_groups, opt._algorithm.layout)
     tier = StateTier(opt._algorithm, WatchedState(), [0.0])
     binding = Binding(survey, opt.param_groups, tier, HostCompute(), previous=None, witness=None)
-    run = binding.compute.run
-
-    def told(scale: float, begin: int, end: int) -> None:
-        said.append(f"update {names[begin]}")
-        run(scale, begin, end)
-
-    monkeypatch.setattr(binding.compute, "run", told)
-    binding.arrange([(place,) for place in range(len(names))], list(names))
+    binding.arrange([(place,) for place in range(4)], list("abcd"))
     binding.prepare([opt._algorithm.checked(group) for group in opt.param_groups], survey.gradient_pointers)
-    return binding
-
-
-def test_what_the_next_turn_needs_is_on_its_way_while_one_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    binding = binding_of("ab", said, monkeypatch)
-    for turn in range(2):
-        binding.take_turn(turn, 1.0)
-    assert said == ["fetch a", "fetch b", "wait a", "change a", "update a", "leave a",
-                    "wait b", "change b", "update b", "leave b"]  # fmt: skip
-    assert binding.carried_out
-
-
-def test_what_was_fetched_for_a_turn_that_does_not_come_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    binding = binding_of("abcd", said, monkeypatch)
+    run = binding.compute.run
+    monkeypatch.setattr(binding.compute, "run", lambda *given: (said.append("update a"), run(*given)))
     binding.take_turn(0, 1.0)
+    assert said == ["fetch a", "fetch b", "wait a", "change a", "update a", "leave a", "fetch c"], "b is on its way"
     binding.break_off()
     assert binding.torn and not binding.carried_out
     fetched, left = ([one[-1] for one in said if one.startswith(verb)] for verb in ("fetch", "leave"))

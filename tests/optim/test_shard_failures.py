@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from optim_cases import FP32, MAKERS, same_bits
 from shard_double import Divided, gradients, on_ranks
 from tables import each
 from torch import nn
-from worlds import built, ranked, run_ranks
+from worlds import STAGES, built, on_threads, ranked, refusal, run_ranks, says
 
 import zerokern as zk
+from zerokern.comm import Group
 from zerokern.io import Nvme
 from zerokern.optim.accord import Accord
 
@@ -78,6 +80,69 @@ def test_a_setting_on_a_device_is_not_read() -> None:
         accord.begin()
         accord.settings = [{"lr": torch.tensor(rate).as_subclass(There), "eps": 0.5}]
         assert accord.total([4.0], skip=False) == 4.0
+
+
+# two values of each setting
+DIFFER: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value"), (0.5, 0.25)),
+    **dict.fromkeys(("amsgrad", "foreach", "capturable", "differentiable"), (None, False)),
+    **dict.fromkeys(("maximize", "nesterov"), (True, False)),
+    "betas": ((0.5, 0.75), (0.5, 0.5)),
+    "momentum": (0.5, 0.75),
+    "dampening": (0.0, 0.5),
+    "fused": (None, True),
+    "ns_coefficients": ((3.0, -4.0, 1.0), (3.0, -4.0, 2.0)),
+    "ns_steps": (3, 4),
+    "ns_dtype": ("bf16", "fp32"),
+    "adjust_lr_fn": ("original", "match_rms_adamw"),
+    "split": (1, 2),
+    "tier": ("cpu", Nvme("unused")),
+    "schedule": ("sync", "overlap"),
+    "update": ("host", "device"),
+    "state_format": ("fp32", "bf16"),
+    "master_format": (None, "none"),
+    "stochastic_seed": (None, 1),
+    "max_grad_norm": (1.0, 0.5),
+    "group": (None, Group(0, 1, torch.device("cpu"), "alone")),
+}
+BESIDE: dict[str, dict[str, Any]] = {  # without which it means nothing
+    "stochastic_seed": {"master_format": "none"},
+    "nesterov": {"momentum": 0.5},
+}
+
+
+# each with the options that those before it have not
+KINDS = [zk.AdamW, zk.Adagrad, zk.SGD, zk.Muon]
+OPTIONS = [set(inspect.signature(kind).parameters) for kind in KINDS]
+NEW = [sorted(own.difference(*OPTIONS[:place])) for place, own in enumerate(OPTIONS)]
+
+
+@each("stage", STAGES)
+def test_each_setting_that_differs_is_refused_by_name_in_the_first_step(stage: int) -> None:
+    """Also one that is new: there is no list of those that are compared."""
+
+    def differs(world: World, model: nn.Module, kind: Any, name: str) -> None:
+        params = list(model.parameters())
+        if name == "params":
+            opt, named = kind(params[: 2 - world.rank]), "param_groups[0] lacks 1.weight"
+        else:
+            given = {name: DIFFER[name][world.rank], **BESIDE.get(name, {})}
+            opt, named = kind(params, **given), f"{'beta2' if name == 'betas' else name} "
+        says(refusal(opt.step, zk.StateError), [named, "not so on others", "Nothing was changed"])
+
+    def work(world: World) -> None:
+        for kind, names in zip(KINDS, NEW, strict=True):
+            model = built(lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
+            world.shard(model, stage=stage, **({"whole": ["*.weight"]} if kind is zk.Muon and stage in (1, 2) else {}))
+            before = weights_of(model)
+            model(torch.ones(2, 4)).square().mean().backward()
+            for name in names:
+                differs(world, model, kind, name)
+            chain = zk.ChainedOptimizer([kind(model.parameters())], max_grad_norm=1.0 + world.rank)
+            says(refusal(chain.step, zk.StateError), ["max_grad_norm is 2.0, and not so on others"])
+            assert same_bits(weights_of(model).values(), before.values())
+
+    on_threads(2, work)
 
 
 @ranked

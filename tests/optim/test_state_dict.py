@@ -9,8 +9,6 @@ import pytest
 import torch
 from optim_cases import (
     BF16,
-    FORMATS,
-    MAKERS,
     contents,
     copies,
     make_params,
@@ -57,22 +55,6 @@ def test_torch_checkpoints_load_in_both_directions(peer: str, from_torch: bool) 
         torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
         for key, value in reference.state[twin].items():
             torch.testing.assert_close(after.state[param][key], value, rtol=2e-6, atol=2e-6)
-
-
-@each("name, state_format, dtype, master_format", FORMATS)
-def test_resuming_gives_the_same_bits(
-    name: str, state_format: str, dtype: torch.dtype, master_format: str | None
-) -> None:
-    formats = {"state_format": state_format, "master_format": master_format}
-    params = make_params((5, 300), dtype)
-    optimizer = MAKERS[name](params, **formats)
-    train(optimizer, params, 2)
-    resumed = copies(params)
-    again = MAKERS[name](resumed, **formats, lr=0.5)
-    again.load_state_dict(through_disk(optimizer.state_dict()))
-    train(optimizer, params, 2, start=2)
-    train(again, resumed, 2, start=2)
-    assert same_bits(contents(optimizer, params), contents(again, resumed))
 
 
 def test_keys_are_torchs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,39 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return x
+
+
+@each("stage", [None, 0, 1, 2, 3])
+@each("first", [zk.Muon, zk.AdamW])
+def test_a_parameter_that_two_optimizers_step_is_named(stage: int | None, first: type) -> None:
+    """With the same gradients; one after the other, each in steps of its own, they may."""
+    model = Net()
+    names = [f"blocks.{number}.weight" for number in range(3)]
+    matrices = [(name, param) for name, param in model.named_parameters() if name in names]
+    if stage is not None:
+        zk.shard(model, stage=stage, **({"whole": names} if stage in (1, 2) else {}))
+
+    def make(kind: type, matrices: list) -> torch.optim.Optimizer:
+        return kind(matrices) if kind is zk.Muon else kind(model.named_parameters())
+
+    def said(kinds: list[type], apart: bool) -> list[str]:
+        opts = [make(kind, matrices) for kind in kinds]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(torch.ones(2, 5)).square().mean().backward()
+                for opt in opts:
+                    opt.step()
+                    if apart:
+                        model.zero_grad()
+                        model(torch.ones(2, 5)).square().mean().backward()
+                model.zero_grad()
+        return [str(one.message) for one in told]
+
+    kinds = [first, zk.AdamW if first is zk.Muon else zk.Muon]
+    (told,) = said(kinds, apart=False)
+    assert f"{kinds[1].__name__}.step() updates {', '.join(names)} with gradients that {first.__name__}.step()" in told
+    assert not said(kinds, apart=True) and not said([zk.AdamW], apart=False)
 
 
 READS: dict[str, Callable[[list, nn.Module], object]] = {

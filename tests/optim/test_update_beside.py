@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import BUCKET_NBYTES, Row, forward, on_device, optimizer_of
+from offload_cases import Row, forward, on_device, optimizer_of
 from optim_cases import same_bits
 from tables import each
-from test_programs_ran import Submitted, planned_for, submitted, the_same_ops  # noqa: F401
 from waiting_device import HostComputes
-from worlds import World, alone, built, on_threads
+from worlds import World, alone, built
 from zero_cases import IN, OUT
 
 import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.played_units import PlayedUnits
-from zerokern.optim import beside, holdings, rates, streamed
-from zerokern.optim.rates import Amounts, Beside, Rates
-from zerokern.planner import forecast
+from zerokern.optim import beside, streamed
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shard_of
 
@@ -69,15 +66,20 @@ def played_units(update: str, stage: int, device: PlayedDevice, **seconds: float
     return values, events, opt
 
 
-@each("stage", [1, 2, 3])
+@each("stage", [0, 1, 2, 3])
 def test_a_forward_waits_for_its_own_part_and_runs_beside_the_next(stage: int) -> None:
-    """By the clock of the device: a forward begins when its part has been updated, and before the next one has."""
+    """By the clock of the device: a forward begins when its part has been updated, and before the next one has.
+
+    At stage 0 gradients are plain tensors, which anybody may write: they are read before the program goes on."""
     values, events, _ = played_units("device", stage, PlayedDevice(LINK, LINK), forward_seconds=0.004)
     expected, _, _ = played_units("host", stage, PlayedDevice())
     assert same_bits(values, expected)
     at = {(event.step, event.verb, event.what): event for event in events}
+    last = len(UNITS) - 1
     for step in range(1, STEPS):
-        last = len(UNITS) - 1
+        if not stage:
+            assert at[step + 1, "Forward", "0"].begin_ns >= at[step, "Step", f"bucket {last}"].end_ns
+            continue
         for number in range(last + 1):
             begun, updated = at[step + 1, "Forward", str(number)].begin_ns, at[step, "Step", f"bucket {number}"].end_ns
             assert begun >= updated, f"forward {number} of step {step + 1} comes before its update"
@@ -90,18 +92,6 @@ def test_a_forward_waits_for_its_own_part_and_runs_beside_the_next(stage: int) -
         for number in range(last + 1):
             stored = at[step, "Store", f"bucket {number} state"].end_ns
             assert number == last or stored < at[step + 1, "Step", f"bucket {number}"].begin_ns
-
-
-def test_gradients_of_the_programs_own_are_read_before_it_goes_on(devices: Callable) -> None:
-    """At stage 0 they are plain tensors, which anybody may write."""
-    values, events, _ = played_units("device", 0, devices(down_gb_s=LINK, up_gb_s=LINK))
-    expected, _, _ = played_units("host", 0, devices())
-    assert same_bits(values, expected)
-    at = {(event.step, event.verb, event.what): event for event in events}
-    assert all(
-        at[step + 1, "Forward", "0"].begin_ns >= at[step, "Step", f"bucket {len(UNITS) - 1}"].end_ns
-        for step in range(1, STEPS)
-    )
 
 
 def test_an_update_comes_behind_backward_where_nobody_asks_for_a_norm(devices: Callable) -> None:
@@ -219,115 +209,4 @@ def test_a_launch_that_fails_under_way_is_told(failing: int, torn: bool, monkeyp
     opt.step()
     opt.flush()
     device.synchronize()
-    device.close()
-
-
-def stepped(world: World, stage: int, schedule: str, chosen: list[str], monkeypatch: Any) -> list[Any]:
-    device, row = HostComputes(stretch=5e-4), Row(f"stage {stage}", "bf16", "often")
-    device.chosen = chosen[world.rank]  # type: ignore[attr-defined]
-    model = row.model(world)
-    on_device(device, row, model)
-    opt = optimizer_of(row, model, tier="cpu", schedule=schedule, update="auto")
-    for step in range(4):
-        forward(world, row, model, step).backward()
-        opt.step()
-        opt.zero_grad()
-    opt.flush()
-    assert opt.holdings.updated_on == chosen[world.rank], opt.holdings.why
-    values = [shard_of(param).piece.detach().clone() for param in model.parameters()]  # type: ignore[union-attr]
-    device.close()
-    return values
-
-
-@each("schedule", ["sync", "overlap"])
-@each("stage", [0, 1, 2, 3])
-def test_ranks_may_choose_differently(stage: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they exchange, and in which order, is the same in both places: each decides by itself, and nobody waits."""
-
-    def measured(link: Any, *_: Any) -> Rates:
-        return Rates(1e9, 1e9, 1e9, host_s=1.0 if link.driver.chosen == "device" else 1e-9)
-
-    monkeypatch.setattr(holdings, "measured_rates", measured)
-    found = {
-        chosen: on_threads(2, stepped, stage, schedule, list(chosen), monkeypatch)
-        for chosen in (("host", "host"), ("host", "device"), ("device", "host"))
-    }
-    for values in found.values():
-        assert all(same_bits(*pair) for pair in zip(values, found["host", "host"], strict=True))
-
-
-GB = 10**9
-AMOUNTS = {"grads": 2 * GB, "params": 2 * GB, "state": 10 * GB, "fill": 0.0}
-
-
-@each("host_s, link, forward_s, streams, chosen", [
-    (0.43, 50, 0.1, True, "device"),
-    (0.13, 50, 0.1, True, "host"),  # 0.2 s of streaming are longer than 0.13
-    (0.13, 400, 0.1, True, "device"),
-    (0.19, 50, 0.01, True, "device"),  # gradients have little to hide behind
-    (0.19, 50, 0.05, True, "host"),
-    (0.13, 50, 0.4, False, "host"),  # which forwards hide, and only there
-    (0.13, 400, 0.01, False, "device"),
-])  # fmt: skip
-def test_auto_weighs_what_forward_and_backward_leave_bare(
-    host_s: float, link: float, forward_s: float, streams: bool, chosen: str
-) -> None:
-    both = link * GB
-    amounts = Amounts(**AMOUNTS, beside=Beside(forward_s, 2 * forward_s, 100, streams))  # type: ignore[arg-type]
-    measured = Rates(both, both, both, host_s)
-    assert measured.choose("overlap", amounts) == chosen, measured.seconds("overlap", amounts)
-    assert f"beside {1e3 * forward_s:.3g} ms of forward" in measured.told("overlap", amounts)
-
-
-def test_auto_times_the_last_backward_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Beside] = []
-    compute_of = rates.compute_of
-
-    def told(*given: Any) -> Beside:
-        seen.append(compute_of(*given))
-        return seen[-1]
-
-    monkeypatch.setattr(holdings, "compute_of", told)
-    monkeypatch.setattr(holdings, "measured_rates", lambda *_: Rates(1e9, 1e9, 1e9, 1.0))
-    device = PlayedDevice()
-    model = PlayedUnits(device, UNITS, forward_seconds=0.01, backward_seconds=0.02)
-    model.placed(lambda model: zk.shard(model, stage=2, bucket_bytes=1))
-    opt = zk.AdamW(model.parameters(), tier="cpu", schedule="overlap", update="auto")
-    for batch in range(3):
-        model(batch).backward()
-    opt.step()
-    (found,) = seen
-    assert 0.1 <= found.backward_s < 0.15 + 0.1 and found.forward_s == found.backward_s / 2
-    assert found.parts == len(UNITS) and found.streams
-    assert "update='auto' (device: an update takes" in repr(opt) and "ms of forward" in repr(opt)
-    opt.flush()
-    device.synchronize()
-    device.close()
-
-
-@each("stage", [1, 2, 3])
-def test_the_program_is_the_one_that_a_plan_predicts_with(
-    stage: int,
-    submitted: Callable[[Recorder], list[Submitted]],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(forecast, "SPANS", 10**6)
-    device, row, recorder = HostComputes(), Row(f"stage {stage}", "bf16", "often"), Recorder()
-
-    def run(world: World) -> None:
-        model = row.model(world)
-        on_device(device, row, model)
-        opt = optimizer_of(row, model, tier="cpu", schedule="overlap", update="device")
-        opt.holdings.recorder = recorder
-        for step in range(STEPS):
-            forward(world, row, model, step).backward()
-            opt.step()
-            opt.zero_grad()
-        opt.flush()
-
-    alone(run)
-    runs = submitted(recorder)
-    the_same_ops([event for event in recorder.events if event.step < len(runs)], runs[:-1], model_since=2)
-    assert planned_for(row, "overlap", world=1, update="device", device="cuda") == list(runs[-1].program.ops)
-    assert BUCKET_NBYTES and any(op.verb == "Step" and op.lane == "up" for op in runs[-1].program.ops)
     device.close()

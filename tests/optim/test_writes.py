@@ -56,25 +56,6 @@ def test_a_write_from_outside_becomes_the_master(master_format: str, key: str, h
         assert same_bits([optimizer.state[param][key] for param in params[:4]], others)
 
 
-@pairwise
-@each(
-    "tier, schedule", [("device", "sync"), ("disk", "sync"), ("cpu", "sync"), ("cpu", "overlap"), ("cpu", zk.Delayed())]
-)
-@each("dtype, master_format", [(FP32, None), (BF16, "split16"), (BF16, "fp32"), (FP16, None)])
-def test_writes_that_nobody_counts_last_once_masters_are_refreshed(
-    dtype: torch.dtype, master_format: str | None, tier: str, schedule: object, tmp_path: Path
-) -> None:
-    where = zk.Nvme(tmp_path) if tier == "disk" else tier
-    optimizer, params = trained(master_format, dtype, tier=where, schedule=schedule, weight_decay=0.0)
-    optimizer.flush()
-    params[4].detach().data.fill_(7.0)
-    optimizer.refresh_masters()
-    optimizer.param_groups[0].update(lr=0.0)
-    train(optimizer, params, 2, start=3)
-    optimizer.flush()
-    assert params[4].eq(7.0).all()
-
-
 @each("tier, schedule", [("disk", "sync"), ("disk", zk.Delayed()), ("cpu", zk.Delayed()), ("device", zk.Delayed())])
 @each("dtype, master_format", [(FP32, None), (BF16, "split16"), (BF16, "fp32"), (FP16, None)])
 def test_memory_that_is_given_out_again_at_the_same_address_is_other_memory(

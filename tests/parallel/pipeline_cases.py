@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worlds import built, full
 
 import zerokern as zk
+from zerokern.comm import Group
 
 B, W = (pipelining.schedules._ComputationType.from_str(word) for word in "BW")
 CPU = torch.device("cpu")
@@ -220,3 +222,30 @@ class Alone:
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: Any = "") -> None:
+    assert found
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), (where, name, (value - expected[name]).abs().max().item())
+
+
+class Counted:
+    """Collectives of the library, by name, as they begin."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        for name in ("reduce_scatter", "all_gather", "all_reduce", "publish"):
+            setattr(Group, name, self._counting(name, getattr(Group, name)))
+
+    def _counting(self, name: str, call: Any) -> Any:
+        def counted(group: Group, tensor: torch.Tensor, *more: Any, **settings: Any) -> Any:
+            if tensor.is_floating_point():  # and not the byte per parameter that says which have a gradient
+                self.names.append(name)
+            return call(group, tensor, *more, **settings)
+
+        return counted
+
+    def take(self) -> dict[str, int]:
+        found, self.names = Counter(self.names), []
+        return dict(found)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import SCHEDULES, Alone, Pipeline, batch, gradients, parameters, pipeline
+from pipeline_cases import SCHEDULES, Alone, Counted, Pipeline, batch, gradients, parameters, pipeline, same
 from worlds import World, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
-from zerokern.comm import Group
 
 
 @ranked
@@ -40,12 +38,6 @@ def trained(
                 same(parameters(pipe.models), alone.parameters(), (name, stage, step))
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: Any) -> None:
-    assert found
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), (where, name, (value - expected[name]).abs().max().item())
-
-
 def test_the_bits_of_one_process() -> None:
     on_ranks(4, trained, [("ZBVZeroBubble", 3)], 2, 1, {})
 
@@ -63,27 +55,6 @@ def test_every_schedule_has_the_bits_of_one_process(schedules: list[str]) -> Non
 ], ids=["state in host memory", "delayed"])  # fmt: skip
 def test_the_bits_of_one_process_at_other_tiers_and_times(settings: dict[str, Any]) -> None:
     on_ranks(4, trained, [("1F1B", 2), ("InterleavedZeroBubble", 3)], 3, 1, settings)
-
-
-class Counted:
-    """Collectives of the library, by name, as they begin."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        for name in ("reduce_scatter", "all_gather", "all_reduce", "publish"):
-            setattr(Group, name, self._counting(name, getattr(Group, name)))
-
-    def _counting(self, name: str, call: Any) -> Any:
-        def counted(group: Group, tensor: torch.Tensor, *more: Any, **settings: Any) -> Any:
-            if tensor.is_floating_point():  # and not the byte per parameter that says which have a gradient
-                self.names.append(name)
-            return call(group, tensor, *more, **settings)
-
-        return counted
-
-    def take(self) -> dict[str, int]:
-        found, self.names = Counter(self.names), []
-        return dict(found)
 
 
 @ranked

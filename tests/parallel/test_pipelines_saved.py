@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layout_cases import Laid, mesh_of
-from pipeline_cases import Alone, batch, gradients, parameters, part, pipeline, whole
+from pipeline_cases import Alone, batch, gradients, parameters, part, pipeline, same, whole
 from safetensors.torch import load_file
 from tied_cases import Pipe
 from tied_cases import batch as tied_batch
@@ -64,12 +64,6 @@ def there_and_back(world: World, folder: Path, cuts: list[tuple[str, int]]) -> N
                 one.step()
                 one.zero_grad()
             same(parameters(pipe.models), kept.parameters())
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found
-    for key, one in found.items():
-        assert torch.equal(one, expected[key]), key
 
 
 def no_whole_model(folder: Path) -> None:

@@ -132,7 +132,7 @@ def added_up(world: World, stage: int) -> None:
         param.grad = None
     for model in pipe.models:
         if model.head is not None:
-            model.head.forward = lambda x: x.repeat(1, 1, 9)[..., :WORDS]  # type: ignore[method-assign]
+            model.head.forward = lambda x: x.repeat(1, 1, 9)[..., :WORDS].contiguous()  # type: ignore[method-assign]
     pipe.step(*batch(0, 2, pipe.dp))
     found = gradients(pipe.models)
     told = world.exchange({name: one.abs().sum().item() for name, one in found.items() if WORDS in one.shape})

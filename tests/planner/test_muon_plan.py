@@ -214,7 +214,7 @@ def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(1536, 1024, bias=False) for _ in range(3))})
     groups = zk.muon_groups(model)
     plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype=ns_dtype)
-    opt = zk.Muon(groups[0], ns_dtype=ns_dtype)
+    opt = zk.Muon(groups[0], ns_dtype=ns_dtype, ns_steps=1)  # all need the same memory
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     for _ in range(2):
@@ -307,6 +307,15 @@ class TestPlanned:
         assert found.at("overlap", 4096).step_seconds > found.at("no offload", 4096).step_seconds
         assert "Newton-Schulz takes 1.11 s of each step" in " ".join(found._notes())
 
+    def test_a_plan_of_a_cpu_is_that_of_every_cpu(self) -> None:
+        """Also where the one that plans multiplies bf16 well: `tests/core/test_machines.py` plays it."""
+        resting = {"device": "cuda", "tier": "cpu", "param_tier": "cpu", "stage": 3}  # matrices too: on the host
+        for settings in ({"device": "cpu", "world": 2, "stage": 3}, resting):
+            by_default, by_name = (
+                zk.plan("gpt2", optimizer="muon", **settings, **dtype) for dtype in ({}, {"ns_dtype": "fp32"})
+            )
+            assert by_default.to_dict() == by_name.to_dict()
+
     def test_slots_hold_a_matrix(self) -> None:
         plan = zk.plan("gpt2", optimizer="muon", tier="cpu")
         largest, rest = (
@@ -346,25 +355,29 @@ class TestPlanned:
         """To the byte, on the rank that is planned: what it has of the matrices of a round passes together."""
         shard = {"stage": 3, "bucket_bytes": 1 << 17}
         settings = {"tier": tier, "schedule": schedule, **formats}
+        on_device = {"update": "device", **settings}  # as Muon's is by default
 
         def work(world: World) -> tuple[int, int, int]:
             torch.manual_seed(0)
             widths = (128, 250, 384, 250, 512, 60)
-            model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(128, width, bias=False) for width in widths)})
+            model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(128, width) for width in widths)})
             model = model.to(torch.bfloat16)
+            matrices, rest = zk.muon_groups(model)
             with played() as device:
                 plan = zk.plan(model, world=size, optimizer="muon", device="cuda", **shard, **settings)
                 world.shard(model, **shard)
                 for param in model.parameters():
                     for one in (param, shard_of(param).piece):
                         device.own(one)
-                opt = zk.Muon(model.parameters(), ns_steps=1, ns_dtype="fp32", **settings)
+                opts = zk.Muon(matrices, ns_steps=1, ns_dtype="fp32", **settings), zk.AdamW(rest, **on_device)
                 sum(block(torch.ones(2, 128, dtype=torch.bfloat16)).sum() for block in model["blocks"]).backward()
-                opt.step()
-                opt.flush()
+                for opt in opts:
+                    opt.step()
+                    opt.flush()
                 device.synchronize()
-                found = zk.measure(model, opt).roles["ring"]
-                opt.close()
+                found = zk.measure(model, opts).roles["ring"]
+                for opt in opts:
+                    opt.close()
             return plan.slots_nbytes, found, plan.buckets.rank
 
         ranks = on_threads(size, work)

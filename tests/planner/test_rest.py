@@ -131,7 +131,7 @@ class TestTiers:
     def test_inputs_fill_tiers_from_the_latest_on(self, micro: int, device: float) -> None:
         """Of 23 at rest; slices of a batch are placed one by one. What is in each moves over its lanes twice."""
         one = SHAPE.checkpoint
-        keep = [f"device:{3 * one + one // 5}", f"cpu:{7 * one}", "nvme"]
+        keep = [f"device:{3 * one + one // 5}B", f"cpu:{7 * one}B", "nvme"]
         plan = at_rest(SHAPE, keep=keep, micro=micro, accumulate=2)
         disk = (23 - device - 7) * one
         assert plan.kept_in == {"device": device * one, "cpu": 7 * one, "nvme": disk}

@@ -85,7 +85,7 @@ def test_listed_skips_pass_slow_rows_wait_and_the_slowest_files_are_named(tmp_pa
 
 def test_any_two_values_meet_in_a_quick_row_and_the_seed_of_a_budget_draws_the_order(tmp_path: Path) -> None:
     every = {(a, b, c) for a in "xyz" for b in "uv" for c in "pq"}
-    cases = {"product": PRODUCT, "letters": "".join(f"def test_{name}(): pass\n" for name in "abcdefgh")}
+    cases = {"product": PRODUCT, **{name: f"def test_{name}(): pass\n" for name in "abcdefgh"}}
     said = [run_pytest(tmp_path, "--co", "--minutes=1", f"--seed={seed}", **cases).stdout for seed in "112"]
     first, again, other = (re.findall(r"::test_(\w)\b", one) for one in said)
     assert first == again != other and sorted(first) == sorted(other) == list("abcdefgh")
@@ -149,3 +149,13 @@ def test_fresh_integers_of_the_library_are_poisoned() -> None:
     inside = Path(zerokern.__file__).with_name("some_file.py")
     assert (call_from(inside, "torch.empty(9, dtype=torch.int8)") == 127).all()
     assert call_from(inside, "torch.empty(9, dtype=torch.bool)").all()
+
+
+def test_a_buffer_of_gradients_is_poisoned_where_a_pass_does_not_add_to_it() -> None:
+    model = zerokern.shard(torch.nn.Linear(2, 2), stage=2)
+    (bucket,) = zerokern.zero.shard.shard_of(model.weight).sharding.gradient_buckets
+    model.bias.sum().backward()
+    model.zero_grad()
+    model.weight.sum().backward()  # kept: the next pass adds to it
+    bucket.open(bucket.buffer)
+    assert bucket.buffer[:4].eq(1).all() and bucket.buffer[4:].isnan().all()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import torch
 from ticket_cases import GatedTicket, HeldTicket, acting, program, threads, until
 
 from zerokern.core.errors import StateError
@@ -50,6 +51,18 @@ def test_launches_go_before_updates(executor: Executor) -> None:
     steps, seen = program("Norm all cpu", "Step a cpu 0", "Step b cpu 0", "Store a up 1", "Store b up 2"), []
     executor.submit(steps, acting(steps, seen)).finish()
     assert seen == ["Norm all", "Step a", "Store a", "Step b", "Store b"]
+
+
+def test_the_worker_computes_with_the_threads_of_whoever_submits(executor: Executor) -> None:
+    """Also after a change: products have other last bits with another number (`tests/optim/test_muon.py`)."""
+    steps, found, before = program("Step a cpu"), [], torch.get_num_threads()
+    try:
+        for count in (1, 3, 2):
+            torch.set_num_threads(count)
+            executor.submit(steps, {("Step", "a"): lambda: found.append(torch.get_num_threads())}).finish()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 3, 2]
 
 
 @pytest.mark.parametrize("first", [0, 1])

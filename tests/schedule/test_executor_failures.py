@@ -9,6 +9,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 from forked import run_forked
@@ -185,13 +187,22 @@ def test_ctrl_c_leaves_a_wait_and_nothing_else(executor: Executor) -> None:
     run.finish()
 
 
-def test_ctrl_c_in_a_device_op_fails_the_run(executor: Executor) -> None:
-    """How far the op came, nobody can say."""
-    run = executor.submit(STEPS, {("Publish", "a"): lambda: signal.raise_signal(signal.SIGINT)})
-    with pytest.raises(KeyboardInterrupt):
-        run.perform("Publish", "a")
-    with pytest.raises(KeyboardInterrupt):
-        run.finish()
+def test_a_device_op_is_finished_before_ctrl_c_and_a_second_one_fails_the_run(executor: Executor) -> None:
+    """How far the op came then, nobody can say."""
+    done: list[int] = []
+
+    def publish(signals: int) -> None:
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        done.append(signals)
+
+    for signals, left in (1, [1]), (2, [1]):
+        run = executor.submit(STEPS, {("Publish", "a"): partial(publish, signals)})
+        with pytest.raises(KeyboardInterrupt):
+            run.perform("Publish", "a")
+        assert done == left
+        with nullcontext() if signals == 1 else pytest.raises(KeyboardInterrupt):
+            run.finish()
 
 
 ENDS = """

@@ -12,12 +12,14 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from offload_cases import (
+    LIMITS,
     NARROW,
     Late,
     exact_calls,
@@ -41,16 +43,19 @@ from zero_cases import Block
 import zerokern as zk
 from zerokern.io import Store
 from zerokern.io import tier as tiers
+from zerokern.optim import streamed
 from zerokern.zero.sharded import Sharded
 
 WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 5, 2, 3
+LONG = 7000  # the inner width of a unit whose matrices are in several records
 FACTORS: dict[str, tuple[Any, ...]] = {
     "wrap": ("plain", "ddp", "fsdp2", "stage 0", "stage 1", "stage 2", "stage 3"),
     "where": ("alone", "threads", "hybrid", "ranks"),
     "params": ("device", "cpu", "nvme"),
-    "tier": ("device", "cpu", "nvme"),
+    "tier": ("device", "cpu", "nvme", "split"),
+    "update": (None, "device"),
     "schedule": ("sync", "overlap", "delayed", "delayed after 2"),
-    "rule": ("adamw", "adam", "lion", "adagrad", "sgd"),
+    "rule": ("adamw", "adam", "lion", "adagrad", "sgd", "muon"),
     "dtype": ("fp32", "bf16", "fp16", "mixed"),
     "state_format": ("fp32", "bf16", "int8"),
     "master_format": (None, "fp32", "split16", "split8", "none"),
@@ -77,21 +82,34 @@ def divided(wrap: str) -> bool:
     return sharded(wrap) or wrap == "fsdp2"
 
 
+def late(schedule: str) -> bool:
+    return schedule.startswith("delayed")
+
+
 # What is no program: torch's wrappers need processes, and zerokern refuses the rest by name.
 RULES = [
     (("wrap", "where"), lambda wrap, where: where in PLACES.get(wrap, (where,))),
     (("wrap", "params"), lambda wrap, params: params == "device" or wrap == "stage 3"),
     (("wrap", "keep"), lambda wrap, keep: keep is None or sharded(wrap)),
     (("wrap", "dtype"), lambda wrap, dtype: dtype != "mixed" or sharded(wrap) or wrap == "fsdp2"),
+    # FSDP2's parameters are fp32 and keep no remainder
+    (("wrap", "dtype", "master_format"), lambda wrap, dtype, of: (wrap, dtype) != ("fsdp2", "mixed") or of is None),
     (("keep", "micro"), lambda keep, micro: micro == 1 or keep is not None),
     (("rule", "state_format"), lambda rule, state: state != "int8" or rule not in ("adagrad", "sgd")),
+    (("wrap", "rule"), lambda wrap, rule: rule != "muon" or wrap != "fsdp2"),  # which cuts matrices
+    # matrices on a device are multiplied there, when they are needed
+    (("rule", "played", "params"), lambda rule, played, params: (rule, played) != ("muon", True) or params == "device"),
+    (("rule", "played", "schedule"), lambda rule, played, when: (rule, played) != ("muon", True) or not late(when)),
+    (("update", "played"), lambda update, played: update is None or played),
+    (("update", "tier"), lambda update, tier: update is None or tier in ("cpu", "split")),
+    (("update", "schedule"), lambda update, schedule: update is None or not late(schedule)),
     (("wrap", "state_format"), lambda wrap, state: wrap != "fsdp2" or state != "int8"),  # blocks do not fit the shapes
     (("dtype", "master_format"), lambda dtype, master: master in MASTERS[dtype]),
     (("wrap", "broken", "clip"), lambda wrap, broken, clip: not broken or clip != "none" or sharded(wrap)),
     # goes on at stage 3, where norms are computed without a limit too
     (("wrap", "clip", "resume"), lambda *three: three != ("plain", "none", "saved elsewhere")),
     (("where", "resume"), lambda where, resume: where in ("alone", "ranks") or not resume.startswith("saved")),
-    (("where", "played"), lambda where, played: not played or where == "alone"),
+    (("where", "played"), lambda where, played: not played or where in ("alone", "threads")),
     # two passes of two slices each: gradients that leave a device are (a + b) + (c + d), others ((a + b) + c) + d
     (
         ("params", "micro", "accumulate", "played"),
@@ -112,6 +130,7 @@ class Program:
     where: str
     params: str
     tier: str
+    update: str | None
     schedule: str
     rule: str
     dtype: str
@@ -133,8 +152,9 @@ class Program:
     @property
     def trained(self) -> Trained:
         """As the loops of tests/optim name it."""
-        formats = (("state_format", self.state_format), ("master_format", self.master_format))
-        return Trained("plain", self.dtype, self.clip, name=self.rule, formats=formats, scaled=self.scaled)
+        formats = [("state_format", self.state_format), ("master_format", self.master_format)]
+        formats += [("update", self.update)] * (self.update is not None)
+        return Trained("plain", self.dtype, self.clip, name=self.rule, formats=tuple(formats), scaled=self.scaled)
 
     @property
     def expected(self) -> Program:
@@ -142,30 +162,37 @@ class Program:
 
         Rounding once more or in another order are numbers too: FSDP2's and zk.shard's mixed precision (where the two
         gradients of a tied weight are added in bf16 at stage 3 and in fp32 below), slices of the batch, what
-        DDP sums again and zk.shard adds rank by rank to what was reduced before, and four ranks in two dimensions.
+        DDP sums again and zk.shard adds rank by rank to what was reduced before, fp16 that stage 0 divides before it
+        is added, and four ranks in two dimensions.
         """
-        plain = {"params": "device", "tier": "device", "schedule": "sync", "resume": "no", "played": False}
+        plain = {"params": "device", "tier": "device", "update": None, "schedule": "sync", "resume": "no"}
         wrap, keep = "plain", None
         if self.dtype == "fp16" or (self.wrap, self.accumulate) == ("ddp", "each"):
             wrap = self.wrap if self.wrap in ("ddp", "fsdp2") else wrap
         elif self.wrap == "fsdp2" and self.dtype == "mixed":
             wrap = "fsdp2"
         added = self.accumulate == "each" and self.where != "alone"
+        added |= self.wrap == "stage 0" and self._divided_first
         if sharded(self.wrap) and (self.dtype == "mixed" or self.micro > 1 or added or self.where == "hybrid"):
             wrap = self.wrap
             keep = "device" if self.micro > 1 else None
         # where parameters are divided a norm is computed and looked at without a limit too
         clip = "never" if self.clip == "none" and divided(self.wrap) else self.clip
-        return replace(self, wrap=wrap, keep=keep, clip=clip, **plain)
+        return replace(self, wrap=wrap, keep=keep, clip=clip, played=False, **plain)
+
+    @property
+    def _divided_first(self) -> bool:
+        return self.dtype == "fp16" and self.where != "alone"
 
     @property
     def elsewhere(self) -> Program:
         """Where it goes on: on another tier, and at another stage where that has the same numbers."""
         tiers = FACTORS["tier"]
-        tier = tiers[(tiers.index(self.tier) + 1) % 3]
+        tier = tiers[(tiers.index(self.tier) + 1) % len(tiers)]
         if self.played or self.expected.wrap != "plain" or self.wrap in ("ddp", "fsdp2"):
-            return replace(self, tier="cpu" if self.tier == "nvme" else "nvme")
+            return replace(self, tier="cpu" if self.tier == "nvme" else "nvme", update=None)
         stage = (int(self.wrap[-1]) + 1) % 4 if sharded(self.wrap) else 3
+        stage = 1 if stage == 0 and self._divided_first else stage
         return replace(self, wrap=f"stage {stage}", params="nvme" if stage == 3 else "device", tier=tier)
 
 
@@ -176,10 +203,10 @@ def programs(meet: int) -> list[Program]:
 class Net(nn.Module):
     """Three units of several records each, tied weights, a part that nobody uses, and a frozen parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 403) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(inner, WIDTH) for inner in (107, 403, 61))
+        self.blocks = nn.ModuleList(Block(inner, WIDTH) for inner in (107, inner, 61))
         self.unused = nn.Linear(5, 5)
         self.leave = nn.Linear(WIDTH, WIDTH)
         self.leave.weight = self.enter.weight
@@ -205,11 +232,13 @@ def small_rings(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(tiers, "Store", open_store)
     patch.setattr(tiers, "LEAST_RING", 1)
+    patch.setattr(streamed, "_LEAST", 8192)
+    patch.setattr(streamed, "_LEAST_OF_MATRICES", 3000)
 
 
-def tier_of(name: str, folder: Path) -> Any:
+def tier_of(name: str, folder: Path, ring: str = "32K") -> Any:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return zk.Nvme(folder, ring_nbytes="32K") if name == "nvme" else name
+    return zk.Nvme(folder, ring_nbytes=ring) if name == "nvme" else name
 
 
 def in_files(folder: Path) -> int:
@@ -228,13 +257,31 @@ class Training:
     def __init__(self, world: World, program: Program, folder: Path, device: Any = None, seed: int = 0) -> None:
         self.world, self.program, self.folder = world, program, folder
         folder.mkdir(parents=True, exist_ok=True)  # the disk's tiers make what lies in it
-        self.model = built(Net, seed).to(NARROW.get(program.dtype, torch.float32))
+        is_muon = program.rule == "muon"
+        self.model = built(partial(Net, LONG) if is_muon else Net, seed).to(NARROW.get(program.dtype, torch.float32))
         for param in self.model.parameters() if device is not None else ():
             device.own(param)
         self.called: Any = self._wrapped()
         trained = replace(program.trained, wrap="plain")
-        tier, schedule = tier_of(program.tier, folder / f"state-{world.rank}"), SCHEDULES[program.schedule]
-        self.optimizer = optimizer_of(trained, self.model, tier=tier, schedule=schedule)
+        where = {"tier": self._tier(folder / f"state-{world.rank}"), "schedule": SCHEDULES[program.schedule]}
+        if is_muon:
+            settings = {"lr": 1e-2, "ns_dtype": "fp32", "max_grad_norm": LIMITS[program.clip], **dict(trained.formats)}
+            self.optimizer = zk.Muon(self._matrices(), **where, **settings)
+        else:
+            self.optimizer = optimizer_of(trained, self.model, **where)
+
+    def _matrices(self) -> list[nn.Parameter]:
+        return [param for param in self.model.parameters() if param.ndim >= 2]
+
+    def _tier(self, folder: Path) -> Any:
+        """Where state is. Records that Muon's matrices are cut into are as large as those of a disk in earnest."""
+        program = self.program
+        if program.tier != "split":
+            return tier_of(program.tier, folder, "2M" if program.rule == "muon" else "32K")
+        rest = (
+            "cpu" if program.update == "device" else tier_of("nvme", folder, "2M" if program.rule == "muon" else "32K")
+        )
+        return ["device:1KiB", "cpu:2KiB", rest] if rest != "cpu" else ["device:1KiB", "cpu"]
 
     def _wrapped(self) -> Any:
         program, policy = self.program, self.program.trained._policy()
@@ -247,6 +294,8 @@ class Training:
             if program.keep is not None:
                 places |= {"keep": tier_of(program.keep, self.folder / f"keep-{self.world.rank}")}
             settings = {"mp_policy": policy, "micro": program.micro, "bucket_bytes": 1024, **places}
+            if program.rule == "muon" and program.wrap in ("stage 1", "stage 2"):
+                settings["whole"] = self._matrices()
             return self.world.shard(self.model, stage=int(program.wrap[-1]), **settings)
         return self.model
 
@@ -294,9 +343,12 @@ class Training:
         """From outside: what lies on disk is in files, in its size; what does not is in none."""
         program = self.program
         found = self.optimizer.statistics()
-        assert (found["state_bytes/disk"] > 0) == (program.tier == "nvme"), found
+        nbytes = {key: sum(self.world.exchange(found[f"state_bytes/{key}"])) for key in ("device", "cpu", "disk")}
+        some = ("nvme", "split") if program.update is None else ("nvme",)
+        assert (nbytes["disk"] > 0) == (program.tier in some), found
+        assert program.tier != "split" or nbytes["device"] + nbytes["cpu"] > 0, found
         assert in_files(self.folder / f"state-{self.world.rank}") >= found["state_bytes/disk"]
-        if program.tier != "nvme":
+        if program.tier not in some:
             assert not (self.folder / f"state-{self.world.rank}").exists()
         if program.params == "nvme":
             numel = sum(param.numel() for param in self.model.parameters())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lane import is_drawn
 from programs import Program, follow, programs, small_rings
 from worlds import World, alone, on_hybrid_threads, on_ranks, on_threads, ranked
 
@@ -20,18 +21,18 @@ RUNS: dict[str, Any] = {
 QUICK = programs(2)
 
 
-def rows(slow: bool) -> list[Program]:
-    return [program for program in programs(3) if program not in QUICK] if slow else QUICK
+def rows(slow: bool, config: pytest.Config) -> list[Program]:
+    return [one for one in programs(3) if one not in QUICK and is_drawn(str(one), config, 0.25)] if slow else QUICK
 
 
-def here(slow: bool) -> list:
+def here(slow: bool, config: pytest.Config) -> list:
     marks = [pytest.mark.slow] if slow else []
-    return [pytest.param(one, id=str(one), marks=marks) for one in rows(slow) if one.where != "ranks"]
+    return [pytest.param(one, id=str(one), marks=marks) for one in rows(slow, config) if one.where != "ranks"]
 
 
-def in_launches(slow: bool) -> list:
+def in_launches(slow: bool, config: pytest.Config) -> list:
     marks = [pytest.mark.slow] if slow else []
-    found = [one for one in rows(slow) if one.where == "ranks"]
+    found = [one for one in rows(slow, config) if one.where == "ranks"]
     return [
         pytest.param(found[begin : begin + A_LAUNCH], id=f"{'slow' if slow else 'quick'} {begin}", marks=marks)
         for begin in range(0, len(found), A_LAUNCH)
@@ -42,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     lanes = (False, True) if metafunc.config.slow_rows else (False,)  # type: ignore[attr-defined]
     for name, made in (("program", here), ("launch", in_launches)):
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, [one for slow in lanes for one in made(slow)])
+            metafunc.parametrize(name, [one for slow in lanes for one in made(slow, metafunc.config)])
 
 
 def test_the_expected_bits(program: Program, tmp_path: Path) -> None:

@@ -124,6 +124,21 @@ def on_cpu_inside() -> Net:
     return net
 
 
+def by_module_hooks(model: nn.Module, step: int, world: World) -> Tensor:
+    """They begin after ours and end after ours, since the hooks are registered after those of the wrapper."""
+    x, y = batch(step, world.rank)
+    theirs = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda kept: kept)
+    handles = [
+        model.register_forward_pre_hook(lambda *_: theirs.__enter__()),
+        model.register_forward_hook(lambda *_: theirs.__exit__()),
+    ]
+    out = model(x)
+    for handle in handles:
+        handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks stay in force after a forward"
+    return F.mse_loss(out, y)
+
+
 CASES = [
     Case("auxiliary losses as attributes", mixture, with_aux),
     Case("auxiliary losses alone", mixture, aux_alone),
@@ -131,6 +146,6 @@ CASES = [
     Case("generators", Dripped),
     # at stage 3 a small bucket may be reduced before the other gradient of the weight is there
     Case("a Function that makes gradients in forward", Net, in_forward, one_order=False),
-    Case("hooks of others around units", Checked),
+    Case("hooks of others around units", Checked, by_module_hooks),
     Case("hooks of others inside of units", on_cpu_inside),
 ]

@@ -83,3 +83,30 @@ CASES = [
     Case("recurrent", layers.LstmAndGru),
     Case("expanded gradients", modules.ScalarsThatAreSummed),
 ]
+
+
+class GivesNone(torch.autograd.Function):
+    """The product of `x` and a weight, whose backward has a gradient for those of the two that `gives` names."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: str) -> Tensor:
+        ctx.gives = gives
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight if "x" in ctx.gives else None, grad.t() @ x if "w" in ctx.gives else None, None
+
+
+class EndsInNone(Net):
+    """What lies before the last layer has a gradient only where `gives` names `x`; autograd calls its hooks anyway."""
+
+    gives = "xw"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return GivesNone.apply(x, self.leave.weight, self.gives)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from worlds import World, built, everywhere, full, on_ranks, ranked, step_and_zero
-from zero_cases import WIDTH, Case, Net, batch, follow, make_adamw, mse
+from worlds import World, built, everywhere, full, step_and_zero
+from zero_cases import Net, batch, make_adamw
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -72,105 +70,3 @@ def test_the_values_that_a_model_starts_with_are_not_rounded_away(world: World, 
             high = nearest(wanted).view(torch.int16).to(torch.int32)
             local = ((high << 16) + local.view(torch.int16).to(torch.int32)).view(FP32)
         assert torch.equal(local, wanted), f"{name}: {(local - wanted).abs().max()} was rounded away"
-
-
-class Router(Net):
-    """A bf16 model with a part in fp32, as mixtures have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to(BF16)
-        self.router = nn.Linear(WIDTH, WIDTH)
-        self.blocks[1].norm.to(FP32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x.to(BF16))
-        x = x + self.router(x.float()).softmax(-1).to(BF16)
-        x = self.blocks[0](x)
-        x = x + self.blocks[1].up(self.blocks[1].norm(x.float()).to(BF16)).mean(-1, keepdim=True)
-        return self.leave(self.blocks[2](x)).float()
-
-
-@everywhere(2, stage=[2, 3])
-def test_two_dtypes_in_one_unit(world: World, stage: int) -> None:
-    follow(world, Case("two dtypes", Router, wide_mse), stage=stage)
-
-
-def spoil_one_element(model: nn.Module, world: World, name: str, value: float) -> int:
-    """One element of one parameter's gradient, which one rank owns: that nobody else can see it is the point."""
-    param = dict(model.named_parameters())[name]
-    grad = getattr(param.grad, "local", None)
-    if grad is None:
-        param.grad.flatten()[:1].fill_(value)
-        return 1
-    owned = grad.numel() > 0 and param.grad.start == 0
-    if owned:
-        grad[0] = value
-    return int(owned)
-
-
-def skipping(world: World, stage: int, value: float, max_grad_norm: float | None) -> None:
-    model = world.shard(built(Net), stage=stage)
-    settings = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
-    optimizer = make_adamw(model.parameters(), **settings)
-    mse(model, 0, world).backward()
-    step_and_zero(optimizer)
-    before = full(model)
-    mse(model, 1, world).backward()
-    owners = world.exchange(spoil_one_element(model, world, "leave.bias", value))
-    assert sum(owners) == (world.size if stage == 0 else 1), owners
-    step_and_zero(optimizer)
-    if stage == 0 and max_grad_norm is None:
-        return  # nothing is sharded, nothing was asked: as torch's optimizers
-    assert optimizer.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in full(model).items())
-    steps = {float(optimizer.state[param]["step"]) for param in model.parameters()}
-    assert steps == {1.0}, "state is untouched"
-    twin = world.shard(built(Net), stage=stage)
-    other = make_adamw(twin.parameters(), **settings)
-    for one, opt, numbers in ((model, optimizer, [2]), (twin, other, [0, 2])):
-        for number in numbers:
-            mse(one, number, world).backward()
-            step_and_zero(opt)
-    assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items())
-
-
-def scaled(world: World, stage: int) -> None:
-    """fp16 with a GradScaler: an overflow in one element of one rank's shard halves the scale everywhere."""
-    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32, output_dtype=FP32)
-    model = world.shard(built(Net), stage=stage, mp_policy=policy)
-    optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-    twin = world.shard(built(Net), stage=stage, mp_policy=policy)
-    other = make_adamw(twin.parameters(), max_grad_norm=1.0)
-    scales = []
-    for step in range(5):
-        scaler.scale(mse(model, step, world)).backward()
-        if step == 1:
-            spoil_one_element(model, world, "enter.bias", math.inf)
-        if step != 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-        if step != 1:
-            (256 * mse(twin, step, world)).backward()
-            for param in twin.parameters():
-                param.grad.mul_(1 / 256)
-            step_and_zero(other)
-    assert scales == [256.0, 128.0, 128.0, 128.0, 256.0], scales
-    for (name, mine), theirs in zip(full(model).items(), full(twin).values(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@ranked
-def on_real_ranks(world: World) -> None:
-    test_the_values_that_a_model_starts_with_are_not_rounded_away(world, 2, "split16")
-    for stage, value, max_grad_norm in ((0, math.nan, 1.0), (2, math.inf, None), (3, math.nan, 1.0)):
-        skipping(world, stage, value, max_grad_norm)
-    scaled(world, 3)
-
-
-def test_mixed_precision_on_real_ranks() -> None:
-    on_ranks(2, on_real_ranks)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tables import each
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import weight_norm
 from worlds import (
+    STAGES,
     World,
     alone,
     anywhere,
@@ -20,7 +23,6 @@ from worlds import (
     everywhere,
     full,
     on_ranks,
-    on_threads,
     ranked,
     refusal,
     says,
@@ -29,6 +31,7 @@ from worlds import (
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
+from zerokern.comm import Group
 
 REFUSED = (ValueError, TypeError, zk.ZerokernError)
 
@@ -89,6 +92,12 @@ def odd(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     return make
 
 
+def strided(parts: Sequence[Any]) -> nn.Module:
+    """Parameters over these parts of one memory."""
+    memory = torch.arange(40.0)
+    return nn.ParameterList(memory[part] for part in parts)
+
+
 MODELS: dict[str, tuple[Callable, list[str]]] = {
     "no module": (lambda: [nn.Parameter(torch.ones(3))], ["module", "list"]),
     "no parameters": (nn.ReLU, ["ReLU", "no parameters"]),
@@ -98,6 +107,11 @@ MODELS: dict[str, tuple[Callable, list[str]]] = {
     "on meta": (odd(lambda net: net.leave.to("meta")), ["meta"]),
     "all on meta": (lambda: Net().to("meta"), ["meta", "zk.build"]),
     "memory shared by two": (sharing, ["leave.weight", "blocks.0.up.weight", "share"]),
+    "memory shared in part": (lambda: strided([slice(None, None, 4), slice(36, 40)]), ["'0' and '1'", "share"]),
+    "memory shared behind another": (
+        lambda: strided([slice(None, None, 2), slice(1, None, 4), slice(6, 7)]),
+        ["'0' and '2'", "share"],
+    ),
     "a gradient": (with_gradient, ["gradient", "zero_grad"]),
     "sparse": (
         odd(lambda net: setattr(net.leave, "weight", nn.Parameter(torch.eye(3).to_sparse(), False))),
@@ -114,6 +128,18 @@ def test_a_model_that_cannot_be(case: str, stage: int) -> None:
     says(refusal(lambda: zk.shard(model, stage=stage), REFUSED), words)
     if isinstance(model, nn.Module):
         assert all(not hasattr(param, "_zk_shard") for param in model.parameters()), "half sharded"
+
+
+def test_strides_and_where_memory_lies_refuse_nothing() -> None:
+    """Rows that take turns, and a parameter that is expanded right before another one."""
+    for make in (
+        lambda memory: [memory.view(8, 5)[:, :2], memory.view(8, 5)[:, 2:]],
+        lambda memory: [memory[:10].view(10, 1).expand(10, 6), memory[10:]],
+    ):
+        memory = torch.arange(40.0)
+        expected = [part.clone() for part in make(memory)]
+        model = zk.shard(nn.ParameterList(make(memory)), stage=2)
+        assert all(torch.equal(a, b) for a, b in zip(model, expected, strict=True))
 
 
 def twice(world: World, first: int, second: int) -> None:
@@ -150,11 +176,17 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module], object], list[str]]] = {
     "one is frozen": (lambda net: net.blocks[0].up.weight.requires_grad_(False), ["blocks.0.up.weight", "frozen"]),
     "untied": (lambda net: setattr(net.blocks[0].norm, "weight", net.blocks[0].norm.bias), ["blocks.0.norm"]),
 }
-SETTINGS = {
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stage": ({"stage": 3}, {"stage": 2}),
     "bucket_bytes": ({"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 21}),
     "mp_policy": ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
     "units": ({"stage": 3}, {"stage": 3, "units": []}),
+    "reduce": ({}, {"reduce": "sum"}),
+    "tier": ({"stage": 3}, {"stage": 3, "tier": zk.Nvme("unused")}),
+    "keep": ({"keep": "device"}, {"keep": "cpu"}),
+    "micro": ({"micro": 2}, {"micro": 3}),
+    "replicated": ({"keep": "device"}, {"keep": "device", "replicated": Group(0, 1, torch.device("cpu"), "alone")}),
+    "whole": ({"stage": 2}, {"stage": 2, "whole": ["blocks.*.up.weight"]}),
 }
 
 
@@ -171,9 +203,11 @@ def differing(world: World, case: str, stage: int) -> str:
     return message
 
 
-def asked_differently(world: World, case: str) -> str:
+def asked_differently(world: World, case: str) -> None:
     settings = SETTINGS[case][world.rank == 1]
-    return refusal(lambda: world.shard(built(Net), **settings), zk.ZerokernError)
+    for stage in [settings["stage"]] if "stage" in settings else STAGES:
+        said = refusal(lambda stage=stage: world.shard(built(Net), **{"stage": stage, **settings}), zk.ZerokernError)
+        says(said, [f"{case} is", "rank 0", "rank 1"])
 
 
 def one_refuses(world: World) -> str:
@@ -197,7 +231,7 @@ def on_real_ranks(world: World) -> list[str]:
     for number, (case, (_, words)) in enumerate(DIFFERENCES.items()):
         says(differing(world, case, 2 + number % 2), [*words, "rank 0", "rank 1"])
     for case in SETTINGS:
-        says(asked_differently(world, case), [case, "rank 0", "rank 1"])
+        asked_differently(world, case)
     values_of_rank_0(world)
     twice(world, 3, 3)
     sizes_that_do_not_fit(world)
@@ -214,6 +248,10 @@ def sizes_that_do_not_fit(world: World) -> None:
     net = built(Net)
     net.leave.weight = nn.Parameter(distribute_tensor(net.leave.weight.detach(), grid["b"]))
     says(refusal(lambda: zk.shard(net), REFUSED), ["DTensors", "rank 1 at", 'mesh["dp"]'])
+
+
+def test_every_setting_is_among_those_that_ranks_compare() -> None:
+    assert set(SETTINGS) == set(inspect.signature(zk.shard).parameters) - {"module", "mesh"}
 
 
 def test_models_that_differ_on_real_ranks() -> None:
@@ -235,27 +273,11 @@ def changed(world: World, stage: int, change: Callable[[nn.Module], object], wor
     says(refusal(lambda: mse(model, 1, world), (zk.ZerokernError, AttributeError)), [word])
 
 
-def new_parameter(net: nn.Module) -> None:
-    net.leave.weight = nn.Parameter(torch.ones(3, 10))
-
-
-def new_module(net: nn.Module) -> None:
-    net.blocks[1] = copy.deepcopy(built(Net).blocks[1])
-
-
-def resized(net: nn.Module) -> None:
-    net.leave.weight.data = torch.ones(5, 10)
-
-
-def moved(net: nn.Module) -> None:
-    net.leave.weight.data = torch.ones(3, 10)
-
-
 CHANGES = {
-    "another parameter": (new_parameter, "leave.weight"),
-    "another module": (new_module, "blocks.1"),
-    "another size": (resized, "leave.weight"),
-    "other memory": (moved, "leave.weight"),
+    "another parameter": (lambda net: setattr(net.leave, "weight", nn.Parameter(torch.ones(3, 10))), "leave.weight"),
+    "another module": (lambda net: net.blocks.__setitem__(1, copy.deepcopy(built(Net).blocks[1])), "blocks.1"),
+    "another size": (lambda net: setattr(net.leave.weight, "data", torch.ones(5, 10)), "leave.weight"),
+    "other memory": (lambda net: setattr(net.leave.weight, "data", torch.ones(3, 10)), "leave.weight"),
     "another dtype": (lambda net: net.half(), ""),
     "one less": (lambda net: delattr(net.leave, "weight"), "weight"),
     "one more": (lambda net: setattr(net, "more", built(lambda: nn.Linear(2, 2))), "more.weight"),
@@ -323,17 +345,3 @@ def test_a_gradient_to_what_a_hook_made_before_sharding() -> None:
     zk.shard(model, stage=3)
     weight = model.blocks[0].up.weight
     says(refusal(weight.sum().backward), ["'weight'", "before zk.shard", "forward first"])
-
-
-def test_frozen_from_the_start_and_trained_later() -> None:
-    def thaw(world: World) -> None:
-        net = built(Net)
-        net.blocks[0].requires_grad_(False)
-        world.shard(net, stage=3)
-        net.blocks[0].requires_grad_(True)
-        says(refusal(lambda: mse(net, 0, world), zk.ZerokernError), ["blocks.0", "frozen"])
-        net.blocks[0].requires_grad_(False)
-        mse(net, 0, world).backward()
-
-    alone(thaw)
-    on_threads(2, thaw)

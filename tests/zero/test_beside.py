@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import World, built, for_each, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
-import zerokern as zk
-
 
 def chatter(world: World, step: int) -> Tensor:
     """Messages of the user's own, with tags that libraries like to use, some of them still on their way."""
@@ -73,21 +71,6 @@ def beside_ddp(world: World) -> None:
     assert all(torch.equal(value, pairs[1][name]) for name, value in pairs[0].items())
 
 
-@ranked
-def in_groups(world: World) -> list[float]:
-    """Ranks 0, 1 and 2, 3 each have a model of their own; then all of them share one."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "together"))
-    mine = mesh["together"]
-    team = world.rank // 2
-    model = zk.shard(built(Net, seed=team), stage=3, mesh=mine)
-    common = zk.shard(built(Net), stage=2)
-    optimizers = [make_adamw(one.parameters(), max_grad_norm=1.0) for one in (model, common)]
-    for step in range(2):
-        (mse(model, step, world) + mse(common, step, world)).backward()
-        step_and_zero(*optimizers)
-    return [float(sum(value.double().sum() for value in full(one).values())) for one in (model, common)]
-
-
 def talks_at(rank: int, stages: Sequence[int]) -> None:
     for_each(rank, talks, stages)
 
@@ -98,9 +81,3 @@ def test_the_users_own_messages_arrive() -> None:
 
 def test_beside_ddp() -> None:
     on_ranks(2, beside_ddp)
-
-
-def test_meshes_that_overlap() -> None:
-    one, two, three, four = on_ranks(4, in_groups)
-    assert one[0] == two[0] != three[0] == four[0]
-    assert one[1] == two[1] == three[1] == four[1]

@@ -204,57 +204,51 @@ def test_steps_after_replays_of_forward_and_backward(
             assert all(map(torch.equal, mine, expected))
 
 
-def refused(device: Any, monkeypatch: pytest.MonkeyPatch, match: str, work: Any) -> None:
+def first_step(run: Training) -> Any:
+    return run.step
+
+
+def gradients_that_no_step_before_had(run: Training) -> Any:
+    run.step()
+    run.left_out = True
+    return run.step
+
+
+def a_unit_alone(run: Training) -> Any:
+    run.step()
+    return lambda: run.model.blocks[0](run.x[0])
+
+
+def micro_batches_in_part(run: Training) -> Any:
+    run.step()
+    with zk.no_sync(run.model):
+        run.backward(0)
+    return lambda: run.backward(1)
+
+
+@pytest.mark.parametrize("stage, prepared, match", [
+    (1, first_step, "first backward pass .* cannot go into a CUDA graph"),
+    (3, first_step, "first backward pass .* cannot go into a CUDA graph"),
+    (2, gradients_that_no_step_before_had, "other gradients than those before it"),
+    (3, a_unit_alone, "without the forward of the whole model"),
+    (2, micro_batches_in_part, "capture all micro-batches of a step, or none"),
+    (3, micro_batches_in_part, "capture all micro-batches of a step, or none"),
+])  # fmt: skip
+def test_what_cannot_be_replayed_is_refused(
+    stage: int, prepared: Any, match: str, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a capture, by name; and eager steps go on afterwards."""
 
     def on_each(group: Any) -> None:
-        run, act = work(group)
+        given = {"micro": 2, "no_sync": True} if prepared is micro_batches_in_part else {}
+        run = Training(group, stage, **given)
+        act = prepared(run)
         with pytest.raises(zk.StateError, match=match), capture(device):
             act()
         run.step()
         run.step()
 
     on_devices(device, monkeypatch, 2, on_each)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_first_step_is_refused(stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(group: Any) -> Any:
-        run = Training(group, stage)
-        return run, run.step
-
-    refused(device, monkeypatch, "first backward pass .* cannot go into a CUDA graph", work)
-
-
-def test_gradients_that_no_step_before_had_are_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(group: Any) -> Any:
-        run = Training(group, 2)
-        run.step()
-        run.left_out = True
-        return run, run.step
-
-    refused(device, monkeypatch, "other gradients than those before it", work)
-
-
-def test_a_unit_alone_is_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(group: Any) -> Any:
-        run = Training(group, 3)
-        run.step()
-        return run, lambda: run.model.blocks[0](run.x[0])
-
-    refused(device, monkeypatch, "without the forward of the whole model", work)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_micro_batches_in_part_are_refused(stage: int, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(group: Any) -> Any:
-        run = Training(group, stage, micro=2, no_sync=True)
-        run.step()
-        with zk.no_sync(run.model):
-            run.backward(0)
-        return run, lambda: run.backward(1)
-
-    refused(device, monkeypatch, "capture all micro-batches of a step, or none", work)
 
 
 def test_updates_and_copies_of_the_host_are_refused(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> None:

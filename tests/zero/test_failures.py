@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import gc
+import itertools
+import linecache
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +25,7 @@ from torch import Tensor, nn
 from tries import best
 from worlds import (
     World,
+    alone,
     anywhere,
     built,
     everywhere,
@@ -29,6 +40,10 @@ from worlds import (
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
+from zerokern.api import sharding_of
+from zerokern.zero import hooks
+from zerokern.zero.reduction import Reduction
+from zerokern.zero.shard import shard_of
 
 PATIENCE_S = 60.0  # the group's timeout
 SOON_S = 20.0  # for what nobody waits that long for, in the best of some tries
@@ -252,6 +267,31 @@ def test_an_exception_on_one_thread_releases_the_others() -> None:
         on_threads(2, thrown_by_one_thread)
 
 
+@each("stage", [0, 1, 2, 3])
+def test_what_was_kept_is_back_when_the_end_of_a_pass_has_failed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the collector finds the traceback: a tensor that is given to a parameter then ends the process."""
+
+    def work(world: World) -> None:
+        net = built(Net)
+        world.shard(net, stage=stage)
+        mse(net, 0, world).backward()
+        kept = [param.grad for param in net.parameters()]
+        assert any(one is not None for one in kept)
+        with monkeypatch.context() as patch:
+            patch.setattr(Reduction, "_heard", raising)
+            with pytest.raises(Trouble) as caught:
+                mse(net, 1, world).backward()
+            assert caught.value.__traceback__ is not None  # which is kept
+            assert all(param.grad is one for param, one in zip(net.parameters(), kept, strict=True))
+            first = next(param for param in net.parameters() if param.grad is not None)
+            first.grad = other = torch.zeros_like(first.grad)
+            del caught
+            gc.collect()
+            assert first.grad is other
+
+    on_threads(1, work)
+
+
 @each("stage", [0, 2])  # at stage 3 a graph keeps the model
 def test_a_graph_that_outlived_its_model(stage: int) -> None:
     """Its gradients would have no parameters to go to."""
@@ -261,3 +301,245 @@ def test_a_graph_that_outlived_its_model(stage: int) -> None:
     gc.collect()
     with pytest.raises(zk.StateError, match="a sharded model that is gone"):
         loss.backward()
+
+
+def leaves_a_with_block(frame: Any) -> bool:
+    """Whether `__exit__` comes next: Python handles no signal there, or a lock would stay locked."""
+    code = frame.f_code.co_code[frame.f_lasti]
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    return line.startswith("with ") and dis.opname[code] in ("LOAD_CONST", "PUSH_EXC_INFO")
+
+
+class Interrupt:
+    """Ctrl-C before the line with this number, of those of the library that this thread comes to."""
+
+    FOLDER = str(Path(zk.__file__).parent)
+
+    def __init__(self, number: int) -> None:
+        self.number = self.left = number
+        self.where = ""
+
+    @property
+    def lines(self) -> int:
+        """How many it came to."""
+        return self.number - self.left
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.startswith(self.FOLDER) else None)
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        sys.settrace(None)
+
+    def _line(self, frame: Any, event: str, arg: object) -> Any:
+        self.left -= event == "line" and not leaves_a_with_block(frame)
+        if not self.left:
+            sys.settrace(None)
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if threading.current_thread() is not threading.main_thread():
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+        return self._line
+
+
+def parts(params: list[Tensor], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """This rank's elements of each gradient."""
+    pairs = zip(map(shard_of, params), grads, strict=True)
+    return [None if grad is None else shard.part_of(grad).reshape(-1).clone() for shard, grad in pairs]
+
+
+def alike(left: Tensor | None, right: Tensor | None, world: World) -> bool:
+    """On one rank to the bit: two add their gradients to one that is kept one by one."""
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right) if world.size == 1 else torch.allclose(left, right, rtol=1e-5, atol=1e-7)
+
+
+def added(left: Tensor | None, right: Tensor) -> Tensor:
+    return right if left is None else left + right
+
+
+def small() -> Net:
+    return Net(2, 4)
+
+
+def interrupted_passes(world: World, settings: dict[str, Any], numbers: Iterable[int], *, kept: bool) -> bool:
+    """A micro-batch is broken off at a line. Then the program calls zero_grad(), or not, and goes on with the next one.
+
+    A gradient is what it was before, or has all of the batch, as parameters of plain torch have; what comes is added.
+    """
+    plain = built(small)
+    model = world.shard(built(small), **settings)
+    if isinstance(settings.get("tier"), zk.Nvme):
+        sharding_of(model).rests.leaving_nbytes = 0
+    params, wanted = list(model.parameters()), []
+    optimizer = zk.SGD(params, lr=0.1)
+    for step in range(3):
+        mse(plain, step, world).backward()
+        world.average_gradients(plain.parameters())
+        wanted.append(parts(params, [param.grad for param in plain.parameters()]))
+        plain.zero_grad()
+    names = [name for name, _ in plain.named_parameters()]
+
+    def lines_of_a_pass() -> int:
+        counts = []
+        for _ in range(6):  # the first two settle what is made once, or after a pass that broke off
+            optimizer.zero_grad()
+            with Interrupt(0) as count:
+                mse(model, 0, world).backward()
+            counts.append(count.lines)
+        optimizer.zero_grad()
+        return min(counts[2:])
+
+    lines = lines_of_a_pass()
+    for turn, number in enumerate(numbers):
+        if kept:
+            mse(model, 0, world).backward()
+        kept_error: list[object] = []  # as notebooks keep one, with its frames
+        try:
+            with Interrupt(number) as interrupt:
+                mse(model, 1, world).backward()
+        except KeyboardInterrupt as error:
+            kept_error.append(error)
+        where = number, interrupt.where
+        if turn % 2:
+            optimizer.zero_grad()
+        found = parts(params, [param.grad for param in params])
+        for name, one, before, new in zip(names, found, wanted[0], wanted[1], strict=True):
+            before = before if kept and not turn % 2 else None
+            whole = not turn % 2 and alike(one, added(before, new), world)
+            assert whole or alike(one, before, world), (*where, name)
+        mse(model, 2, world).backward()
+        now = parts(params, [param.grad for param in params])
+        for name, one, before, new in zip(names, now, found, wanted[2], strict=True):
+            assert alike(one, added(before, new), world), (*where, name, one / added(before, new))
+        optimizer.zero_grad()
+        if not interrupt.where:
+            waits = world.size > 1 or settings.get("keep") == "cpu" or isinstance(settings.get("tier"), zk.Nvme)
+            assert waits or lines_of_a_pass() == lines, "a pass that broke off costs those after it"
+            return True
+    return False
+
+
+def interrupted_steps(world: World, settings: dict[str, Any], numbers: Iterable[int], *, warm: bool) -> bool:
+    """step() and zero_grad() are broken off at a line: the step is made, or it is not, parameters and state alike.
+
+    `warm`: a step is made before, so that state is there.
+    """
+    plain, model = built(small), world.shard(built(small), stage=settings["stage"])
+    ours = make_adamw(model.parameters(), schedule=settings["schedule"])
+    pairs = [(model, ours), (plain, make_adamw(plain.parameters()))]
+    for turn, number in enumerate(itertools.chain([0] if warm else [], numbers)):
+        for one, _ in pairs:
+            mse(one, turn, world).backward()
+        world.average_gradients(plain.parameters())
+        before = [param.detach().clone() for param in plain.parameters()]
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
+            step_and_zero(ours)
+        now = list(full(model).values())
+        if not all(map(torch.equal, now, before)):
+            pairs[1][1].step()
+        assert all(map(torch.equal, now, plain.parameters())), (number, interrupt.where)
+        for _, optimizer in pairs:
+            optimizer.zero_grad()
+        if number and not interrupt.where:
+            return True
+    return False
+
+
+PASSES = [  # what zk.shard is given, whether a gradient is kept from before, and how many lines a quick row goes on by
+    ({"stage": 1}, True, 23),
+    ({"stage": 3}, False, 37),
+    ({"stage": 3, "tier": "nvme"}, True, 151),
+    ({"stage": 0}, True, 0),
+    ({"stage": 2}, False, 0),
+    ({"stage": 2, "keep": "device"}, True, 0),
+    ({"stage": 3, "units": []}, True, 0),
+    ({"stage": 3, "keep": "cpu"}, True, 0),
+    ({"stage": 3, "tier": "cpu"}, True, 0),
+]
+TWO_RANKS = [({"stage": 2}, False, 61), ({"stage": 3}, False, 0), ({"stage": 0}, False, 0)]
+STEPS = [(1, "sync", True, 37), (0, "sync", False, 0), (3, "sync", True, 0), (2, "overlap", True, 0)]
+ONE_IN = 41
+QUICK_OR_ALL = pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+
+
+def rows_of(table: list[Any], quick: bool) -> list[Any]:
+    """A quick test leaves out rows whose last column, how many lines it goes on by, is 0."""
+    return [row for row in table if row[-1] or not quick]
+
+
+def interrupted_lines(stride: int, config: pytest.Config, *, quick: bool, one_in: int = ONE_IN) -> Iterable[int]:
+    """The numbers of lines of a row; of a slow one, which is every line in a quarter of an hour, those of `--seed`."""
+    if quick:
+        return itertools.count(1, stride)
+    seed = config.getoption("--seed")
+    return itertools.count(1) if seed == "every" else itertools.count(1 + zlib.crc32(seed.encode()) % one_in, one_in)
+
+
+@QUICK_OR_ALL
+def test_a_pass_that_is_interrupted_at_any_line(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    heard: list[object] = []  # what Python cannot raise, and prints
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    for settings, kept, stride in rows_of(PASSES, quick):
+        tier = {"tier": zk.Nvme(tmp_path)} if settings.get("tier") == "nvme" else {}
+        numbers = interrupted_lines(stride, pytestconfig, quick=quick)
+        alone(partial(interrupted_passes, kept=kept), settings | tier, numbers)
+        assert heard == [], settings
+
+
+def test_the_forward_after_one_that_was_broken_off_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once hooks on saved tensors are in force, and before anybody knows that it is to end them."""
+    push, began = hooks.push_saved_hooks, set()
+
+    def interrupted(*given: Any) -> None:
+        push(*given)
+        if threading.get_ident() not in began:
+            began.add(threading.get_ident())
+            raise KeyboardInterrupt
+
+    def passes(world: World) -> None:
+        model = world.shard(built(small), stage=3)
+        with pytest.raises(KeyboardInterrupt):
+            mse(model, 0, world)
+        assert hooks.top_saved_hooks() is not None
+        mse(model, 0, world).backward()
+        assert hooks.top_saved_hooks() is None
+
+    monkeypatch.setattr(hooks, "push_saved_hooks", interrupted)
+    on_threads(2, passes)
+
+
+@QUICK_OR_ALL
+def test_two_ranks_that_are_interrupted_at_any_line(
+    quick: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    """Both at the same line. What they then do is right, or they are told that they are not in step."""
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    right = 0
+    for settings, kept, stride in rows_of(TWO_RANKS, quick):
+        for number in interrupted_lines(stride, pytestconfig, quick=quick, one_in=3 * ONE_IN):
+            try:
+                ended = all(on_threads(2, partial(interrupted_passes, kept=kept), settings, [number]))
+            except zk.CommError:
+                continue
+            right += 1
+            if ended:
+                break
+        assert heard == [], settings
+    assert right >= 10
+
+
+@QUICK_OR_ALL
+def test_a_step_that_is_interrupted_at_any_line(
+    quick: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    for stage, schedule, warm, stride in rows_of(STEPS, quick):
+        numbers = interrupted_lines(stride, pytestconfig, quick=quick)
+        alone(partial(interrupted_steps, warm=warm), {"stage": stage, "schedule": schedule}, numbers)
+        assert heard == [], (stage, schedule)

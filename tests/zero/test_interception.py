@@ -102,18 +102,6 @@ def test_a_parametrization_that_computes_its_original_is_refused() -> None:
     alone(work)
 
 
-@each("stage", [1, 2])
-def test_a_gradient_that_is_set_by_hand_still_counts_as_reduced(stage: int) -> None:
-    def program(run: Run) -> None:
-        optimizer = run.optimizer()
-        for step in range(2):
-            for param in run.model.parameters():
-                param.grad = torch.full_like(param, 0.5 + step)
-            optimizer.step()
-
-    same_as_plain(2, program, stage=stage)
-
-
 @each("stage", [0, 2])
 def test_gradients_of_parts_that_were_set_to_themselves_are_reduced(stage: int) -> None:
     def program(run: Run) -> None:
@@ -123,20 +111,6 @@ def test_gradients_of_parts_that_were_set_to_themselves_are_reduced(stage: int) 
         optimizer.step()
 
     same_as_plain(2, program, stage=stage)
-
-
-@each("stage", [2, 3])
-def test_a_graph_that_was_kept_is_gone_back_through_with_the_next(stage: int) -> None:
-    """No gradient is lost, and none counts twice."""
-
-    def program(run: Run) -> None:
-        optimizer = run.optimizer()
-        run.train(optimizer)
-        kept = mse(run.model, 7, run.world)
-        run.backward(mse(run.model, 8, run.world) + kept)
-        optimizer.step()
-
-    same_as_plain(2, program, stage=stage, bucket_bytes=600)
 
 
 @each("stage", [1, 3])

@@ -44,19 +44,6 @@ def test_the_bits_of_ddp_where_a_sum_has_one_order(size: int, plan: Plan, stage:
         same_bits(ranks[stage], ranks["peer"])
 
 
-ANY_SUM = rows(
-    ("3 ranks, 4 micro-steps under no_sync", 3, Plan(exact=True, accumulate=4, no_sync=True, steps=15)),
-    ("4 ranks, 4 micro-steps, each reduced", 4, Plan(exact=True, accumulate=4, steps=15)),
-    slow=True,
-)
-
-
-@pytest.mark.parametrize("size, plan, stage", ANY_SUM)
-def test_as_close_to_float64_as_ddp_where_it_has_several(size: int, plan: Plan, stage: int) -> None:
-    for ranks in runs(size, plan):
-        as_close(ranks[stage], ranks["peer"], ranks["float64"])
-
-
 MIXED = rows(("2 ranks, in short", 2, Plan(stages=(3,), steps=8, bf16=True, exact=True))) + rows(
     ("3 ranks", 3, Plan(bf16=True, exact=True, steps=25)),
     slow=True,

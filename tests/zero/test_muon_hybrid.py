@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hybrid_cases import folder_nbytes, laid_out, traffic_of
-from test_muon_ranks import WIDTH, Model
 from torch import nn
 from worlds import World, built, full, on_ranks, ranked, step_and_zero
 
@@ -17,7 +16,23 @@ import zerokern as zk
 from zerokern.api import sharding_of
 from zerokern.zero.shard import shard_of
 
+WIDTH = 32
 MATRIX = 2 * WIDTH * WIDTH
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
 
 
 def begun(world: World, stage: int, seed: int = 0, **where: Any) -> tuple[nn.Module, list[Any]]:

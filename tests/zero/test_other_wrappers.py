@@ -53,40 +53,6 @@ def test_a_model_of_two_wrappers_is_refused(size: int) -> None:
 
 
 @ranked
-def beside(world: World) -> None:
-    """A sharded model that a model under DDP calls, but does not hold."""
-    torch.manual_seed(0)
-    teacher = model()
-    twin, sharded = copy.deepcopy(teacher), zk.shard(teacher, stage=2)
-
-    class Student(nn.Module):
-        def __init__(self, teacher: nn.Module) -> None:
-            super().__init__()
-            self.own = nn.Linear(4, 4)
-            self.teach = lambda x: teacher(x)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.teach(self.own(x))
-
-    student, plain = Student(sharded), Student(twin)
-    plain.load_state_dict(student.state_dict())
-    x = torch.full((1, 4), float(world.rank + 1))
-    wrapped = DistributedDataParallel(student)
-    wrapped(x).sum().backward()
-    plain(x).sum().backward()
-    world.average_gradients([*plain.parameters(), *twin.parameters()])
-    for mine, theirs in zip(student.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-    for mine, theirs in zip(sharded.parameters(), twin.parameters(), strict=True):
-        whole = theirs.grad.reshape(-1)
-        assert torch.equal(mine.grad.local, whole[mine.grad.start :][: mine.grad.local.numel()])
-
-
-def test_a_sharded_model_beside_one_under_ddp_trains() -> None:
-    on_ranks(2, beside)
-
-
-@ranked
 def within(world: World, ignored: bool) -> None:
     """A sharded part of a model under DDP that DDP does not reduce: it is frozen, or ignored by its names."""
     torch.manual_seed(0)

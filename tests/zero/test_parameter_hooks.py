@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tables import each
 from torch import nn
-from worlds import World, built, on_threads, step_and_zero
+from worlds import STAGES, World, built, everywhere, on_threads, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -81,3 +81,17 @@ def test_hooks_go_with_gradients_that_only_another_rank_has() -> None:
         assert len(seen) == len(list(model.parameters())) and len(set(map(str, world.exchange(seen)))) == 1
 
     on_threads(2, work)
+
+
+@everywhere(1, stage=STAGES)
+def test_a_hook_on_a_parameter_that_was_thawed_since_its_last_forward(world: World, stage: int) -> None:
+    model, seen = world.shard(built(Net), stage=stage), []
+    weight = model.leave.weight
+    weight.requires_grad_(False)
+    loss = mse(model, 0, world)
+    weight.requires_grad_(True)
+    weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    loss.backward(inputs=[weight])
+    assert weight.grad is None and not seen
+    mse(model, 1, world).backward()
+    assert weight.grad is not None and seen == [tuple(weight.shape)]

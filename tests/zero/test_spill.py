@@ -16,11 +16,6 @@ from worlds import World, on_threads, ranked, step_and_zero
 import zerokern as zk
 from zerokern.api import sharding_of
 
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"tier": "nvme", "state_format": "int8", "max_grad_norm": 0.5},
-    {"schedule": zk.Delayed(after=1)},
-)
-
 
 @pytest.fixture(autouse=True)
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,19 +178,17 @@ def assert_same(left: list[Any], right: list[Any]) -> None:
     assert all(torch.equal(value, right[2][name]) for name, value in left[2].items())
 
 
-@pytest.mark.parametrize("step", LOOPS)
-def test_the_bits_of_gradients_in_memory(step: str, tmp_path: Path) -> None:
-    settings = {"max_grad_norm": 0.5}
-    expected = train(zk.shard(model_of(), stage=3), LOOPS[step], no_drain, **settings)
-    assert_same(train(spilled(tmp_path), LOOPS[step], drained, **settings), expected)
+WHERE = [
+    *(pytest.param(step, {"max_grad_norm": 0.5}, id=step) for step in LOOPS),
+    pytest.param("accumulation", {"tier": "nvme", "state_format": "int8", "max_grad_norm": 0.5}, id="state on disk"),
+    pytest.param("accumulation", {"schedule": zk.Delayed(after=1)}, id="delayed"),
+]
 
 
-def test_wherever_the_state_is(tmp_path: Path) -> None:
-    for number, settings in enumerate(SETTINGS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        expected = train(zk.shard(model_of(), stage=3), accumulation, no_drain, **on(folder, settings, "resident"))
-        assert_same(train(spilled(folder), accumulation, drained, **on(folder, settings, "spilled")), expected)
+@pytest.mark.parametrize("step, settings", WHERE)
+def test_the_bits_of_gradients_in_memory(step: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    expected = train(zk.shard(model_of(), stage=3), LOOPS[step], no_drain, **on(tmp_path, settings, "resident"))
+    assert_same(train(spilled(tmp_path), LOOPS[step], drained, **on(tmp_path, settings, "spilled")), expected)
 
 
 @ranked

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tables import each
-from test_tiers import batches, corrupt, model_of, step, train, values
+from tables import each, pairwise
+from test_tiers import Model, batches, corrupt, model_of, step, train, values
 from torch import Tensor, nn
 from waiting_device import HostComputes, played
 from wire_cases import moved_by_disks
@@ -100,6 +100,7 @@ def test_a_split_has_the_bits_of_one_tier(
 
 
 @pytest.mark.slow
+@pairwise
 @each("settings", [SYNC, OVERLAP])
 @each("size", [1, 2])
 @each("state", ["device", "cpu", DISK, ["device:200KiB", "cpu:100KiB", DISK]])
@@ -204,23 +205,10 @@ def test_a_built_model_is_split_alike(tmp_path: Path) -> None:
     for name in ("built", "sharded"):
         torch.manual_seed(4)
         settings = {"stage": 3, "tier": tiers_of(tier, tmp_path / name), "bucket_bytes": BUCKET}
-        model = zk.build(Plain, **settings) if name == "built" else zk.shard(Plain(), **settings)
+        model = zk.build(Model, **settings) if name == "built" else zk.shard(Model(), **settings)
         found.append((where(model), train(model, 2), values(model)))
     assert found[0][:2] == found[1][:2] and "d" in found[0][0]
     assert all(torch.equal(one, found[1][2][name]) for name, one in found[0][2].items())
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(8, 96), nn.Linear(96, 4)
-        self.blocks = nn.ModuleList(nn.Linear(96, 96) for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return self.leave(x)
 
 
 def test_a_checkpoint_goes_from_any_split_into_any_other(tmp_path: Path) -> None:
@@ -338,38 +326,6 @@ def test_a_disk_that_cannot_be_read_is_named(budget: str, schedule: str, tmp_pat
         gc.collect()
 
 
-def test_a_forward_that_cannot_read_is_named(tmp_path: Path) -> None:
-    expected = train(zk.shard(model_of(), stage=3), 2)
-    with played(**SLOW) as device:
-        tier = ["device:100KiB", zk.Nvme(tmp_path, checksum=True)]
-        model = zk.shard(on(device, model_of()), stage=3, tier=tier, bucket_bytes=BUCKET)
-        model(torch.ones(2, 8)).sum()
-        corrupt(model, 3)
-        with pytest.raises(zk.IoError, match=r"unit 'blocks.\d' cannot be fetched"):
-            model(torch.ones(2, 8))
-        corrupt(model, 3)
-        assert train(model, 2) == expected
-        del model
-
-
-def test_a_disk_without_room_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
-    model = model_of()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(zk.ZerokernError, match="parameters"):
-        zk.shard(model, stage=3, tier=["cpu:50KiB", zk.Nvme(tmp_path, budget="64K")], bucket_bytes=BUCKET)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_later_model_takes_the_folder_over(tmp_path: Path) -> None:
-    first = zk.shard(model_of(), stage=3, tier=["cpu:100KiB", zk.Nvme(tmp_path)], bucket_bytes=BUCKET)
-    train(first, 1)
-    with pytest.warns(UserWarning, match="built earlier in this process"):
-        second = zk.shard(model_of(), stage=3, tier=["cpu:100KiB", zk.Nvme(tmp_path)], bucket_bytes=BUCKET)
-    with pytest.raises(zk.ShardError, match=r"these parameters are gone.*taken over"):
-        train(first, 1)
-    assert train(second, 2) == train(zk.shard(model_of(), stage=3), 2)
-
-
 @each("stage, wrong, says", [
     (3, [], "It is empty"),
     (3, ["device", "cpu"], "'device' without a budget takes everything"),
@@ -377,6 +333,9 @@ def test_a_later_model_takes_the_folder_over(tmp_path: Path) -> None:
     (3, ["device:1G", "cpu:1G"], "The last tier takes what is left"),
     (3, "cpu:1G", "The last tier takes what is left"),
     (2, ["device:1G", "cpu"], "must be 'device' below stage 3"),
+    (2, "cpu", "must be 'device' below stage 3"),
+    (3, "disk", r"must be 'device', 'cpu' or zk\.Nvme"),
+    (3, "swap/folder", "A folder becomes a tier"),
 ])  # fmt: skip
 def test_an_order_that_cannot_be_is_refused(stage: int, wrong: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -53,45 +53,18 @@ def of_all(world: World, model: nn.Module) -> float:
     return math.sqrt(sum(every) / (1 if copies is None else copies.size))
 
 
-def scaled(grad: Tensor) -> None:
-    grad.mul_(3.0)
-
-
-def scaled_aside(grad: Tensor) -> None:
-    grad.detach().mul_(3.0)
-
-
-def scaled_as_data(grad: Tensor) -> None:
-    grad.data.mul_(3.0)
-
-
-def scaled_where_nobody_counts(grad: Any) -> None:
-    grad.local.data.mul_(3.0)
-
-
-def scaled_as_numpy(grad: Any) -> None:
-    grad.local.numpy()[...] *= 3.0
-
-
-def kept_and_scaled_later(grad: Any) -> None:
-    grad.detach().local.data.mul_(3.0)
-
-
-def unscaled(grad: Tensor) -> None:
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.tensor([3.0]))
-
-
-def zeroed(grad: Tensor) -> None:
-    grad.zero_()
-
-
-WRITES = {
-    one.__name__: one
-    for one in (
-        scaled, scaled_aside, scaled_as_data, scaled_where_nobody_counts, scaled_as_numpy, kept_and_scaled_later,
-        unscaled, zeroed,
-    )
-}  # fmt: skip
+WRITES: dict[str, Callable[[Any], object]] = {
+    "scaled": lambda grad: grad.mul_(3.0),
+    "scaled_aside": lambda grad: grad.detach().mul_(3.0),
+    "scaled_as_data": lambda grad: grad.data.mul_(3.0),
+    "scaled_where_nobody_counts": lambda grad: grad.local.data.mul_(3.0),
+    "scaled_as_numpy": lambda grad: grad.local.numpy().__imul__(3.0),
+    "kept_and_scaled_later": lambda grad: grad.detach().local.data.mul_(3.0),
+    "unscaled": lambda grad: torch._amp_foreach_non_finite_check_and_unscale_(
+        [grad], torch.zeros(1), torch.tensor([3.0])
+    ),
+    "zeroed": lambda grad: grad.zero_(),
+}
 
 
 @everywhere(2, stage=[1, 3], name=WRITES)
@@ -293,20 +266,6 @@ def test_as_torch_clips_plain_gradients(world: World, row: tuple[int, float]) ->
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@everywhere(3, stage=[0, 1, 3])
-def test_the_norm_of_the_optimizer(world: World, stage: int) -> None:
-    """Inside of the optimizer: summed in float64, so that only the rounding of the mean can differ."""
-    ours, plain = pair(world, stage)
-    optimizers = [make_adamw(model.parameters(), max_grad_norm=0.02) for model in (ours, plain)]
-    for optimizer in optimizers:
-        optimizer.step()
-    norms = [float(optimizer.grad_norm) for optimizer in optimizers]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-13 if world.size <= 2 else 1e-6)
-    assert len(set(world.exchange(norms[0]))) == 1
-    for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
-
-
 @everywhere(2, stage=[0, 3])
 def test_what_cannot_be_clipped(world: World, stage: int) -> None:
     ours, _ = pair(world, stage)
@@ -341,7 +300,6 @@ def test_a_clip_whose_gradients_are_dropped(world: World, stage: int) -> None:
 @ranked
 def on_real_ranks(world: World) -> None:
     test_as_torch_clips_plain_gradients(world, (3, 2.0))
-    test_the_norm_of_the_optimizer(world, 3)
 
 
 def test_clipping_on_real_ranks() -> None:

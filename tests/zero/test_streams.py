@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tables import each
-from test_tiers import batches, model_of, train, values
+from test_tiers import batches, model_of, values
 from torch import Tensor
 from worlds import step_and_zero
 
@@ -223,19 +223,4 @@ def test_what_is_gone_leaves_nothing_on_the_streams_of_others() -> None:
         assert [ref() for ref in there] == [None] * 3 and not other._closed
     finally:
         gc.enable()
-    device.close()
-
-
-def test_the_bits_of_training_where_copies_take_turns() -> None:
-    """Kept inputs and gradients take turns on one stream to the host, parameters on the one from it."""
-    expected = train(zk.shard(model_of(), stage=3), 3)
-    device = Ahead(up_gb_s=0.5, down_gb_s=0.5, stretch=2e-4, poison=True)
-    with everything_on(device):
-        model = model_of()
-        for param in model.parameters():
-            device.own(param)
-        zk.shard(model, stage=3, tier="cpu", keep="cpu")
-        assert train(model, 3, tier="cpu", schedule="overlap") == expected
-        del model
-    gc.collect()
     device.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tables import each
-from test_tiers import Model, batches, corrupt, model_of, values
+from test_tiers import Model, batches, corrupt, model_of, train, values
 from torch import Tensor, nn
 from tries import best
 from waiting_device import HostComputes, played
@@ -31,24 +31,6 @@ def on(device: PlayedDevice, model: nn.Module) -> nn.Module:
     for param in model.parameters():
         device.own(param)
     return model
-
-
-def train(
-    model: nn.Module, steps: int, rank: int = 0, accumulate: int = 1, once: bool = True, **settings: Any
-) -> list[float]:
-    """`once`: what is accumulated is reduced once, else added to what is reduced."""
-    opt = zk.AdamW(model.parameters(), lr=1e-3, **settings)
-    losses = []
-    for number, x in enumerate(batches(steps * accumulate, rank)):
-        last = number % accumulate == accumulate - 1
-        with nullcontext() if last or not once else zk.no_sync(model):
-            loss = model(x).square().mean()
-            loss.backward()
-        losses.append(loss.item())
-        if last:
-            step_and_zero(opt)
-    opt.flush()
-    return losses
 
 
 @ranked
@@ -260,10 +242,8 @@ def test_what_breaks_off_releases_everything(when: str) -> None:
 
 USES: dict[str, Callable[[nn.Module], Any]] = {
     "gathered": lambda model: gathered_write(model),
-    "clipped": lambda model: clipped(model),
     "used outside": lambda model: outside(model),
     "its spans stepped by torch": lambda model: spans(model),
-    "loaded": lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}),
     "gradients set by hand": lambda model: by_hand(model),
     "gradients kept": lambda model: kept(model),
 }
@@ -273,11 +253,6 @@ def gathered_write(model: nn.Module) -> None:
     with zk.gathered(model, write=True), torch.no_grad():
         for param in model.parameters():
             param.mul_(0.9)
-
-
-def clipped(model: nn.Module) -> None:
-    model(next(batches(1))).square().mean().backward()
-    assert zk.clip_grad_norm_(model, 0.1) > 0.1
 
 
 def outside(model: nn.Module) -> None:

@@ -147,3 +147,9 @@ def test_what_is_no_matrix_of_the_model_is_refused(world: World) -> None:
             refusal(lambda given=given: world.shard(built(Even), stage=1, whole=given), (TypeError, ValueError)), words
         )
     says(refusal(lambda: world.shard(built(Even), stage=3, whole=["odd.weight"]), ValueError), ["whole", "stage 3"])
+
+
+@everywhere(2)
+def test_matrices_that_are_cut_are_refused_on_all_ranks(world: World) -> None:
+    model = world.shard(built(Even), stage=1, bucket_bytes=1)
+    says(refusal(lambda: zk.Muon([block.weight for block in model.blocks]), ValueError), ["whole="])

@@ -11,7 +11,7 @@ from tables import each
 from torch import Tensor, nn
 from torch.func import functional_call
 from worlds import World, anywhere, built, everywhere, full, refusal, says, step_and_zero
-from zero_cases import IN, OUT, Block, Net, batch, make_adamw, mse, same
+from zero_cases import IN, OUT, Block, Case, Net, batch, follow, make_adamw, mse
 
 import zerokern as zk
 from zerokern.zero.params import Gathered
@@ -91,24 +91,15 @@ class Row(Net):
         return super().forward(x)
 
 
+def evaluated_first(model: nn.Module, step: int, world: World) -> Tensor:
+    with torch.no_grad():
+        model(batch(9)[0])
+    return mse(model, step, world)
+
+
 @everywhere(1, 2, build=[Clamped, ByData, MomentumByData, Row])
 def test_what_a_forward_writes_lasts(world: World, build: Callable[[], nn.Module]) -> None:
-    model, plain = world.shard(built(build), stage=3), built(build)
-    pairs = [(model, make_adamw(model.parameters())), (plain, make_adamw(plain.parameters()))]
-    x, _ = batch(9)
-    for step in range(2):
-        losses = []
-        for one, optimizer in pairs:
-            with torch.no_grad():
-                one(x)
-            losses.append(mse(one, step, world))
-            losses[-1].backward()
-            if one is plain:
-                world.average_gradients(plain.parameters())
-            step_and_zero(optimizer)
-        same(world.size <= 2, *losses, f"the loss of step {step}")
-    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
-        same(world.size <= 2, mine, theirs.detach(), name)
+    follow(world, Case(build.__name__, build, evaluated_first, steps=2), stage=3)
 
 
 @everywhere(1, 2)

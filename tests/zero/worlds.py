@@ -122,10 +122,7 @@ def poison() -> None:
     assert spec and spec.loader
     harness = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(harness)
-    folder = str(Path(zk.__file__).parent)
-    for name in harness.FRESH:
-        setattr(torch, name, harness.poisoning(getattr(torch, name), folder))
-    torch.Tensor.new_empty = harness.poisoning(torch.Tensor.new_empty, folder)  # type: ignore[method-assign]
+    harness.poison_memory(str(Path(zk.__file__).parent), setattr)
 
 
 def alone(function: Callable, *arguments: Any) -> list:

@@ -341,7 +341,7 @@ class View:
         return fresh.set_(span.untyped_storage(), first // self.dtype.itemsize, self.shape, self.strides)
 
 
-class Turn:
+class Turn(hooks.AroundCheckpoint):
     """What one call keeps. Hooks for what autograd saves of it: `others` are asked about what does not move."""
 
     def __init__(self, keeper: Keeper) -> None:

@@ -109,7 +109,7 @@ class Repeated:
     >>> layer = nn.Linear(2, 2)
     >>> units, repeated = [UnitSpec("", nn.ModuleList([layer])), UnitSpec("0", layer)], Repeated(None, 4)
     >>> repeated.check(units)
-    'device, 4'
+    {'keep': 'device', 'micro': 4, 'replicated': False}
     >>> repeated.begin(units); hasattr(layer.forward, "__wrapped__")
     True
     """
@@ -123,8 +123,8 @@ class Repeated:
         self.keep = keep
         self._order = None if keep is None else TierOrder.of("keep", keep)
 
-    def check(self, units: Sequence[UnitSpec]) -> str:
-        """Describes the settings, for a comparison with other ranks; raises where units cannot be recomputed."""
+    def check(self, units: Sequence[UnitSpec]) -> dict[str, Any]:
+        """Returns the settings by name, for a comparison with other ranks; raises where units cannot be recomputed."""
         if self.micro > 1:
             found = next((name for unit in units for name, param in unit.params if is_placed(param)), None)
             if found is not None:
@@ -137,8 +137,8 @@ class Repeated:
                 f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "
                 "by units="
             )
-        parts = "" if self.replicated is None else ", in parts"
-        return f"{None if self._order is None else self._order.name}, {self.micro}{parts}"
+        keep = None if self._order is None else self._order.name
+        return {"keep": keep, "micro": self.micro, "replicated": self.replicated is not None}
 
     def begin(self, units: Sequence[UnitSpec]) -> None:
         """Wraps the forwards of the units, which recompute from now on whenever gradients are wanted."""
@@ -204,14 +204,14 @@ def recompute_with(
 
     def compute(tensors: Sequence[Tensor]) -> Any:
         call = _Call(fn, arguments, (args, kwargs) if micro == 1 else None, ModuleState(module))
-        if turn is not None:
-            hooks.push_saved_hooks(turn.pack, turn.unpack)
         try:
+            if turn is not None:
+                hooks.push_saved_hooks(turn.pack, turn.unpack)
             result = checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
-            call.end_forward()
             if turn is not None:
-                hooks.pop_saved_hooks()
+                hooks.remove_saved_hooks(turn.unpack)
+            call.end_forward()
         call.raise_error()
         return result
 

@@ -301,6 +301,9 @@ def decode_extra(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: 
         values = []
         for value, prefix in parts:
             mine = [key for key in tensors if key.startswith(prefix)]
-            values.append(decode(value, {f"extra.{key.removeprefix(prefix)}": tensors[key] for key in mine}))
+            try:
+                values.append(decode(value, {f"extra.{key.removeprefix(prefix)}": tensors[key] for key in mine}))
+            except Exception as error:
+                raise ValueError(f"{name!r}: {error}") from error
         extra[name] = EachRank(values) if apart else values[0]
     return extra

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokern.checkpoint.index import NAME, FileRow, Index, file_error
+from zerokern.checkpoint.index import NAME, SAVE_ID, FileRow, Index, file_error
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.io.advice import refused, refusing
 from zerokern.io.files import make_folder, sync_folder
@@ -38,7 +38,6 @@ __all__ = [
 
 METADATA = ".metadata"  # torch's name for its own index
 LOCK = "zerokern.lock"
-SAVE_ID = r"\d{8}T\d{6}-[0-9a-f]{6}"
 DATA = re.compile(rf"({SAVE_ID})_\d+\.distcp")  # a data file of ours
 ID_WITHIN = re.compile(rb'^\{"save_id":"(%b)"' % SAVE_ID.encode(), re.MULTILINE)  # in an index, at its beginning
 HEAD = 256  # bytes of an index that have its id

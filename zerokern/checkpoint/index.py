@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,12 +18,15 @@ from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.core.units import itemsize
 
-__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "refuse_uncovered"]
+__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "FileRow", "Index", "TensorRow", "refuse_uncovered"]
 
 NAME = "zerokern.json"
 FORMAT = 1
 BLOCK_NBYTES = 1 << 20  # of a data file has a checksum of its own
 FILE_NAME = re.compile(r"[\w.-]+")
+SAVE_ID = r"\d{8}T\d{6}-[0-9a-f]{6}"
+_KINDS = {"save_id": str, "world": int, "versions": dict, "files": list, "values": dict, "tensors": dict}
+_OF_VALUES = {"aliases": dict, "extra": dict, "extra_state": dict, "groups": list, "optimizers": list, "rng": dict}
 Cuboid = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and how large it is there
 
 
@@ -122,7 +126,7 @@ class Index:
             raise file_error(path, f"{says}. {RESTORE}")
         try:
             return _parse(json.loads(body))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise file_error(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
 
 
@@ -144,23 +148,62 @@ def _head(head: bytes, path: Path) -> tuple[int, str]:
     try:
         described = json.loads(head)
         return int(described["zerokern"]), str(described["crc32c"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         says = f"does not begin as an index of zerokern does, but with {head[:40]!r}"
         raise file_error(path, f"{says}: it was truncated, edited, or is not one. {RESTORE}") from None
 
 
 def _parse(described: dict[str, Any]) -> Index:
-    files = [FileRow(*row) for row in described["files"]]
-    for file in files:
-        if not FILE_NAME.fullmatch(file.name):
-            raise ValueError(f"{file.name!r} is no name of a file in the folder")
-        if file.nbytes != file.table + 4 * file.blocks:
-            raise ValueError(f"{file.name} cannot have {file.nbytes} bytes with its table at {file.table}")
+    if constants := list(_constants(described)):
+        raise ValueError(f"{constants[0]} is no number that a save writes")
+    _check_kinds(described, _KINDS, "")
+    if not re.fullmatch(SAVE_ID, described["save_id"]):
+        raise ValueError(f"'save_id' is {described['save_id']!r}, which names no save")
+    values = described["values"]
+    there = {key: kind for key, kind in _OF_VALUES.items() if values.get(key) is not None}
+    _check_kinds(values, there, " of 'values'")
+    extra = values.get("extra") or {}
+    _check_kinds(extra, dict.fromkeys(extra, dict), " of 'extra'")
+    files, where = [], ""
     tensors = {}
-    for key, (dtype, shape, flat) in described["tensors"].items():
-        row = tensors[key] = TensorRow(dtype, tuple(shape), _boxes(flat, len(shape)))
-        _check(key, row, files)
-    return Index(described["save_id"], described["world"], files, tensors, described["values"], described["versions"])
+    try:
+        for number, made in enumerate(described["files"]):
+            where = f"files[{number}]"
+            files.append(FileRow(*made))
+            _check_file(files[-1])
+        for key, made in described["tensors"].items():
+            where = f"tensors[{key!r}]"
+            dtype, shape, flat = made
+            row = tensors[key] = TensorRow(dtype, tuple(shape), _boxes(flat, len(shape)))
+            _check(key, row, files)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Index(described["save_id"], described["world"], files, tensors, values, described["versions"])
+
+
+def _check_kinds(described: dict[str, Any], kinds: Mapping[str, type], where: str) -> None:
+    for key, kind in kinds.items():
+        if type(described[key]) is not kind:
+            raise ValueError(f"{key!r}{where} is {str(described[key])[:60]!r}, and no {kind.__name__}")
+
+
+def _constants(described: Any, where: str = "") -> Iterator[str]:
+    """Yields where there is NaN or an infinity, which Python reads as JSON and no save writes."""
+    if isinstance(described, float) and not math.isfinite(described):
+        yield f"{where}={described}"
+    elif isinstance(described, (dict, list)):
+        for key, value in described.items() if isinstance(described, dict) else enumerate(described):
+            if isinstance(value, (dict, list, float)):
+                yield from _constants(value, f"{where}[{key!r}]")
+
+
+def _check_file(file: FileRow) -> None:
+    if not FILE_NAME.fullmatch(file.name):
+        raise ValueError(f"{file.name!r} is no name of a file in the folder")
+    if not _are_lengths((file.nbytes, file.table, file.crc)):
+        raise ValueError(f"{file.name} has {(file.nbytes, file.table, file.crc)!r}, which are no numbers of bytes")
+    if file.nbytes != file.table + 4 * file.blocks:
+        raise ValueError(f"{file.name} cannot have {file.nbytes} bytes with its table at {file.table}")
 
 
 def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
@@ -168,6 +211,8 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
     refuse_uncovered(key, row.shape, ((box.offsets, box.sizes) for box in row.boxes))
     each = itemsize(row.dtype)
     for box in row.boxes:
+        if not _are_lengths((box.file, box.offset, *box.item)):
+            raise ValueError(f"a box of {key!r} is at {(box.file, box.offset, *box.item)!r}, which are no offsets")
         if not 0 <= box.file < len(files):
             raise ValueError(f"a box of {key!r} is in file number {box.file} of {len(files)}")
         file = files[box.file]

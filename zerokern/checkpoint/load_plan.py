@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.checkpoint.formats import MASTERS, is_coded, master_kind, rounds_master, rounds_moment
 from zerokern.checkpoint.optimizers import AnyOptimizer, Wanted, from_plain
-from zerokern.checkpoint.source import Source
+from zerokern.checkpoint.source import Source, reject_invalid
 from zerokern.checkpoint.training_state import TrainingState, aliases, extra_states
 from zerokern.core.errors import StateError
 from zerokern.optim.shards import PENDING
@@ -93,14 +93,17 @@ class LoadPlan:
         saved, count = list(source.values.get("optimizers") or ()), len(target.optimizers)
         self._optimizers = saved if len(saved) == count else [{} for _ in target.optimizers]
         # Decoded here, for it is too late to refuse when all else is loaded.
-        self.beside = self._plan_beside()  # the optimizer state that is not a tensor, by parameter
+        with reject_invalid(source.path, TypeError, of="'optimizers'"):
+            self.beside = self._plan_beside()  # the optimizer state that is not a tensor, by parameter
         modules, states = extra_states(target.model), source.values.get("extra_state") or {}
-        self.extra_states = {  # what modules keep besides tensors (`get_extra_state`)
-            name: b64decode(state["bytes"]) if "bytes" in state else from_plain(state["value"])
-            for name, state in states.items()
-            if name in modules and state is not None
-        }
-        self.groups = self._plan_groups()
+        with reject_invalid(source.path, TypeError, ValueError, of="'extra_state'"):
+            self.extra_states = {  # what modules keep besides tensors (`get_extra_state`)
+                name: b64decode(state["bytes"]) if "bytes" in state else from_plain(state["value"])
+                for name, state in states.items()
+                if name in modules and state is not None
+            }
+        with reject_invalid(source.path, TypeError, of="'groups' and 'optimizers'"):
+            self.groups = self._plan_groups()
         self.states: list[dict[int, StatePlan]] = [{} for _ in target.optimizers]
         self._kinds: dict[str, dict[str, torch.dtype]] = {}  # what state parameters will have, by name
         if not self.differences:

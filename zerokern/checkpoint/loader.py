@@ -142,7 +142,7 @@ class Loading:
             if target.params:
                 self.source.name_parameters(target.names_by_number())
             self.restore = Restore(target, target.layout.source(self.source), lossy)
-        with reject_invalid(self.path):
+        with reject_invalid(self.path, of="'extra'"):
             self.targets = check_targets(extra, self.source.values.get("extra") or {}, self.ranks)
 
     def read_ahead(self, progress: Progress) -> bytes:
@@ -161,18 +161,20 @@ class Loading:
 
     def read_values(self, rng: bool, progress: Progress) -> None:
         """Reads `extra`, and the random state that this rank continues with, before anything is changed."""
-        with reject_invalid(self.path):
-            tree, shape = self.source.values.get("extra") or {}, self.source.values.get("rng")
+        tree, shape = self.source.values.get("extra") or {}, self.source.values.get("rng")
+        with reject_invalid(self.path, TypeError, ValueError, of="'extra'"):
             room: dict[str, Any] = {**empty_tensors(tree, self.source.tensors, self.ranks)}
-            if rng and shape is not None:
+        if rng and shape is not None:
+            with reject_invalid(self.path, TypeError, ValueError, of="'rng'"):
                 world, width = shape["world"], shape["width"]
                 row = torch.empty(width, dtype=torch.uint8, device="cpu")
                 start = self.ranks.rank % world * width
                 room["extra.rng"] = Sharded(row, torch.Size([world, width]), start, name="rng", kind="state")
         self.source.read(room, progress)
-        with reject_invalid(self.path):
+        with reject_invalid(self.path, TypeError, ValueError, of="'extra'"):
             self.values = decode_extra(tree, room, self.ranks)
-            if rng and shape is not None:
+        if rng and shape is not None:
+            with reject_invalid(self.path, TypeError, ValueError, of="'rng'"):
                 mine = bytes(row.tolist())
                 self.random = mine if self.ranks.rank < world else random_state.derive_state(mine, self.ranks.rank)
                 random_state.parse_state(self.random)

@@ -198,11 +198,9 @@ class OurOptimizer(Exchange, AnyOptimizer):
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
         counters = values.get("counters")
         self._counters = None if counters is None else {name: from_plain(counters[name]) for name in self.counters()}
-        for name, value in (self._counters or {}).items():
-            if type(value) not in _COUNTED[name]:
-                advice = "Nothing was changed: load another checkpoint"
-                raise StateError(got(f"the saved {name}", value, "a number", advice))
-        return []
+        counted = (self._counters or {}).items()
+        found = {name: value for name, value in counted if type(value) not in _COUNTED[name]}
+        return [got(f"the saved {name}", value, "a number") for name, value in found.items()]
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
         made: list[tuple[Wanted, frozenset[str]]] = []

@@ -43,8 +43,9 @@ def no_report(nbytes: int) -> None:
 
 
 @contextmanager
-def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Context manager that turns the errors of an index with invalid content into an IoError.
+def reject_invalid(path: Path, *also: type[Exception], of: str = "") -> Iterator[None]:
+    """Context manager that turns the errors of an index with invalid content into an IoError. `of`: the key that is
+    read.
 
     An index with a correct checksum, or without one, may still hold anything.
     """
@@ -54,8 +55,10 @@ def reject_invalid(path: Path, *also: type[Exception]) -> Iterator[None]:
     except ZerokernError:
         raise
     except (*caught, *also) as error:
-        says = f"says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
-        raise file_error(path, f"{says}restore it from a copy, or load another checkpoint") from error
+        says = f"says of {of or 'its content'} what no save writes: {type(error).__name__}: {error}"
+        raise file_error(
+            path, f"{says}. Nothing was changed: restore it from a copy, or load another checkpoint"
+        ) from error
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:

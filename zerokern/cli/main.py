@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import zerokern
 from zerokern import arguments
@@ -32,8 +30,6 @@ def parser() -> Parser:
     tagline = "ZeRO training on fused kernels: each step reads and writes optimizer state once."
     top = Parser(prog="zerokern", description=tagline)
     top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
-    if importlib.util.find_spec("zerokern.bench") is None:  # a source tree: it and examples lie beside the package
-        zerokern.__path__.append(str(Path(zerokern.__file__).resolve().parents[1]))
     commands = top.add_subparsers(dest="command", metavar="command")
     top.add_examples("zerokern info", "zerokern plan --model llama-3-8b --world 8", "zerokern bench adam --help")
     for name, (place, summary) in COMMANDS.items():

@@ -75,11 +75,12 @@ class Handle:
         assert self._complete is not None
         try:
             self._complete()
-        except BaseException as error:
+        except Exception as error:
             self._failure = error
-            raise
-        finally:
-            self._ended, self._complete, self._poll = True, None, None
+        # not after Ctrl-C: it is no failure of the collective, and whoever waits again waits for it
+        self._ended, self._complete, self._poll = True, None, None
+        if self._failure is not None:
+            raise self._failure
 
     def done(self) -> bool:
         """Returns whether wait() has nothing left to do; False if the transport cannot tell (gloo) and nobody has

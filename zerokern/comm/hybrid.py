@@ -209,7 +209,7 @@ class _Rounds(Handle):
             if not self._ended:
                 try:
                     self._go_on()
-                except BaseException as error:
+                except Exception as error:  # not Ctrl-C, after which it goes on
                     self._failure, self._ended, self._complete = error, True, None
                     raise
             return not self._ended

@@ -69,9 +69,11 @@ class PeerGroup(CommonGroup):
         self._pending[id(operation)] = tuple(tensor for tensor in memory if tensor is not None)
 
         def complete() -> None:
+            nonlocal finish
             self._wait(operation, works)
-            del self._pending[id(operation)]
-            finish()
+            self._pending.pop(id(operation), None)
+            once, finish = finish, _nothing  # who waits again after Ctrl-C does not add up once more
+            once()
 
         return Handle(complete)
 

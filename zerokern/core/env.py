@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = [
     "ENV", "EnvVar", "cache_folder", "cpu_list", "cpu_numbers", "default_threads", "given_cpus", "launched_ranks",
-    "local_ranks", "process_cpus", "read", "switched_on", "usable_cpus",
+    "local_ranks", "process_cpus", "read", "source_tree", "switched_on", "usable_cpus",
 ]  # fmt: skip
 
 
@@ -34,9 +34,7 @@ ENV: dict[str, EnvVar] = {
         ),
         EnvVar("ZEROKERN_THREADS", "usable CPUs / LOCAL_WORLD_SIZE", "threads of the native pool"),
         EnvVar("ZEROKERN_CPUS", "all usable ones", "CPUs that the native pool's threads keep to, as in 2-7,10"),
-        EnvVar(
-            "ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"
-        ),
+        EnvVar("ZEROKERN_LIBRARY", "in the package", "path of another build of libzerokern_cpu.so, for development"),
         EnvVar(
             "ZEROKERN_MEMORY",
             "what the system says is free",
@@ -221,3 +219,14 @@ def default_threads() -> int:
     cpus = usable_cpus() if given is None else min(len(given), _granted_cpus())
     share = max(1, cpus // local_ranks())
     return _positive("ZEROKERN_THREADS", share)
+
+
+def source_tree() -> Path | None:
+    """Returns the source tree that this package is imported from; None where it is an installed copy.
+
+    >>> tree = source_tree()
+    >>> tree is None or (tree / "cpu").is_dir()
+    True
+    """
+    tree = Path(__file__).resolve().parents[2]
+    return tree if (tree / "cpu" / "CMakeLists.txt").is_file() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Iterable
 from ctypes import (
     POINTER,
@@ -160,27 +161,28 @@ def path() -> Path:
     return Path(forced) if forced else Path(__file__).resolve().parent.parent / "lib" / "libzerokern_cpu.so"
 
 
-def _open(path: Path) -> ctypes.CDLL:
-    """Loads a library file; refuses any ABI number but ours."""
+def _open(path: Path, tree: Path | None = None) -> ctypes.CDLL:
+    """Loads a library file; refuses any ABI number but ours, and in a source tree a library of other sources."""
+    again = f"run `make setup` or `pip install -e .` in {tree}" if tree else "reinstall zerokern"
     if not path.exists():
-        raise BackendError(
-            f"the native library {path.name} was looked for in {path.parent} and is not there; "
-            "run `pip install .` in the source tree (importing from the source tree itself finds no built library)"
-        )
+        raise BackendError(f"the native library {path.name} was looked for in {path.parent} and is not there; {again}")
+    changed = _changed(path, tree) if tree else ""
+    if changed:
+        raise BackendError(f"the native library {path} was built from other sources: {changed}; {again}")
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        raise BackendError(f"the native library {path} does not load: {error}; reinstall zerokern here") from error
+        raise BackendError(f"the native library {path} does not load: {error}; {again}") from error
     try:
         found = lib.zk_abi()
     except AttributeError as error:
-        raise BackendError(f"{path} is no zerokern library: it has no zk_abi; reinstall zerokern") from error
+        raise BackendError(f"{path} is no zerokern library: it has no zk_abi; {again}") from error
     if found != ABI:
-        raise BackendError(f"{path} has ABI {found}, and this package needs ABI {ABI}; reinstall zerokern")
+        raise BackendError(f"{path} has ABI {found}, and this package needs ABI {ABI}; {again}")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name, None)
         if function is None:
-            raise BackendError(f"the native library {path} lacks {name}: it is of another build; reinstall zerokern")
+            raise BackendError(f"the native library {path} lacks {name}: it is of another build; {again}")
         function.restype, function.argtypes = result, arguments
     # These read objects that other Python threads may change, so they keep the GIL; all others release it.
     asking = {"zk_gradients": 1, "zk_in_place": 2, "zk_raise_versions": 1, "zk_in_cells": 1}
@@ -190,6 +192,20 @@ def _open(path: Path) -> ctypes.CDLL:
     return lib
 
 
+def _changed(path: Path, tree: Path) -> str:
+    """Which source of a tree is not the one that the library there was built from; "" where all are."""
+    listed = path.with_name("sources.sha256")
+    if not listed.exists():
+        return f"{listed.name} is not there, which lists them"
+    for digest, name in map(str.split, listed.read_text().splitlines()):
+        source = tree / name
+        if not source.exists():
+            return f"{name} is gone"
+        if hashlib.sha256(source.read_bytes()).hexdigest() != digest:
+            return f"{name} has changed since"
+    return ""
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Returns the loaded library, with signatures declared, threads placed and a forced instruction set in use.
@@ -197,7 +213,7 @@ def library() -> ctypes.CDLL:
     >>> library().zk_abi() == ABI
     True
     """
-    lib = _open(path())
+    lib = _open(path(), None if env.read("ZEROKERN_LIBRARY") else env.source_tree())
     check(lib.zk_threads_set(env.default_threads()), lib)
     given = env.given_cpus()
     if given is not None:

@@ -10,15 +10,15 @@ from typing import Literal, get_args
 from zerokern.core.errors import got
 
 __all__ = [
-    "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
+    "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
     "STATE_FORMATS", "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
-    "itemsize", "parse_nbytes",
+    "itemsize", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
 Tier = Literal["device", "cpu"]  # or zk.Nvme(path)
 Schedule = Literal["sync", "overlap"]  # or zk.Delayed(after=N)
-Update = Literal["host", "device", "auto"]
+Update = Literal["host", "device"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 MasterFormat = Literal["fp32", "split16", "split8", "none"]
 Reduce = Literal["mean", "sum"]
@@ -48,6 +48,7 @@ BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 """a letter behind a number of elements or tokens, and behind one of bytes where no B follows"""
 _BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE | re.ASCII)
+LEAST_BARE = 10**6  # bytes that anybody writes in digits alone, as text
 MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
 
@@ -70,6 +71,20 @@ def parse_nbytes(argument: str, value: object) -> int:
     if not 1 <= nbytes <= MOST:
         raise ValueError(got(argument, value, allowed))
     return nbytes
+
+
+def refuse_bare(argument: str, text: str, nbytes: int) -> None:
+    """Raises for bytes in digits alone, as text, which nobody means that are so few.
+
+    >>> refuse_bare("disk", "64", 64)
+    Traceback (most recent call last):
+    ...
+    ValueError: disk='64': must be bytes with their unit, such as 64GiB. 64 alone are bytes; 64GB may be meant
+    """
+    text = text.strip()
+    if nbytes < LEAST_BARE and not text[-1].isalpha():
+        do = f"{text} alone are bytes; {text}GB may be meant"
+        raise ValueError(got(argument, text, f"bytes with their unit, such as {text}GiB", do))
 
 
 def in_units(digits: str, unit: int) -> int:

@@ -22,6 +22,7 @@ REMEMBERED = 4096  # steps; whoever deviates is at most a few steps behind
 LOOK_S = 0.25  # a rank that waits this long for an agreement reads what the others said
 LONGEST_S = 4.0  # between two such readings
 WARN_S = 30.0  # somebody waits, and may wait on: it is said once, in the log
+ASK_S = 10.0  # that it is said after where nobody else has come to a call that all ranks make
 
 
 class Failure(NamedTuple):
@@ -108,7 +109,7 @@ class Agreement:
                     raise Interrupted(reason)
                 self.warn(operation, now - begun)
             if now >= begun + self.patience_s:
-                raise Disagreement(Failure(self._absent(position, key)))
+                raise Disagreement(Failure(self._absent(operation, key)))
             time.sleep(pause)
             pause = min(2 * pause, 5e-3 if now < begun + 1 else 50e-3)
         self._trouble(False)
@@ -116,20 +117,22 @@ class Agreement:
 
     def warn(self, operation: Operation, waited_s: float) -> None:
         """Says once, in the log, whom this rank waits for, and where they last were."""
-        if operation.warned or waited_s < min(WARN_S, self.patience_s / 2):
+        if operation.warned or waited_s < min(ASK_S, WARN_S, self.patience_s / 2):
+            return
+        others, known, question = self.late(operation)
+        if not question and waited_s < min(WARN_S, self.patience_s / 2):
             return
         operation.warned = True
-        others = self.late(operation)
-        last = "; ".join(f"rank {rank} was last in {where}" for rank, where in others.items() if where)
         logging.getLogger("zerokern").warning(
             "rank %d has waited %.0f s for %s, in %s%s. It waits on, until the group's timeout of %g s: whoever is "
-            "slow may compile, read or write",
+            "slow may compile, read or write%s",
             self.rank,
             waited_s,
             ranks_in_words(others) if others else "the other ranks",
             operation.place,
-            f"; {last}" if last else "",
+            known,
             self.patience_s,
+            question,
         )
 
     def troubled(self) -> bool:
@@ -172,9 +175,18 @@ class Agreement:
         """Returns the other ranks that have stated why they failed."""
         return _failures(self._said_by_others())
 
-    def late(self, operation: Operation) -> dict[int, str]:
-        """Returns the other ranks that are not known to have begun this, and where they last were."""
-        return self.process.others(self.group, operation)
+    def late(self, operation: Operation) -> tuple[list[int], str, str]:
+        """Returns the other ranks that are not known to have begun this; where they last were, and a question to who
+        reads that, as ends of a sentence. Nothing is asked where one of them has been in the same call."""
+        others = self.process.others(self.group, operation)
+        known = "".join(
+            f"; rank {rank} {'was' if waits else 'waits in no call of zerokern, and was'} last in {where}"
+            for rank, (where, waits) in others.items()
+            if where
+        )
+        call = operation.phase
+        alone = call.startswith("zk.") and not any(where.startswith(f"{call} ") for where, _ in others.values())
+        return list(others), known, f". All ranks must call {call}: is it within `if rank == 0:`?" if alone else ""
 
     def _say(self, **what: Any) -> None:
         if any(self._said.get(name) != value for name, value in what.items()):
@@ -226,12 +238,15 @@ class Agreement:
             f"leave out on all ranks{_about_units(wants.values())}"
         )
 
-    def _absent(self, position: int, key: str) -> str:
+    def _absent(self, operation: Operation, key: str) -> str:
+        position = operation.count
         there = [rank for rank, said in self._said_by_others().items() if (said.get("agree") or [None])[0] == position]
         absent = [rank for rank in range(self.size) if rank != self.rank and rank not in there]
+        _, known, question = self.late(operation)
         return (
             f"rank {self.rank} wants {key!r} as step {position} of its order; {ranks_in_words(absent)} did not come "
-            f"to that step within {self.patience_s:g} s. Every rank must run the same modules in the same order"
+            f"to that step within {self.patience_s:g} s{known}"
+            f"{question or '. Every rank must run the same modules in the same order'}"
         )
 
     def _unlike(self, mine: Operation, its_phase: str, others: dict[int, dict[str, Any]]) -> str:

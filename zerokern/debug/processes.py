@@ -204,17 +204,18 @@ class ProcessState:
         if self.store is not None:
             self._say(self._statement())
 
-    def others(self, group: GroupRecord, operation: Operation) -> dict[int, str]:
-        """Returns ranks that have not begun an operation that this process waits for, and where they last were."""
-        missing: dict[int, str] = {}
+    def others(self, group: GroupRecord, operation: Operation) -> dict[int, tuple[str, bool]]:
+        """Returns ranks that have not begun an operation that this process waits for: where each of them last was, and
+        whether it waits there."""
+        missing: dict[int, tuple[str, bool]] = {}
         if self.store is None or not group.pages:
-            return {rank: "" for rank in range(group.size) if rank != group.rank}
+            return {rank: ("", False) for rank in range(group.size) if rank != group.rank}
         for rank, token in enumerate(group.members):
             statement = self._read(token)
             begun = statement["begun"].get(group.pages[-1], {}).get(operation.counted, 0) > operation.part
             if rank != group.rank and operation.source in (None, group.rank, rank) and not begun:
                 wait = next(iter(_waits(statement).values()), None)
-                missing[rank] = wait.says if wait is not None else statement["last"]
+                missing[rank] = (statement["last"], False) if wait is None else (wait.says, True)
         return missing
 
     def _say(self, statement: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerokern.comm.observer import Observer
-from zerokern.comm.operations import Ledger, Operation
+from zerokern.comm.operations import Ledger, Operation, phase
 from zerokern.core.errors import CommError
 from zerokern.debug.agreement import Agreement, Disagreement, Failure, ranks_in_words
 from zerokern.debug.processes import THIS_PROCESS, UPDATE
@@ -136,6 +136,7 @@ class GroupWatch(Observer):
     def agree(self, key: str, group: Any) -> None:
         """Does `Agreement.agree`; the group ends if ranks cannot agree."""
         operation = Operation("agree", self.agreement.position, repr(key))
+        operation.phase = phase()
         self.check(operation)
         try:
             self.agreement.agree(key, self._interrupted)
@@ -206,20 +207,17 @@ class GroupWatch(Observer):
             time.sleep(0.05)
         failing = agreement.failing()
         gone = tuple(rank for rank in closed if rank not in failing)
+        late, known, question = agreement.late(operation)
         if gone:
             are = "is" if len(gone) == 1 else "are"
-            return Failure(f"{ranks_in_words(gone)} {are} gone ({said}). Start again from a checkpoint", gone)
+            return Failure(f"{ranks_in_words(gone)} {are} gone ({said}). Start again from a checkpoint{question}", gone)
         failed = agreement.failed()
         if failed:
             return min(failed.items(), key=lambda item: (not item[1].gone, item[0]))[1]
-        late = agreement.late(operation)
         if not late:
             return Failure(f"rank {agreement.rank} failed in {operation}: {said}")
-        elsewhere = "; ".join(f"rank {rank} was last in {where}" for rank, where in late.items() if where)
-        return Failure(
-            f"{ranks_in_words(late)} did not take part in {operation} in time ({said})"
-            + (f"; {elsewhere}" if elsewhere else "")
-        )
+        missing = f"{ranks_in_words(late)} did not take part in {operation} in time ({said})"
+        return Failure(f"{missing}{known}{question}")
 
     def _cause(self, operation: Operation, failure: Failure) -> Failure:
         """Returns why ranks differ; if one of them is gone, the others are told that instead."""

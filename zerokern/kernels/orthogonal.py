@@ -93,6 +93,7 @@ def iterate_(
     tensor([[1., 0.],
             [0., 1.]])
     """
+    torch.get_num_threads()  # sets this thread up as the program has asked: else MKL multiplies with its own default
     if room is None:
         room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
     norm: float | list[float] | Tensor

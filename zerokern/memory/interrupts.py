@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` wraps it in enums: tens of microseconds a step
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from threading import get_ident, main_thread
 from types import FrameType
 
-__all__ = ["whole"]
+__all__ = ["is_running", "whole"]
 
 
-@contextmanager
-def whole(what: str) -> Iterator[None]:
+class whole:
     """Holds the first Ctrl-C back until the block is done; a second one breaks it off.
 
     Where Ctrl-C raises nothing, and on threads that it does not reach, there is nothing to hold back.
@@ -28,35 +27,50 @@ def whole(what: str) -> Iterator[None]:
     ...     print(done)
     ['all of it']
     """
-    handler = signal.getsignal(signal.SIGINT)
-    is_there = threading.current_thread() is threading.main_thread() and callable(handler)
-    if not is_there or isinstance(handler, _Hold):  # or a block around this one holds it back
-        yield
-        return
-    hold = _Hold(what, handler)  # type: ignore[arg-type]
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        hold.deliver()
 
+    __slots__ = ("_handler", "_held", "_what")
 
-class _Hold:
-    """A handler that keeps the first signal to itself."""
+    def __init__(self, what: object) -> None:
+        self._what = what
+        self._handler: Callable[[int, FrameType | None], object] | None = None
+        self._held: tuple[int, FrameType | None] | None = None
 
-    def __init__(self, what: str, handler: Callable[[int, FrameType | None], object]) -> None:
-        self._what, self._handler = what, handler
-        self._held: list[tuple[int, FrameType | None]] = []
+    def __enter__(self) -> None:
+        handler = _signal.getsignal(_signal.SIGINT)
+        # unless a block around this one holds it back
+        if callable(handler) and type(handler) is not whole and get_ident() == main_thread().ident:
+            self._handler = handler
+            _signal.signal(_signal.SIGINT, self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            _signal.signal(_signal.SIGINT, self._handler)
+            if self._held is not None:
+                self._handler(*self._held)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._held:
+        """As the handler of the signal: keeps the first one."""
+        if self._held is not None:
+            assert self._handler is not None
             self._handler(number, frame)
             return
-        self._held.append((number, frame))
+        self._held = number, frame
         said = "interrupted: %s is finished first; again to break it off"
         logging.getLogger("zerokern.optim").warning(said, self._what)
 
-    def deliver(self) -> None:
-        if self._held:
-            self._handler(*self._held[0])
+
+def is_running(frame: FrameType) -> bool:
+    """Whether a thread is in this call still. A kept traceback has the frames of calls that are over.
+
+    >>> is_running(sys._getframe())
+    True
+    >>> is_running((lambda: sys._getframe())())
+    False
+    """
+    for top in sys._current_frames().values():
+        here: FrameType | None = top
+        while here is not None:
+            if here is frame:
+                return True
+            here = here.f_back
+    return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerokern.core.errors import got
-from zerokern.core.units import AUTO, parse_nbytes
+from zerokern.core.units import AUTO, parse_nbytes, refuse_bare
 from zerokern.memory.tier import AnyTier, TierConfig, check_tier, config_of, name_of
 
 __all__ = ["Budget", "Cascade", "TierOrder", "place", "place_latest", "read_order"]
@@ -99,7 +99,11 @@ def _split(argument: str, value: Any, auto: bool) -> tuple[Any, Budget]:
     name, _, budget = value.partition(":") if isinstance(value, str) else ("", "", "")
     if auto and (name, budget) == ("device", AUTO):
         return name, AUTO
-    return (name, parse_nbytes(f"the budget in {argument}", budget)) if name in _IN_MEMORY and budget else (value, None)
+    if name not in _IN_MEMORY or not budget:
+        return value, None
+    nbytes = parse_nbytes(f"the budget in {argument}", budget)
+    refuse_bare(f"the budget in {argument}", budget, nbytes)
+    return name, nbytes
 
 
 def place(sizes: Sequence[int], budgets: Sequence[int | None], held: Sequence[int] = ()) -> list[int]:

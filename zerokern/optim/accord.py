@@ -7,16 +7,17 @@ An optimizer's outcome on one rank, and how it changes:
     OWED --this rank has published with them--> UNTOLD --all ranks have been told--> WHOLE or TORN, as they agreed
     any --a load--> WHOLE
 
-Ranks meet in a step anyway, to add up the norm; there each says too whether it cannot take part, whether it is about to
-make state, and with which settings. Only where state is made, or read from a disk, can a rank fail later; there they
-meet once more.
+In the first step ranks compare all settings and parameters of their optimizers (`Accord.compare`), before anything has
+changed. Ranks that divide parameters meet in each step anyway, to add up the norm; there each says too whether it
+cannot take part, whether it is about to make state, and with which settings. Only where state is made, or read from a
+disk, can a rank fail later; there they meet once more.
 
 What is checked when. An update in host memory needs the answer before it begins: the host waits once for each meeting,
 however many groups of ranks meet, and for these sums alone, on a stream that the program does not launch on. An update
 on a device needs none: norm and skipping are added up and decided there (`Shards.total_there`), and nobody waits; that
-a rank cannot take part, and other settings, are found where ranks next compare what they do (`Group.agree`). Ranks that
-also bring matrices together in the step compare first what they are about to exchange: hosts wait for each other where
-that has changed, and for no device (`Accord.compare_exchange`).
+a rank cannot take part is found where ranks next compare what they do (`Group.agree`). There, and at stage 0, where a
+step has no norm to add up, ranks compare settings again only where these have changed, but for numbers, which schedules
+change from step to step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,8 +63,12 @@ class Outcome(enum.Enum):
 
 
 WHOLE, TORN, UNTOLD, OWED = Outcome
-_OF_SCHEDULES = ("lr", "weight_decay", "momentum")  # what a step may have another value of than the last one
-_AS_BEFORE = "a step with the matrices and settings of the last one"
+_JSON = (str, int, float, list, tuple, type(None))
+_AS_BEFORE = "a step with the parameters and settings of the last one"
+_OF_THE_NORM = ("max_grad_norm",)  # settings of what is decided with ranks that hold other parameters
+_FIRST = "the first step"
+_NOT_ALIKE = "and not so on others; ranks that share parameters step them alike"
+PARAMETERS = "parameters of"  # a group, as a setting: which there are
 _WORDS = 6  # of what a rank says: its sum, whether it failed, is torn, makes state, its settings and their square
 
 
@@ -70,9 +76,10 @@ class Phase(enum.IntEnum):
     """How far the ranks have come with a step."""
 
     BEGUN = 0
-    MET = 1  # they have added up the norm
-    REPORTED = 2  # they have said whether their updates failed
-    PUBLISHES = 3
+    COMPARED = 1  # they have compared settings
+    MET = 2  # they have added up the norm
+    REPORTED = 3  # they have said whether their updates failed
+    PUBLISHES = 4
 
 
 class Accord:
@@ -105,12 +112,12 @@ class Accord:
         self._deciding = [*self.teams, *own]
         self.in_company = any(team.size > 1 for team in [*self._everyone, *own])
         self.meets = any(getattr(team, "everyone", team).size > 1 for team in self._deciding)
-        self.settings: Sequence[dict[str, Any]] = ()  # of all groups, as this step has them
-        self.groups_of: list[list[int]] = [[] for _ in self.teams]  # those whose parameters a team shares
-        self._marked: Sequence[dict[str, Any]] = ()
-        self._marks = [0] * len(self.teams)
-        # what ranks exchange beside a step, as they have compared it
-        self._exchanged: dict[str, Any] | None = None if last is None else last._exchanged
+        self.settings: dict[str, Any] = {}  # by name, as this step has them
+        self.names: dict[str, list[str]] = {}  # of parameters that ranks share, by the setting that says how many
+        self._marked: dict[str, Any] | None = None
+        self._marks = [0] * len(self._deciding)
+        # what ranks have compared beside a step
+        self._compared: dict[str, Any] | None = None if last is None else last._compared
         self.begin()
 
     def begin(self) -> None:
@@ -130,38 +137,70 @@ class Accord:
         if not self.meets:
             self.phase = Phase.MET
             return added([own[0], *(math.inf if broken else term for term in own[1:])])
-        known = [_on_host(one) for one in self.settings]
+        known = _on_host(self.settings)
         if known != self._marked:
-            self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]
+            self._marks = [zlib.crc32(repr(self._settings_of(team)).encode()) >> 12 for team in self._deciding]
             self._marked = known
         terms, said = self._meet(own, broken, {}, torn=False)
         if self.agreed:
             raise StateError(_told(said, self.agreed))
         return added(terms)
 
-    def compare_exchange(self, groups: Sequence[Group]) -> None:
-        """Compares what these ranks exchange in a step that a device decides on, and all settings, where that changed.
+    def compare(self, *, there: bool) -> None:
+        """Compares the settings and parameters of all ranks that share some: in the first step, and where they changed.
 
-        Raises where ranks differ, on all of them: StateError where it changed on all, before anything else has,
-        CommError, which ends the groups, where it changed on some of them alone. Else hosts do not wait. What
-        schedules change from step to step (learning rates, weight decay, momentum) is compared with the rest alone.
+        `there`: a device decides on steps, and no rank's host adds up. Raises where ranks differ, on all of them:
+        StateError where it changed on all, before anything else has, CommError, which ends the groups, where it changed
+        on some of them alone. Else hosts do not wait.
         """
-        own = self._settings_of(range(len(self.settings)))
-        now = {name: value for name, value in own.items() if name.split(" of ")[0] not in _OF_SCHEDULES}
-        known = self._exchanged
+        settings = _on_host(self.settings)
+        now = {name: "a number" if isinstance(value, float) else value for name, value in settings.items()}
+        known = self._compared
+        if known is not None and self._meet_in_norms and not there:
+            return  # which also says so of each setting in each step
         if now == known:
-            for group in groups:
+            for group in self._all_groups:
                 group.follow(_AS_BEFORE)
+            self.phase = Phase.COMPARED
             return
         others = [name for name in now | (known or {}) if known is not None and now.get(name) != known.get(name)]
-        key = f"a step whose {', '.join(others)} changed since the last one" if others else "the first step"
-        for group in groups:
-            group.agree(key)
-        said = _different(_exchanged(_groups_of(groups), {_own_name(groups[0]): own}))
+        said = self._compare({}, f"a step whose {', '.join(others)} changed since the last one" if others else _FIRST)
         if said:
-            self._agree(said, torn=False)
             raise StateError(_told(said, WHOLE))
-        self._exchanged = now
+        self._compared = now
+
+    def _compare(self, said: dict[str, str], key: str) -> dict[str, str]:
+        """Returns why ranks cannot step together: what some cannot do (`said`), or what differs."""
+        self.phase = Phase.COMPARED
+        with during("opt.step", of="the settings of optimizers"):
+            for team in self._circles:
+                for group in team.join():
+                    group.agree(key)
+                me = _own_name(team)
+                heard: dict[str, Any] = {name: [reason, {}] for name, reason in said.items()}
+                told = _exchanged(_groups_of([team]), {**heard, me: [said.get(me), self._settings_of(team)]})
+                said = {name: reason for name, (reason, _) in told.items() if reason}
+                settings = {name: one for name, (_, one) in told.items() if one}
+                said = said or self._different(team, settings)
+                if len({one.get("group") for one in settings.values()}) > 1:
+                    break  # they name other ranks to meet
+        self._agree(said, torn=False)
+        return said
+
+    @cached_property
+    def _circles(self) -> list[Any]:
+        """Who compares settings: ranks that share parameters, then those of the party."""
+        teams = [*self._everyone, *([] if self.party is None else [self.party])]
+        return list({tuple(map(id, team.join())): team for team in reversed(teams)}.values())[::-1]
+
+    @cached_property
+    def _all_groups(self) -> list[Any]:
+        return _groups_of(self._circles)
+
+    @cached_property
+    def _meet_in_norms(self) -> bool:
+        """Whether all ranks that share parameters meet to add up a norm."""
+        return set(map(id, self._all_groups)) <= set(map(id, _groups_of(self._deciding)))
 
     def share_out(self, homes: Sequence[Any]) -> list[int]:
         """For each parameter the number of its sum: 0 is what counts here alone, others are by team and copies.
@@ -174,10 +213,6 @@ class Accord:
         self.shares = sorted(set(pairs) - {alone})
         return [0 if pair == alone else 1 + self.shares.index(pair) for pair in pairs]
 
-    def teams_of(self, shares: Sequence[int]) -> set[int]:
-        """The places of the teams that have part in these sums."""
-        return {self.shares[share - 1][0] for share in shares if share} - {-1}
-
     def by_team(self, sums: Sequence[Any]) -> list[Any]:
         """The sum of what is here alone, and one for each team: in it what several of its ranks have counts once."""
         found = [sums[0], *(0.0 for _ in self.teams)]
@@ -185,12 +220,16 @@ class Accord:
             found[1 + team] = found[1 + team] + (own if copies == 1 else own / copies)
         return found
 
-    def refuse(self, reason: str, *, torn: bool, reports: bool) -> None:
+    def refuse(self, reason: str, *, torn: bool, reports: bool, there: bool) -> None:
         """This rank cannot go on with the step: the others are told so where they next meet.
 
-        `reports`: whether that is, at the latest, in `reported`.
+        `reports`: whether that is, at the latest, in `reported`. `there`: a device decides, and they meet no more.
         """
         said = {_own_name(self._deciding[0] if self._deciding else self._everyone[0]): reason}
+        if self._compared is None and self.phase < Phase.COMPARED:  # the others wait there in the first step
+            self._compare(said, _FIRST)
+        if there or (self.agreed and self.phase is Phase.COMPARED):  # there all have heard of it
+            return
         if self.meets and self.phase < Phase.MET:
             self._meet([0.0] * (1 + len(self.teams)), True, said, torn=torn)
         if reports and self.phase < Phase.REPORTED:
@@ -214,8 +253,8 @@ class Accord:
             if failed:
                 said = _exchanged(_groups_of([team]), said)
             elif team.size * int(squares) != int(marks) ** 2:  # they are not all the same; marks are whole, and exact
-                own_settings = {_own_name(team): self._settings_of(self.groups_of[number])}
-                said = {**said, **_different(_exchanged(_groups_of([team]), own_settings))}
+                told = _exchanged(_groups_of([team]), {_own_name(team): self._settings_of(team)})
+                said = {**said, **self._different(team, told)}
         self._agree(said, torn)
         return terms, said
 
@@ -228,7 +267,7 @@ class Accord:
         for number, team in enumerate(self._deciding):  # the party last: it adds up what teams have
             last = team is self.party
             own = sums[0] if last else sums[1 + number]
-            mark = 0 if last else self._marks[number]  # the party's settings may differ
+            mark = self._marks[number]
             mine = [math.inf if broken else own, failed, torn, self.makes_state, mark, mark * mark]
             word = upload(array("d", mine), team.device)
             for before, other in zip(words, self._deciding, strict=False):
@@ -243,10 +282,21 @@ class Accord:
     def _agree(self, said: dict[str, str], torn: bool) -> None:
         self.agreed = (TORN if torn else WHOLE) if said else None
 
-    def _settings_of(self, groups: Sequence[int]) -> dict[str, Any]:
-        """By name."""
-        pairs = [(f"param_groups[{number}]", _on_host(self.settings[number])) for number in groups]
-        return {f"{name} of {of}": value for of, one in pairs for name, value in one.items()}
+    def _settings_of(self, team: Any) -> dict[str, Any]:
+        """By name. Ranks that hold other parameters have settings of their own, but for what is decided with them."""
+        known = _on_host(self.settings)
+        alike = team is not self.party or team in self._everyone
+        return known if alike else {name: known[name] for name in _OF_THE_NORM if name in known}
+
+    def _different(self, team: Any, told: dict[str, dict[str, Any]]) -> dict[str, str]:
+        """What each rank has of the first setting that is not the same on all. All of these ranks ask."""
+        for name in dict.fromkeys(name for settings in told.values() for name in settings):
+            values = {rank: settings.get(name) for rank, settings in told.items()}
+            if len(set(map(repr, values.values()))) > 1:  # some are lists
+                if name.startswith(PARAMETERS):
+                    return _lacking(name, _exchanged(_groups_of([team]), {_own_name(team): self.names.get(name, [])}))
+                return {rank: f"{name} is {value}, {_NOT_ALIKE}" for rank, value in values.items()}
+        return {}
 
     def prepared(self) -> AbstractContextManager[None]:
         """Around what makes state: all ranks leave the block well, or all with an error, and nothing has changed."""
@@ -300,8 +350,9 @@ def say_outcome(error: BaseException, outcome: Outcome) -> None:
 
 
 def _on_host(settings: dict[str, Any]) -> dict[str, Any]:
-    """What lies on a device is not looked at, which would wait for it."""
-    return {name: value for name, value in settings.items() if not isinstance(value, Tensor)}
+    """As JSON can carry it. What lies on a device is not looked at, which would wait for it."""
+    pairs = [(name, value) for name, value in settings.items() if not isinstance(value, Tensor)]
+    return {name: value if isinstance(value, _JSON) else str(value) for name, value in pairs}
 
 
 def _told(said: dict[str, str], outcome: Outcome) -> str:
@@ -309,14 +360,16 @@ def _told(said: dict[str, str], outcome: Outcome) -> str:
     return f"the step failed {reasons}. {outcome.message}"
 
 
-def _different(told: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What each rank has of the first setting that is not the same on all."""
-    for name in dict.fromkeys(name for settings in told.values() for name in settings):
-        values = {rank: settings.get(name) for rank, settings in told.items()}
-        if len(set(map(repr, values.values()))) > 1:  # some are lists
-            do = "ranks that share parameters step them alike"
-            return {rank: f"{name} is {value}, and not so on others; {do}" for rank, value in values.items()}
-    return {}
+def _lacking(name: str, lists: dict[str, list[str]]) -> dict[str, str]:
+    """What each rank's list of parameters has not, or has alone."""
+    sets = {rank: set(listed) for rank, listed in lists.items()}
+    anywhere, everywhere = set().union(*sets.values()), set.intersection(*sets.values())
+    said = {}
+    for rank, here in sets.items():
+        differs, how = (anywhere - here, "lacks") if anywhere - here else (here - everywhere, "has")
+        which = ", ".join(sorted(differs)[:3]) + (", ..." if len(differs) > 3 else "")
+        said[rank] = f"{name.removeprefix(PARAMETERS)[1:]} {how} {which}, {_NOT_ALIKE}"
+    return said
 
 
 def _own_name(group: Any) -> str:

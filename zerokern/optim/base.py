@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 import time
 import weakref
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,18 +19,18 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
 from zerokern.core.errors import StateError, got
-from zerokern.memory.interrupts import whole
+from zerokern.memory.interrupts import is_running, whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
-from zerokern.optim.accord import TORN
+from zerokern.optim.accord import TORN, Accord
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
-from zerokern.optim.formats import Algorithm, as_saved, formats_of
+from zerokern.optim.formats import Algorithm, as_saved
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.matrices import Matrix
-from zerokern.optim.outside import WatchedState, plain
+from zerokern.optim.outside import WatchedState, plain, warn_of_second_update
 from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.step import StepRunner
@@ -44,6 +45,8 @@ from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import refuse
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from typing_extensions import Self
 
 _TWICE = (
@@ -57,7 +60,9 @@ _REPLACED = (
     "tier=zk.Nvme(another path), and load a checkpoint"
 )
 _PENDING = ", with an update that zk.Delayed had yet to publish"
-_NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "update", "max_grad_norm", "group")
+_CLOSED_WITHIN = "close() was called while step() runs, in another thread or in a hook; call it afterwards"
+_OF_THE_OPTIMIZER = ("tier", "schedule", "update", "max_grad_norm", "group")  # and of no group
+_NOT_OF_GROUPS = ("self", "__class__", "params", *_OF_THE_OPTIMIZER)
 
 
 def algorithm_of(kind: type[FusedOptimizer]) -> Algorithm:
@@ -98,21 +103,21 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             for sharding in shardings_of(map(shard_of, params_of(self.param_groups))):
                 sharding.reduction.expecting.append(weakly(self._expect))
 
-    def _expect(self) -> bool:
-        return self.runner.expect(self.param_groups)
+    def _expect(self) -> None:
+        self.runner.expect(self.param_groups)
 
     def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any, update: str) -> None:
         self.decision = decision
         self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__, group, update)
         self.runner = StepRunner(self.holdings, decision)
-        self._stepping = threading.Lock()
+        self._stepping: dict[object, FrameType] = {}  # who steps or closes, the first one; others are refused
         if self.holdings.disk is not None:
             self.holdings.disk.tier.gives_way = partial(_give_way, weakref.ref(self))
 
     @property  # type: ignore[override]
     def state(self) -> WatchedState:
         """As torch's. Whoever asks for it while an update is under way waits: it is about to write there."""
-        if self.runner.pending is not None and not self._stepping.locked():
+        if self.runner.pending is not None and not any(map(is_running, list(self._stepping.values()))):
             self.runner.pending.run.finish()
         return self.holdings.state
 
@@ -154,9 +159,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def __repr__(self) -> str:
         closed = "closed, " if self.holdings.closed else ""
         said = f"{closed}tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
-        chosen = f" ({self.holdings.why})" if self.holdings.why else ""
         told = self.update != ("device" if self._algorithm.whole else "host")  # what it is where nobody says it
-        said += "" if not told else f", update={self.update!r}{chosen}"
+        said += "" if not told else f", update={self.update!r}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     @torch._disable_dynamo
@@ -192,8 +196,26 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         """
         self.holdings.refuse_if_closed()
         loss = None if closure is None else torch.enable_grad()(closure)()
-        if not self._stepping.acquire(blocking=False):
-            raise StateError(_TWICE)
+        mine = object()
+        try:
+            self._enter(mine, sys._getframe(), _TWICE)
+            self._tell_step()
+        finally:
+            self._stepping.pop(mine, None)
+        return loss
+
+    def _enter(self, mine: object, frame: FrameType, message: str) -> None:
+        """Refuses all but the first who is in; called within the `try` that takes `mine` out."""
+        self._stepping[mine] = frame
+        for other, of_other in list(self._stepping.items()):
+            if other is mine:
+                return
+            if is_running(of_other):
+                raise StateError(message)
+            self._stepping.pop(other, None)  # Ctrl-C came before the line that does so
+
+    def _tell_step(self) -> None:
+        """The step; other ranks are told where it fails."""
         here = self.holdings
         known = here.outcome is TORN
         try:
@@ -208,9 +230,6 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             if not known:
                 self.runner.tell(error)
             raise
-        finally:
-            self._stepping.release()
-        return loss
 
     def _step(self) -> None:
         here, groups = self.holdings, self.param_groups
@@ -228,29 +247,47 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
         shards = self.runner.find_shards(self.param_groups)
+        accord = shards.accord
+        if accord.in_company:
+            accord.names = shards.listed(self.param_groups)
+            accord.settings = self._settings(settings, accord)
         if any(shards_parameters(one.stage) for one in shards.shardings):
             zero_checks.refuse_materialized(shards.shards)
-        shards.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
-        shards.host.measures = self._max_grad_norm is not None or bool(shards.shardings or shards.accord.party)
+        shards.host.measures = self._max_grad_norm is not None or bool(shards.shardings or accord.party)
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
-        with whole("the step") if shards.accord.in_company else nullcontext():  # which other ranks are in
+        with whole("the step") if accord.in_company else nullcontext():  # which other ranks are in
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
-                    pairs = zip(shards.accord.settings, shards.with_gradients(self.param_groups), strict=True)
-                    when = {"schedule": "delayed" if self.holdings.delays else self.schedule}
-                    if shards.cut:  # in rounds of a bucket, or of all of them; one by one, or two at a time
-                        when["'state or parameters are on a disk'"] = self.holdings.moves_on_disk
-                        when["'state is on a disk'"] = self.holdings.disk is not None
-                    told = [{**one, "parameters with a gradient": which, **when} for one, which in pairs]
-                    shards.accord.settings = told
-                    if shards.exchanges and shards.are_decided_there:
-                        shards.accord.compare_exchange(shards.exchanges)
+                    for number, names in enumerate(shards.without_gradients(self.param_groups)):
+                        accord.settings[f"parameters without a gradient of param_groups[{number}]"] = (
+                            ", ".join(names) or "none"
+                        )
+                if accord.in_company:
+                    accord.compare(there=shards.are_decided_there)
                 done = self._update(shards.groups(self.param_groups), settings)
-                shards.accord.begin()  # what is raised from here on is no failure of the step
+                accord.begin()  # what is raised from here on is no failure of the step
             finally:
                 shards.end_step(undone=not done and not self.holdings.torn)
+
+    def _settings(self, checked: list[dict[str, Any]], accord: Accord) -> dict[str, Any]:
+        """All settings by name, as ranks compare them: which parameters there are, then what was said of them."""
+        # what else there is of tiers may differ, as budgets do; ranks meet at other moments by these alone
+        where = "on the device" if self.holdings.shards.are_decided_there else "in host memory"
+        known = {
+            "tier": "one with a disk" if self.holdings.disk is not None else f"one that is updated {where}",
+            "max_grad_norm": getattr(self, "limit_of_chain", self._max_grad_norm),
+            "group": None if accord.party is None else accord.party.size,
+        }
+        named: dict[str, Any] = {"optimizer": type(self).__name__}
+        for name, names in accord.names.items():
+            named[name] = f"{len(names)}, crc {zlib.crc32(repr(names).encode()):08x}"
+        named |= {name: known[name] if name in known else getattr(self, name) for name in _OF_THE_OPTIMIZER}
+        for number, (group, one) in enumerate(zip(self.param_groups, checked, strict=True)):
+            options = self._algorithm.options(group, one, self.defaults)
+            named |= {f"{name} of param_groups[{number}]": value for name, value in options.items()}
+        return named
 
     def _update(self, groups: Groups, settings: list[dict[str, Any]]) -> bool:
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""
@@ -271,6 +308,8 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             matrices = self._matrices(groups, () if alone else shards.shards)
             layouts, hosted = self._algorithm.layout, shards.is_hosted
             survey, binding = Survey(groups, layouts, *of_shards, hosted=hosted, matrices=matrices), None
+            checks.remainders(self.param_groups)
+            warn_of_second_update(self, self.param_groups, grads if alone else None)
             if survey.device is not None:
                 device.require(survey.device, self.tier)
             pointers = survey.pointers(groups, grads, sums) or survey.gradient_pointers
@@ -352,21 +391,20 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         here = self.holdings
         if here.closed:
             return
-        if not self._stepping.acquire(blocking=False):
-            raise StateError("close() was called while step() runs, in another thread or in a hook; call it afterwards")
-        known = here.outcome is TORN
+        known, mine = here.outcome is TORN, object()
         try:
-            if publish:
-                self.runner.flush(self.param_groups)
-        except StateError:
-            if not known:  # else the step that failed has said so
-                raise
-        finally:
+            self._enter(mine, sys._getframe(), _CLOSED_WITHIN)
             try:
+                if publish:
+                    self.runner.flush(self.param_groups)
+            except StateError:
+                if not known:  # else the step that failed has said so
+                    raise
+            finally:
                 self.runner.close(self.param_groups)
                 here.close(_CLOSED)
-            finally:
-                self._stepping.release()
+        finally:
+            self._stepping.pop(mine, None)
 
     def __enter__(self) -> Self:
         return self
@@ -456,14 +494,17 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
 
 def _give_way(there: weakref.ref[FusedOptimizer]) -> str:
     """For another optimizer on its folder: what who uses this one is told from then on; nothing if it is in a step."""
-    opt = there()
-    if opt is None or not opt._stepping.acquire(blocking=False):
+    opt, mine = there(), object()
+    if opt is None:
         return ""
     try:
+        opt._stepping[mine] = sys._getframe()
+        if any(is_running(frame) for other, frame in list(opt._stepping.items()) if other is not mine):
+            return ""
         path = getattr(opt.holdings.order.config, "path", opt.tier)
         opt.runner.close(opt.param_groups)
         late = any(group.get(LATE, False) for group in opt.param_groups)
         opt.holdings.close(because := _REPLACED.format(path=path, pending=_PENDING if late else ""))
         return because
     finally:
-        opt._stepping.release()
+        opt._stepping.pop(mine, None)

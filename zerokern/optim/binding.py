@@ -228,7 +228,7 @@ class HostCompute:
 
     def count(self, tier: StateTier) -> None:
         """Counts the update that was prepared."""
-        if any(group.first for group in self.groups):
+        if tier.begins_without_rows or any(group.first for group in self.groups):
             tier.started()
         for group in self.groups:
             group.step += 1
@@ -576,8 +576,6 @@ class Binding:
             flow.close()
         self._give_back()
         self.compute.break_off()
-        if self.torn:
-            self.survey.cells.bump_versions()
 
     @property
     def carried_out(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             found_inf = broken if found_inf is None else torch.as_tensor(found_inf).to(norm.device) + broken
             self._grad_norm = norm / scale
         for opt in self.chained_optimizers:
-            _step_scaled(opt, found_inf, grad_scale)
+            _step_as_one(opt, found_inf, grad_scale, self.max_grad_norm)
         return loss
 
     def flush(self) -> None:
@@ -165,16 +166,18 @@ class ChainedOptimizer(torch.optim.Optimizer):
             opt.refresh_masters()
 
     def close(self) -> None:
-        """`close()` of each optimizer."""
-        for opt in self.chained_optimizers:
-            opt.close()
+        """`close()` of each optimizer, also behind one that raises."""
+        with ExitStack() as closing:
+            for opt in reversed(self.chained_optimizers):
+                closing.callback(opt.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        for opt in self.chained_optimizers:
-            opt.__exit__(*raised)
+        with ExitStack() as closing:
+            for opt in reversed(self.chained_optimizers):
+                closing.callback(opt.__exit__, *raised)
 
     def statistics(self) -> dict[str, float]:
         """`statistics()` of each optimizer, added up; steps, those skipped and the norm are of the chain."""
@@ -295,10 +298,12 @@ def _is_of_ranks(param: Tensor) -> bool:
     return shard_of(param) is not None or is_divided(param)
 
 
-def _step_scaled(opt: FusedOptimizer, found_inf: Any, grad_scale: Any) -> None:
-    """A step of one optimizer, told as GradScaler tells it."""
-    opt.found_inf, opt.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
+def _step_as_one(opt: FusedOptimizer, found_inf: Any, grad_scale: Any, limit: float | None) -> None:
+    """A step of one optimizer, told as GradScaler tells it, and to which norm the chain has clipped."""
+    told = {"found_inf": found_inf, "grad_scale": grad_scale, "limit_of_chain": limit}
+    vars(opt).update(told)
     try:
         opt.step()
     finally:
-        del opt.found_inf, opt.grad_scale  # type: ignore[attr-defined]
+        for name in told:
+            delattr(opt, name)

@@ -185,6 +185,25 @@ torch.float16. Train torch.view_as_real(...) of it, a real parameter with a last
             raise TypeError(got(f"{name}.dtype", tensor.dtype, DTYPES_TEXT, do))
 
 
+def remainders(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for a master format that no parameter can have: those of 16 bits alone keep a remainder.
+
+    >>> remainders([{"params": [torch.ones(2)], "master_format": "split8"}])
+    Traceback (most recent call last):
+    ...
+    ValueError: master_format='split8': must be None or 'fp32' where all parameters are torch.float32. They are exact \
+without a remainder; model.bfloat16(), or mp_policy= of zk.shard, makes parameters that keep one
+    """
+    asked = [group for group in groups if group["master_format"] in ("split16", "split8") and group["params"]]
+    if asked and all(param.dtype is torch.float32 for group in asked for param in group["params"]):
+        do = (
+            "They are exact without a remainder; model.bfloat16(), or mp_policy= of zk.shard, makes parameters that "
+            "keep one"
+        )
+        allowed = "None or 'fp32' where all parameters are torch.float32"
+        raise ValueError(got("master_format", asked[0]["master_format"], allowed, do))
+
+
 def misspelt(name: str, options: Collection[str]) -> str | None:
     """Returns the option that a name misspells; None for keys of frameworks, such as "initial_lr" and "max_momentum".
 

@@ -528,6 +528,7 @@ class StateOnDisk(StateTier):
     def locate(self) -> None:
         super().locate()
         self._owners = [on_disk_of(self.state.get(param)) for param in self.survey.params]
+        self.begins_without_rows = any(one is not None and one.first and not one.places for one in self._owners)
         if self.state.mark.changed:
             self._disk.sweep(all_on_disk(self.state))
 
@@ -584,6 +585,7 @@ class StateOnDisk(StateTier):
 
     def started(self) -> None:
         super().started()
+        self.begins_without_rows = False
         for owner in self._owners:
             if owner is not None:
                 owner.first = frozenset()

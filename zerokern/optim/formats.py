@@ -5,7 +5,7 @@ Nothing converts state implicitly: `convert_state` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -110,6 +110,11 @@ class Algorithm:
         if "decoupled_weight_decay" in found:
             found["decoupled"] = found.pop("decoupled_weight_decay")
         return found
+
+    def options(self, group: Group, checked: Group, names: Iterable[str]) -> Group:
+        """Returns all options of a group, hyperparameters as they were checked."""
+        found = {name: group.get(name) for name in names if name not in self.settings}
+        return found | ({self.begins_by: self.first_moment(group)} if self.begins_by else {}) | checked
 
     def first_moment(self, group: Group) -> float:
         """Returns the first value of the group's moments."""

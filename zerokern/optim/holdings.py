@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,7 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.placing import Placing, check_update, check_whole
-from zerokern.optim.rates import amounts_of, compute_of, measured_rates
-from zerokern.optim.shards import LATE, PENDING, Shards, sharded
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
@@ -122,9 +120,6 @@ class Holdings:
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
         self.update = check_update(update, self.order, whole=algorithm.whole)
-        self.updated_on = self.update  # "auto", until that has chosen
-        self.why = ""  # it has chosen that
-        self._pass_began = 0.0  # the last backward pass, while that has not
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -254,8 +249,7 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        on_device = self.update == "device" or (self.algorithm.whole and self.update == "auto")  # which it chooses
-        if there and self.delays and on_device:
+        if there and self.delays and self.update == "device":
             do = "An update on the device has nothing to hide behind"
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
         return self.delays or (there and not self.rests_on_device)
@@ -266,7 +260,7 @@ class Holdings:
 
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
-        waits = self.placing.waits and self.is_apart(groups)
+        waits = self.placing.waits and self.hosting(groups) is not None and self.placing.there
         if waits and all(param.grad is None for group in groups for param in group["params"]):
             raise StateError(_TOO_EARLY.format(tier=self.tier))
 
@@ -289,7 +283,7 @@ class Holdings:
         self._check_whole(trained)
         if self.update == "device" and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
-            raise ValueError(got("update", self.update, "'host' or 'auto'", do))
+            raise ValueError(got("update", self.update, "'host'", do))
         if self.algorithm.whole and self.disk is not None and self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
             raise ValueError(got("tier", self.tier, "'device', 'cpu' or both, with budgets", do))
@@ -298,15 +292,12 @@ class Holdings:
 
         def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[StateLocation]:
             divided = self._divided(groups, new)
-            if self.updated_on == "auto" and self.placing.there:
-                owners, pairs = [group for group in groups for _ in group["params"]], zip(new, divided, strict=True)
-                self._choose(groups, [(one, of, owners[n]) for (n, one), (kind, of, _) in pairs if kind != "device"])
             found: list[StateLocation] = []
             for (_, local), (kind, layout, nbytes) in zip(new, divided, strict=True):
                 self.placing.note(local, kind)
                 if kind == "device" and self.placing.there:
                     found.append(StateLocation((), nbytes))
-                elif self.updated_on == "device" and self.placing.there:
+                elif self.update == "device" and self.placing.there:
                     kept = kind != "disk"
                     found.append(StateLocation(layout.columns * kept, 0, streams=kept))
                 else:
@@ -335,55 +326,6 @@ class Holdings:
         new = [(n, one) for n, one in wanted if one.requires_grad and id(one) not in self.host.copies]
         divided = zip(new, self._divided(groups, new), strict=True)
         return {number: kind for (number, _), (kind, _, nbytes) in divided if nbytes}
-
-    def _host_because(self, groups: Groups) -> str:
-        """Says why updates run on the host whatever is measured; empty: that is to be measured."""
-        if self.order.config is not None:
-            return "a disk is in tier="
-        if self.delays:
-            return "zk.Delayed hides it behind a whole step"
-        return "zk.shard has put some parameters off the device" if self._splits(groups) else ""
-
-    def time_pass(self, groups: Groups) -> bool:
-        """As a backward pass begins: notes when, if how long it takes says where updates run. Returns whether it does.
-
-        The host waits for the device here, in the first step.
-        """
-        hides = self.schedule == "overlap" and sharded(groups)
-        if self.updated_on != "auto" or not hides or self._host_because(groups):
-            return False
-        if self.hosting(groups) is None or self.host is None or self.host.link is None:
-            return False
-        self.host.link.here().wait()
-        self._pass_began = time.perf_counter()
-        return True
-
-    def _choose(self, groups: Groups, of: Sequence[tuple[Tensor, Layout, dict[str, Any]]]) -> None:
-        """Chooses where updates of these (parameter, its layout, its group) run from now on.
-
-        Each rank does so by itself: what ranks exchange in a step, and in which order, is the same in both places, and
-        the slowest of them is as fast as it can be when each is.
-        """
-        if not of:
-            return
-        if self.algorithm.whole:
-            self.updated_on, self.why = "device", "device: matrices are multiplied there"
-            return
-        why = self._host_because(groups)
-        if why:
-            self.updated_on, self.why = "host", f"host: {why}"
-            return
-        assert self.host is not None and self.host.link is not None
-        link, compute = self.host.link, None
-        if self.schedule == "overlap" and sharded(groups):
-            backward = 0.0
-            if self._pass_began:
-                link.here().wait()
-                backward = time.perf_counter() - self._pass_began
-            compute = compute_of((param for group in groups for param in group["params"]), backward)
-        amounts = amounts_of([param for param, _, _ in of], [layout for _, layout, _ in of], compute)
-        rates, schedule = measured_rates(link, self.algorithm, of), str(self.schedule)
-        self.updated_on, self.why = rates.choose(schedule, amounts), rates.told(schedule, amounts)
 
     def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
         """Returns the shards of these parameters: the last ones, or others if parameters have changed or moved.
@@ -469,7 +411,7 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
-        streams = self.placing.there and self.shards.is_hosted and self.updated_on == "device"
+        streams = self.placing.there and self.shards.is_hosted and self.update == "device"
         if (self.has_both or streams) and self.host is not None and self.host.link is not None:
             compute = SplitCompute(self.host, self.room, self.schedule)
         if previous is not None and not compute.is_like(previous.compute):
@@ -482,7 +424,7 @@ class Holdings:
 
     def _check_growth(self, survey: Survey) -> None:
         """Refuses state that has grown beyond the budget of the device, where it is; counts what it takes there."""
-        if not self.has_both or self.host is None or self.updated_on == "device":
+        if not self.has_both or self.host is None or self.update == "device":
             return
         sizes = {id(one): of.nbytes_of(one) for one, of in zip(survey.params, survey.layouts, strict=True)}
         stays = [copy for copy in self.host.copies.values() if copy.stays is not None and not copy.near]

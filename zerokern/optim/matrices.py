@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -540,22 +540,12 @@ def _sum_squares(matrix: Tensor, sums: Tensor) -> None:
 def ns_dtype_of(setting: str | None, place: torch.device = _HOST) -> torch.dtype:
     """Returns what matrices of a group with this `ns_dtype` are orthogonalized in, on this device.
 
+    None is fp32 on every CPU: a run must not have other numbers where the host multiplies bf16 well.
+
     >>> ns_dtype_of("bf16")
     torch.bfloat16
     """
-    return _NS_DTYPES[setting] or default_ns_dtype(place)
-
-
-def default_ns_dtype(place: torch.device) -> torch.dtype:
-    """Returns what matrices are orthogonalized in, unless their group says it: bf16 where that is multiplied."""
-    return torch.bfloat16 if place != _HOST or _cpu_multiplies_bf16() else torch.float32
-
-
-@cache
-def _cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has tiles for products of bf16 (AMX). With AVX-512's instruction alone fp32 is faster."""
-    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return ask is not None and bool(ask())
+    return _NS_DTYPES[setting] or (torch.float32 if place == _HOST else torch.bfloat16)
 
 
 def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:

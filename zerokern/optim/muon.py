@@ -35,8 +35,8 @@ class Muon(FusedOptimizer):
     remainder; AdamW's is 10. Under `zk.shard` at stages 1 and 2 each matrix must lie whole on one rank (`whole=`). At
     stage 3 each step assembles it on one rank.
 
-    ns_dtype: the dtype in which matrices are orthogonalized, "bf16" or "fp32". By default bf16 on a GPU; on a CPU fp32,
-        unless the CPU has instructions for bf16 products. Also per param_group.
+    ns_dtype: the dtype in which matrices are orthogonalized, "bf16" or "fp32". By default bf16 on a GPU, and fp32 on
+        every CPU; "bf16" is faster on CPUs with tiles for it (AMX). Also per param_group.
     split: how many matrices a parameter consists of, as equal slices of its first dimension: 3 for a fused query, key
         and value, the number of experts for a stack of them. Each is orthogonalized by itself, which changes the
         update; 1 is torch's. Also per param_group.

@@ -53,9 +53,8 @@ class Adam(FusedOptimizer):
         GPU, through which the state streams from pinned host memory and back, piece by piece. Gradients and parameters
         stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; the bits are
         the same. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the state of
-        later ones streams meanwhile. "auto" measures both for a moment in the first step and takes what is over sooner,
-        beside what forward and backward hide; `repr(opt)` says which, and why. For parameters in host memory all are
-        one.
+        later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For parameters
+        in host memory both are one.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))

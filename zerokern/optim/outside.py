@@ -12,8 +12,9 @@ from __future__ import annotations
 import operator
 import os
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress, groupby
@@ -21,15 +22,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.core.errors import StateError
 from zerokern.kernels.ops import fingerprints
 from zerokern.memory.addresses import MemoryRecord
 from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
-from zerokern.zero.kinds import present, rest_of
+from zerokern.zero.kinds import local_of, present, rest_of
+from zerokern.zero.shard import shard_of
 
 _version_of = operator.attrgetter("_version")
+# by the id of a parameter: the optimizer that has last updated it, which keeps it alive, and with which gradient.
+# With a weak reference to the parameter itself load_state_dict could not swap it
+_UPDATED: dict[int, tuple[weakref.ref[torch.optim.Optimizer], tuple[Any, ...]]] = {}
+_SECOND_UPDATE = (
+    "{kind}.step() updates {which} with gradients that {other}.step() has updated them with already, so that they move "
+    "twice in each step. Give each optimizer parameters of its own: zk.muon_groups(model) proposes which zk.Muon takes"
+)
 
 
 def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -142,6 +152,47 @@ for _name in (*_READING, "copy", "get", "items", "keys", "values"):
 for _kind in (WatchedEntry, WatchedState):
     for _name in _CHANGING:
         setattr(_kind, _name, _marking(getattr(dict, _name)))
+
+
+def warn_of_second_update(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], held: Sequence[Tensor | None] | None
+) -> None:
+    """Warns of parameters that another optimizer has updated with the gradients that this one is about to use.
+
+    `held`: the gradients of all of them, where another thread could drop those that parameters have.
+    """
+    grads = iter(held) if held is not None else (param.grad for group in groups for param in group["params"])
+    names: dict[str, list[str]] = {}
+    for key, (owner, _) in list(_UPDATED.items()):
+        if owner() is None:
+            _UPDATED.pop(key, None)
+    for number, group in enumerate(groups):
+        for place, param in enumerate(group["params"]):
+            grad = next(grads)
+            if grad is None:
+                continue
+            shard = shard_of(param)
+            now = _which_gradient(grad, shard)
+            last, then = _UPDATED.get(id(param), (None, ()))
+            other = None if last is None else last()
+            if other not in (None, optimizer) and then == now:
+                given = group.get("param_names", ())
+                shown = given[place] if given else f"param_groups[{number}]['params'][{place}]"
+                names.setdefault(type(other).__name__, []).append(shown if shard is None else shard.name)
+            _UPDATED[id(param)] = weakref.ref(optimizer), now
+    for other_name, some in names.items():
+        which = ", ".join(some[:3]) + (f" and {len(some) - 3} others" if len(some) > 3 else "")
+        warnings.warn(_SECOND_UPDATE.format(kind=type(optimizer).__name__, other=other_name, which=which), stacklevel=2)
+
+
+def _which_gradient(grad: Tensor, shard: Any) -> tuple[Any, ...]:
+    """Returns what tells a gradient from all later ones, also from those in the same memory or the same tensor."""
+    version = 0 if grad.is_inference() else grad._version  # nobody counts what is written to those of inference mode
+    reduction = None if shard is None else getattr(shard.sharding, "reduction", None)
+    if reduction is not None:
+        return version, reduction.passes
+    here = local_of(grad)
+    return version, here.data_ptr(), StorageWeakRef(here.untyped_storage())
 
 
 class Witness:

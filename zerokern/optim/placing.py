@@ -21,7 +21,7 @@ from zerokern.optim.disk import on_disk_of
 
 __all__ = ["UPDATES", "Placing", "check_update", "check_whole"]
 
-UPDATES = ("host", "device", "auto")
+UPDATES = ("host", "device")
 
 
 def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str:
@@ -33,10 +33,11 @@ def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str
     'device'
     """
     if not isinstance(value, str) or value not in UPDATES:
-        raise ValueError(got("update", value, "'host', 'device' or 'auto'"))
+        do = "`zerokern bench offload --where` says which is faster on this machine" if value == "auto" else ""
+        raise ValueError(got("update", value, "'host' or 'device'", do))
     if value == "device" and order.config is not None and not whole:
         do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
-        raise ValueError(got("update", value, "'host' or 'auto' where tier= has a disk", do))
+        raise ValueError(got("update", value, "'host' where tier= has a disk", do))
     return value
 
 

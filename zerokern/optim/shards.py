@@ -5,7 +5,6 @@ An update changes this rank's piece of each parameter, or a copy of that in host
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,7 @@ from zerokern.comm import Group, during, user_group
 from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import AddressRecord, TensorBodies
 from zerokern.optim import checks, device
-from zerokern.optim.accord import Accord, norm_of_all
+from zerokern.optim.accord import PARAMETERS, Accord, norm_of_all
 from zerokern.optim.cut_matrices import exchange_groups, group_of
 from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
 from zerokern.optim.outside import WatchedState
@@ -131,7 +130,7 @@ class Shards:
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
         self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
-        self._cut: tuple[list[int], list[str]] | None = None  # by group, the parameters that ranks have parts of
+        self._listed: tuple[list[int], dict[str, list[str]]] = ([], {})
         self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
 
@@ -170,11 +169,8 @@ class Shards:
     def groups(self, groups: Groups) -> list[dict[str, Any]]:
         """Returns these groups with the tensors that are updated as parameters, under the parameters' names."""
         made, start = [], 0
-        self.accord.groups_of = [[] for _ in self.accord.teams]
-        for number, group in enumerate(groups):
+        for group in groups:
             some = slice(start, start := start + len(group["params"]))
-            for team in self.accord.teams_of(self.shares[some]):
-                self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
                 _refuse_int8(self.shards[some])
             names = [shard.name for shard in self.shards[some]]
@@ -273,22 +269,28 @@ class Shards:
         """Whether steps are decided on the device that the parameters lie on, and no rank's host adds up."""
         return not self.is_hosted and device.holds(self.updated)
 
-    def with_gradients(self, groups: Groups) -> list[str]:
-        """Says of each group which parameters there are whose matrices ranks bring together, and which of them have
-        gradients in this step.
+    def listed(self, groups: Groups) -> dict[str, list[str]]:
+        """Returns the names of the parameters that ranks share, by group. Of pieces each rank leaves out its own."""
+        sizes = [len(group["params"]) for group in groups]
+        if self._listed[0] != sizes:
+            each = zip(self.params, self.shards, strict=True)
+            found = {}
+            for number, size in enumerate(sizes):
+                shared = [one for param, one in islice(each, size) if not hasattr(param, "zk_name")]
+                names = sorted(one.name for one in shared if one.sharding is not None)
+                found[f"{PARAMETERS} param_groups[{number}]"] = names
+            self._listed = sizes, found
+        return self._listed[1]
+
+    def without_gradients(self, groups: Groups) -> list[list[str]]:
+        """Returns for each group the parameters whose matrices ranks bring together, and that have no gradients in this
+        step.
 
         Others may have some on one rank and none on another.
         """
-        sizes = [len(group["params"]) for group in groups]
-        if self._cut is None or self._cut[0] != sizes:
-            each = iter(self.shards)
-            names = [sorted(_named(one) for one in islice(each, size) if group_of(one) is not None) for size in sizes]
-            self._cut = sizes, [f"all {len(some)} (names {zlib.crc32(repr(some).encode()):08x})" for some in names]
         pairs = zip(self.shards, self.grads, strict=True)
         lacks = iter([shard.name if grad is None and group_of(shard) is not None else None for shard, grad in pairs])
-        said = [sorted(name for name in islice(lacks, size) if name is not None) for size in sizes]
-        cut = zip(self._cut[1], said, strict=True)
-        return [everyone + (" but " + ", ".join(names) if names else "") for everyone, names in cut]
+        return [sorted(name for name in islice(lacks, len(one["params"])) if name is not None) for one in groups]
 
     def end_step(self, *, undone: bool) -> None:
         """Forgets the gradients. `undone`: nothing has changed, so that the next step needs the clip factor again."""
@@ -512,10 +514,6 @@ def _refuse_int8(shards: Iterable[Shard]) -> None:
         if shard.here.misaligned:
             do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
             raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
-
-
-def _named(shard: Shard) -> str:
-    return f"{shard.name} {tuple(shard.shape)}"
 
 
 def in_place(shown: Any, value: Any) -> bool:

@@ -349,9 +349,11 @@ class StateTier:
     """Keeps the state of an optimizer's parameters in memory, where `fetch` and `store` do nothing.
 
     `streams`: a subclass keeps state in records elsewhere, which pass through a `ring` while they are updated.
+    `begins_without_rows`: an update also begins moments that are in no row of it, those of empty parameters on a disk.
     """
 
     streams = False
+    begins_without_rows = False
     ring: Ring | None = None
     rows: dict[int, Row]
     state: Any

@@ -127,23 +127,19 @@ class StepRunner:
                 departure.forget()
         shards.take_copies(grads)
 
-    def expect(self, groups: Groups) -> bool:
+    def expect(self, groups: Groups) -> None:
         """As the first backward pass begins: gradients of the first step leave as they come, too.
 
-        Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says. Returns
-        whether passes are timed, because that says where updates run: then each that begins before `step()` is told.
+        Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
         """
         here = self._holdings
         if self.leaving is not None or here.closed or here.torn or here.placing.waits:
-            return False
+            return
         with contextlib.suppress(Exception):
             if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
-                if here.time_pass(groups):
-                    return True
                 shards = self.find_shards(groups)
                 shards.host.measures = True
                 self.leaving = EarlyFetches(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
-        return False
 
     def _fetch(
         self,
@@ -285,8 +281,7 @@ class StepRunner:
     ) -> None:
         here, binding = self._holdings, update.binding
         ran: list[Update] = []
-        one_call = update.parts[0].name == ALL and not binding.moves
-        with nullcontext() if one_call else whole("the step"):  # the end of a native call is known
+        with whole("the step"):
             try:
                 with self._reported(lambda: any(one.changed for one in ran)):
                     prepare(binding)
@@ -446,6 +441,7 @@ class StepRunner:
         except Exception as error:
             told = self.pending is not update
             if not self._give_up(update, error):
+                say_outcome(error, self._holdings.outcome)
                 raise
             for publisher in self._holdings.shards.publishers if not told else ():
                 publisher.failure = error  # the forward ends: other ranks wait in it
@@ -485,7 +481,7 @@ class StepRunner:
         spreads = not isinstance(error, CommError)
         if self.pending is update:
             self.pending = None
-            update.binding.break_off()
+            update.break_off()
             known = not accord.in_company or (self.agrees and accord.agreed)
             if known or not here.is_scheduled or not isinstance(error, Exception):
                 if update.outcome is TORN:
@@ -511,10 +507,12 @@ class StepRunner:
             if self.agrees or (here.moves_on_disk and here.torn):
                 say_outcome(error, here.outcome)
             return
-        if isinstance(error, Exception) and not isinstance(error, CommError) and not shards.are_decided_there:
+        if isinstance(error, Exception) and not isinstance(error, CommError):
+            there = shards.are_decided_there
             with contextlib.suppress(CommError):
-                self._publish_with_others(shards)
-                accord.refuse(here.reason or str(error), torn=here.torn, reports=self.agrees)
+                if not there:
+                    self._publish_with_others(shards)
+                accord.refuse(here.reason or str(error), torn=here.torn, reports=self.agrees, there=there)
         if accord.agreed:
             here.settle(accord.agreed)
             say_outcome(error, here.outcome)

@@ -79,6 +79,15 @@ class Update:
             self.binding.stepped()
             self.counted = True
 
+    def break_off(self) -> None:
+        """Ends it where it goes no further; what it has written counts as written.
+
+        Once: backward would refuse what a forward has saved since it was counted, before anybody hears what failed.
+        """
+        self.binding.break_off()
+        if not self.counted and self.binding.torn:
+            self.binding.survey.cells.bump_versions()
+
     @property
     def changed(self) -> bool:
         """Whether anything may have been written, or counts as if it had been. It has been prepared."""

@@ -94,6 +94,14 @@ class PipelineStage(TorchStage):
         self._forwards = 0
         self._gradients_before: list[tuple[Tensor, Tensor]] | None = None  # the step, and whose they are
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The messages with which torch 2.11 opens connections, before a schedule's first step.
+
+        Where this rank holds both stages, as in V-shaped schedules, torch has one to the rank itself, which gloo has no
+        connection to: "Pair is not connected".
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def clear_runtime_states(self) -> None:
         """A schedule begins."""
         super().clear_runtime_states()

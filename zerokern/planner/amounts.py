@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from zerokern.core.errors import got
-from zerokern.core.units import MOST, in_units, parse_nbytes
+from zerokern.core.units import LEAST_BARE, MOST, in_units, parse_nbytes
 
 __all__ = ["DEVICES", "Memory", "count", "gigabytes", "in_seconds", "parse_device_memory", "parse_numel"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
-LEAST = {str: 10**6, int: 10**4}  # bytes that anybody writes in digits alone, as text and in Python
+LEAST = {str: LEAST_BARE, int: 10**4}  # bytes that anybody writes in digits alone, as text and in Python
 # of a GPU "80G" is read both ways, and "80B" is a slip
 _NAMED = re.compile(r"\d+|.*[KMGT]I?B", re.IGNORECASE | re.ASCII)
 _ALLOWED_MEMORY = "bytes as a whole number, text with its unit (80GB is 80·10^9, 80GiB is 80·2^30), or one of "

@@ -211,17 +211,11 @@ class Recipe:
     def iterates_in(self, device: str) -> str:
         """Returns the dtype that Muon orthogonalizes in.
 
-        >>> Recipe("muon").iterates_in("cuda"), Recipe("muon", ns_dtype="float32").iterates_in("cuda")
+        >>> Recipe("muon").iterates_in("cuda"), Recipe("muon").iterates_in("cpu")
         ('bfloat16', 'float32')
         """
         on_host = device == "cpu" or self.iterates_on_host(device)
-        if self.ns_dtype is not None or not on_host:
-            return self.ns_dtype or "bfloat16"
-        import torch
-
-        from zerokern.optim.matrices import default_ns_dtype
-
-        return str(default_ns_dtype(torch.device("cpu"))).removeprefix("torch.")
+        return self.ns_dtype or ("float32" if on_host else "bfloat16")
 
     @property
     def rests(self) -> bool:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from zerokern.core.errors import StateError, got
+from zerokern.memory.interrupts import whole
 from zerokern.schedule.program import Key, Op, Reach, StepProgram
 from zerokern.schedule.recorder import Recorder
 from zerokern.schedule.worker import (
@@ -239,8 +240,9 @@ class Run:
                     self._gate_on(before)
                 elif run is not None:
                     run.perform(before.op.verb, before.op.what)
-            task.action = self._to_perform.pop((verb, what))
-            self._attempt(task, self._worker.do)
+            with whole(task):  # half of it would end the step for good
+                task.action = self._to_perform.pop((verb, what))
+                self._attempt(task, self._worker.do)
 
     def perform_rest(self) -> None:
         """Performs the remaining device ops of this step, in order."""

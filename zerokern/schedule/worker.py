@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import torch
+
 from zerokern.core import native
 from zerokern.core.errors import StateError, got
 from zerokern.memory.staging import Ticket
@@ -65,6 +67,7 @@ class RunState:
         self.to_perform = 0  # of them, those that a user's thread has yet to begin
         self.ahead = 0  # of these, those that it begins with the next step
         self.failed: OpFailure | None = None
+        self.threads = torch.get_num_threads()  # of torch, in the thread that begins the run
 
     def is_over(self) -> bool:
         """Returns whether nothing of the run will happen any more."""
@@ -209,6 +212,10 @@ class Worker:
             task, waited_for = self._next()
             if task is not None:
                 self._lanes[task.op.lane].popleft()
+                # torch counts threads by thread. A new one has the machine's number in MKL, whatever the program has
+                # set, and products of matrices have other last bits with another number.
+                if torch.get_num_threads() != task.run_state.threads:
+                    torch.set_num_threads(task.run_state.threads)
                 self._attempt(task, self.do)
             elif self._note_ends(waited_for):
                 continue

@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 
+_PLACE = operator.itemgetter(0, 1)
 LARGE = 64 << 20  # bytes that nobody wants to have whole by accident
 
 
@@ -266,14 +267,49 @@ def _check_parameter(name: str, param: nn.Parameter, built: bool) -> None:
 
 def _check_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
     """Refuses two parameters that share memory: in buckets they no longer would."""
-    locals_of = [(name, local_of(param)) for name, param in params]
-    spans = sorted((*_address(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
-    for (kind, begin, nbytes, left), (other, after, _, right) in itertools.pairwise(spans):
-        if kind == other and begin + nbytes > after:
-            raise ValueError(
-                f"{left!r} and {right!r} share memory, but are two parameters; allowed: one nn.Parameter registered in "
-                "both places (a tied weight), or memory of their own"
-            )
+    there = [(name, local_of(param)) for name, param in params]
+    spans = sorted(((*_address(one), name, one) for name, one in there if one.numel() and not one.is_meta), key=_PLACE)
+    open_ones: list[tuple[int, int, str, Tensor]] = []  # those that may reach beyond the beginning of the next one
+    for kind, begin, name, one in spans:
+        open_ones = [other for other in open_ones if other[0] == kind and other[1] + _extent(other[3]) > begin]
+        for _, before, left, other in open_ones:
+            if _share_elements(other, one, begin - before):
+                raise ValueError(
+                    f"{left!r} and {name!r} share memory, but are two parameters; allowed: one nn.Parameter registered "
+                    "in both places (a tied weight), or memory of their own"
+                )
+        open_ones.append((kind, begin, name, one))
+
+
+def _extent(param: Tensor) -> int:
+    """Returns the bytes from a parameter's first element to the end of its last one, which strides put anywhere.
+
+    >>> _extent(torch.ones(2, 1).expand(2, 6)), _extent(torch.ones(4, 6)[:, :2])
+    (8, 80)
+    """
+    return (1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))) * param.itemsize
+
+
+def _share_elements(first: Tensor, second: Tensor, behind: int) -> bool:
+    """Returns whether two parameters share a byte; the second begins so many bytes `behind` the first.
+
+    >>> rows = torch.ones(4, 6)
+    >>> _share_elements(rows[:, :2], rows[:, 2:], 8), _share_elements(rows[:, :3], rows[:, 2:], 8)
+    (False, True)
+    >>> _share_elements(rows[:, :1].expand(4, 3), rows[:, 1:], 4), _share_elements(rows, rows[:, 1].expand(2, 4), 4)
+    (False, True)
+    """
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    taken = torch.zeros(max(_extent(first), behind + _extent(second)), dtype=torch.bool)
+    for one, offset in ((first, 0), (second, behind)):
+        dims = [(size, one.itemsize * step) for size, step in zip(one.shape, one.stride(), strict=True) if step]
+        sizes, steps = zip(*dims, (one.itemsize, 1), strict=True)
+        bytes_of = taken.as_strided(sizes, steps, offset)
+        if bytes_of.any():
+            return True
+        bytes_of.fill_(True)
+    return False
 
 
 def _address(param: Tensor) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from torch._prims_common import make_contiguous_strides_for as contiguous_stride
 
 from zerokern.comm import Handle
 from zerokern.core.units import SMALL_GRADIENT
+from zerokern.memory import Rest
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Inbox, weakly
@@ -32,7 +33,6 @@ from zerokern.zero.tiers import fetched
 
 __all__ = ["GradientBucket"]
 
-
 _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
 _handed_out = attrgetter("zk_handed_out")
@@ -42,6 +42,7 @@ class GradientBucket:
     """One bucket's gradients: which have arrived, the `buffer` they are collected in, and what is `reduced`."""
 
     leaves_memory = False  # whether what is reduced goes elsewhere until it is used
+    rest: Rest | None = None  # where, then
 
     def __init__(
         self, number: int, memory: BucketMemory, shards: list[Shard], stage: int, dtype: torch.dtype, losses: int | None
@@ -69,7 +70,7 @@ class GradientBucket:
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
         self.inbox = Inbox()
         self.arrived = self.inbox.arrived
-        self._stored: set[int] = set()  # places of this pass whose gradients lie in the buffer
+        self._stored: set[int] = set()  # places written in this pass; close() zeroes those that nobody has written
         # what autograd accumulates into, by place; while a pass runs, what the user keeps in their `.grad` is put aside
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.entries]
         self._aside: dict[int, Tensor] = {}
@@ -122,20 +123,15 @@ class GradientBucket:
         come already. `shows_none`: no parameter shows a gradient.
         """
         self.inbox.expected, self.inbox.task = expected, task
-        self.running, self._showed_none = True, shows_none
+        leaves = self.leaves if self.lands_in_params and not shows_none else ()
+        self._aside = {place: grad for place, grad in enumerate(map(_grad_of, leaves)) if grad is not None}
+        if arrived is not None and not self._shows_in_leaf(arrived):
+            self._aside.pop(arrived, None)
         if not self.lands_in_params:
             self._before = [None] * len(self.params) if shows_none else list(map(_grad_of, self.params))
-            return
-        if shows_none:
-            return
-        for place, grad in enumerate(list(map(_grad_of, self.leaves))):
-            if grad is None:
-                continue
-            if place != arrived:
-                self._aside[place] = grad
-                self.leaves[place].grad = None
-            elif self._arrived_gradient(place) is None:
-                self._aside[place] = grad
+        self.running, self._showed_none = True, shows_none  # before `.grad` is emptied: who breaks off puts it back
+        for place in self._aside.keys() - {arrived}:
+            self.leaves[place].grad = None
 
     def take_written(self) -> None:
         """Takes gradients that a custom Function wrote into a `.grad` in this pass: no hook is called for them."""
@@ -148,7 +144,7 @@ class GradientBucket:
         for place, grad in enumerate(list(map(_grad_of, self.leaves))):
             if grad is None or grad is self._aside.get(place) or (place in self.arrived and not self.closed):
                 continue
-            if not self.lands_in_params or self._arrived_gradient(place) is not None:
+            if not self._shows_in_leaf(place):
                 self.leaves[place].grad = None
                 self.take_from_other_leaf(place, grad)
 
@@ -161,35 +157,42 @@ class GradientBucket:
 
     def put_back(self) -> None:
         """Puts back into `.grad` what was there before the pass."""
-        for place in self.arrived - self._stored:
-            self._take_out(place)
         with without_waiting():
             for place, grad in self._aside.items():
                 self.leaves[place].grad = grad
-        self._aside.clear()
-        self._before = []
-        self.running = self._showed_none = False
+        self.running = self._showed_none = False  # before it is forgotten: a pass may break off until then
+        self._aside, self._before = {}, []
+
+    def break_off(self) -> None:
+        """Drops what a pass that ended early has left in leaves, noted or not, and puts back what was there before."""
+        if self.running:
+            with without_waiting():
+                for leaf in self.leaves:
+                    leaf.grad = None
+            self.put_back()
 
     def take_arrived(self, place: int, *, at_once: bool) -> None:
-        """Notes a gradient that lies in its leaf's `.grad`, or was added to what is shown there."""
+        """Takes what autograd has left in a leaf's `.grad`, or added to what is shown there, if there is anything."""
         if not self._counts(place):
             return
-        if self.closed or at_once:
+        if self._shows_in_leaf(place):
+            if self.replicated:  # added there, in the buffer itself
+                self._stored.add(place)
+            if place not in self._stored:  # a backward function gave it None: autograd calls hooks all the same
+                return
+        elif self.closed or at_once:
             grad = self._take_out(place)
             if grad is not None:
                 self.receive_one(place, grad)
             if place in self._aside:
                 self.leaves[place].grad = self._aside[place]
-        elif self._arrived_gradient(place) is None:
-            self._stored.add(place)  # added to what lies in the buffer and is shown
         if not self.closed:
             self.arrived.add(place)
 
     @property
     def is_full(self) -> bool:
         """Whether no more gradients are expected in this pass."""
-        there = self.arrived | self.absent if self.absent else self.arrived
-        return self.inbox.expected <= len(there)
+        return self.inbox.expected <= len(self.arrived | self.absent if self.absent else self.arrived)
 
     def take_from_other_leaf(self, place: int, grad: Tensor) -> None:
         """Keeps a gradient of another leaf until the bucket is closed.
@@ -197,10 +200,8 @@ class GradientBucket:
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
         if self._counts(place):
-            grad = self._checked(place, grad)
-            self._take_after_launch(place, grad) if self.closed else self.from_other_leaves.append(
-                (place, grad.detach())
-            )
+            grad = self._checked(place, grad).detach()
+            self._take_after_launch(place, grad) if self.closed else self.from_other_leaves.append((place, grad))
 
     def add(self, place: int, grad: Tensor) -> None:
         """Adds a part of a gradient; the rest arrives later and is added to it."""
@@ -241,19 +242,16 @@ class GradientBucket:
         there = place in self._kept or place in self._stored
         self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
 
-    def _arrived_gradient(self, place: int) -> Tensor | None:
-        """Returns the gradient in a leaf's `.grad`; None where that is the one shown to the user."""
-        leaf = self.leaves[place]
-        with without_waiting():  # at stage 3 a leaf without memory stands for the parameter
-            grad = leaf.grad
-        shown = self.lands_in_params and (isinstance(grad, Sharded) or self.shows(place, grad))
-        return None if shown else grad
+    def _shows_in_leaf(self, place: int) -> bool:
+        """Whether the gradient in a leaf's `.grad` is the one shown to the user."""
+        grad = self.leaves[place].grad if self.lands_in_params else None
+        return isinstance(grad, Sharded) or self.shows(place, grad)
 
     def _take_out(self, place: int) -> Tensor | None:
-        grad = self._arrived_gradient(place)
-        if grad is not None:
-            with without_waiting():
-                self.leaves[place].grad = None
+        if self._shows_in_leaf(place):
+            return None
+        with without_waiting():  # at stage 3 a leaf without memory stands for the parameter
+            grad, self.leaves[place].grad = self.leaves[place].grad, None
         return grad
 
     def _drop(self, place: int) -> None:
@@ -357,6 +355,7 @@ class GradientBucket:
     def _move(self, live: set[int], *, out: bool = False) -> None:
         """Moves what is reduced to other memory, with what is shown of it; `out` of the buffer, if it lies there."""
         self.released.restore(self)
+        self.shown = []
         if self.in_place and not out:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
@@ -477,8 +476,8 @@ class GradientBucket:
         self.tell()
 
     def _show(self) -> None:
-        if self.reduced is None:
-            self.reduced = self._room()
+        if not self.shown:
+            self.reduced = self._room() if self.reduced is None else self.reduced
             self._make_shown()
 
     def _room(self) -> Tensor:
@@ -496,28 +495,29 @@ class GradientBucket:
         return self._lay(self._zeros()) if self.buffer is None else self.buffer
 
     def _make_shown(self) -> None:
+        """Shows what is reduced; `shown` is empty until all is made, so that an interrupt has it made anew."""
         assert self.reduced is not None
-        self.shown = []
+        shown: list[Tensor] = []
         spans = {piece.param: piece for piece in self.bucket.pieces(self.group.rank)}
         for number, (entry, shard) in enumerate(zip(self.entries, self.shards, strict=True)):
             if self.replicated:
-                self.shown.append(entry.show(alias(self.reduced, entry.place.offset, entry.shape)))
+                shown.append(entry.show(alias(self.reduced, entry.place.offset, entry.shape)))
                 continue
             piece = spans.get(entry.place.param)
             local: Any = alias(self.reduced, 0 if piece is None else piece.offset, (shard.numel,))
-            local.zk_handed_out = False
+            local.zk_handed_out, local.zk_rest = False, self.rest
             named = Sharded.of(local, shard.here, name=shard.name, kind="gradient")
-            named.settle = self._settle_shown
-            named.land = self._land_shown
+            named.settle, named.land = self._settle_shown, self._land_shown
             named.receive = None if self.receive is None else partial(self.receive, number)
             named.gather_full = partial(gather_full, self.group, self.bucket.shard_numel, entry.place, entry.placed)
-            self.shown.append(named)
+            shown.append(named)
             del named, local
         self.times_shown += 1
         self._clean_since = Sharded.last_hand_out
-        self.pieces = [] if self.replicated else list(map(self.reduced_span, range(len(self.shown))))
+        self.pieces = [] if self.replicated else [one.span for one in shown]  # type: ignore[attr-defined]
         self._versions_of = TensorBodies(self.pieces).versions
-        self.references = References(self.reduced, self.shown)
+        self.references = References(self.reduced, shown)
+        self.shown = shown
 
     def tell(self) -> None:
         """Tells listeners that what is reduced is there, on a device for the current stream."""
@@ -590,7 +590,7 @@ class GradientBucket:
 
     def reset(self) -> None:
         """Ends a pass, whether it finished or not."""
-        self.put_back()
+        self.break_off()
         for noted in (self.arrived, self._stored, self.from_other_leaves, self.absent, self._dropped):
             noted.clear()
         self.inbox.task = NO_PASS

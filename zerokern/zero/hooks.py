@@ -26,6 +26,7 @@ from zerokern.core.errors import StateError
 
 __all__ = [
     "NO_PASS",
+    "AroundCheckpoint",
     "Inbox",
     "UserHooks",
     "accumulates_here",
@@ -51,10 +52,10 @@ __all__ = [
     "on_optimizer_steps",
     "on_registration",
     "outside_of_transforms",
-    "pop_saved_hooks",
     "push_saved_hooks",
     "received",
     "refuse_gradients",
+    "remove_saved_hooks",
     "share_hooks",
     "top_saved_hooks",
     "untraced",
@@ -386,26 +387,20 @@ def when_backward_begins(result: Any, call: Callable[[], None]) -> None:
         when_gradient_is_there(output, call)
 
 
-def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] = lambda: None) -> None:
-    """Calls `call` when the pass that is running is over, or `broken` as soon as an error has ended it."""
-    torch.autograd.Variable._execution_engine.queue_callback(_End(call, broken))
+def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] | None = None) -> object:
+    """Calls `call` when the pass that is running is over, or `broken` as soon as an error has ended it.
 
-
-class _End(_Own):
-    """Autograd drops its callbacks with the pass, called or not."""
-
-    def __init__(self, call: Callable[[], None], broken: Callable[[], None]) -> None:
-        super().__init__(call)
-        _skip(_End.__call__.__code__)
-        self._broken: Callable[[], None] | None = broken
-
-    def __call__(self, *args: Any) -> None:
-        super().__call__(*args)
-        self._broken = None
-
-    def __del__(self) -> None:
-        if self._broken is not None:
-            self._broken()
+    `broken` is called as long as the result is held: who drops it in `call` has no code run when the pass is gone. What
+    Python raises there, Ctrl-C too, it prints and forgets.
+    """
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    watch = None
+    if broken is not None:
+        token = functools.partial(bool)  # autograd alone keeps it: no frame does, of which a traceback could be kept
+        watch = weakref.ref(token, lambda _: broken())
+        queue(token)
+    queue(_Own(call))
+    return watch
 
 
 def outside_of_transforms() -> AbstractContextManager:
@@ -418,19 +413,42 @@ def allows_saved_hooks() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
+class AroundCheckpoint:
+    """Whose hooks are in force around torch's checkpoint alone, which covers them with its own for all that it calls.
+
+    Whoever finds them on top finds what a call has left that Ctrl-C broke off.
+    """
+
+
 def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The hooks that are told at present of what autograd saves, in this thread."""
+    while (top := _top()) is not None and isinstance(getattr(top[0], "__self__", None), AroundCheckpoint):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return top
+
+
+def _top() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def push_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Autograd keeps `pack(tensor)` for what it saves, until `pop_saved_hooks`, and reads `unpack(packed)`."""
+    """Autograd keeps `pack(tensor)` for what it saves, until `remove_saved_hooks`, and reads `unpack(packed)`."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def pop_saved_hooks() -> None:
-    """Ends the last `push_saved_hooks` of this thread."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+def remove_saved_hooks(unpack: Callable[[Any], Tensor]) -> None:
+    """Ends the last `push_saved_hooks` with this `unpack` in this thread; later ones of others stay in force.
+
+    Module hooks of a program may push theirs before a forward and pop them after it, and after ours.
+    """
+    others, pop = [], torch._C._autograd._pop_saved_tensors_default_hooks
+    while (top := _top()) is not None:
+        pop()
+        if top[1] == unpack:
+            break
+        others.append(top)
+    for pack, of_others in reversed(others):
+        push_saved_hooks(pack, of_others)
 
 
 def wrap_forward(module: nn.Module, before: Before = _nothing, after: After = _nothing) -> None:

@@ -26,6 +26,7 @@ from zerokern.core.units import BUFFERS
 from zerokern.kernels.triton.backend import capturing
 from zerokern.kernels.triton.upload import upload
 from zerokern.memory.addresses import TensorBodies
+from zerokern.memory.interrupts import whole
 from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import GradientBucket
@@ -80,6 +81,7 @@ class Reduction:
         self.active = False
         self.passes = 0  # that have reduced
         self._task = -1
+        self._watch: object = None  # hears when the pass breaks off
         self._in_graph = False  # whether the pass goes into a CUDA graph
         # until one is learned: that in which backward comes to the first parameter of each
         firsts = [min((place.param for place in one.bucket.places), default=-1) for one in buckets]
@@ -171,10 +173,12 @@ class Reduction:
     def _broken(self, task: int) -> None:
         """Restores `.grad` after an error in the pass, but in buckets that were reduced by then.
 
-        `abandon` does the rest, where ranks are in step.
+        Once. `abandon` does the rest, where ranks are in step.
         """
-        for bucket in self.buckets if self.active and self._task == task else ():
-            bucket.put_back()
+        if self.active and self._task == task:
+            with whole("what a backward pass has left"):
+                for bucket in self.buckets:
+                    bucket.break_off()
 
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
         """Begins a pass, unless it has begun; the gradient of `place` may have arrived already."""
@@ -190,8 +194,9 @@ class Reduction:
     def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
             hooks.refuse_gradients()
-        if self.expecting:
-            self.expecting = [hear for hear in self.expecting if hear()]
+        expecting, self.expecting = self.expecting, []
+        for hear in expecting:
+            hear()
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
@@ -217,7 +222,10 @@ class Reduction:
             factor = self.factor * self.applied
             checks.mixed(first, place, scaled=isinstance(factor, Tensor) or factor != 1.0)
         self.settle()
-        self.active, self._task = True, hooks.current_pass()
+        # what an interrupt leaves, at whatever line it comes, is put back by `_broken` from here on
+        self._task = hooks.current_pass()
+        self._watch = hooks.at_end_of_backward(self._finish, partial(hooks.weakly(self._broken), self._task))
+        self.active = True
         self._by_unit = self.turns is not None and self.turns.takes_turns
         self._queue.clear()
         self._queued.clear()
@@ -232,7 +240,6 @@ class Reduction:
                 task = self._task if trained[some] == trains[some] else hooks.NO_PASS
                 arrived = place if bucket is first else None
                 bucket.begin(task, sum(trained[some]), arrived, shows_none=self._shows_none)
-        hooks.at_end_of_backward(self._finish, partial(self._broken, self._task))
 
     def fold(self, factor: float | Tensor) -> None:
         """Leaves a factor pending, which whoever uses the gradients next applies."""
@@ -368,9 +375,12 @@ class Reduction:
         return min(fitting)[1] if fitting else None
 
     def _wait_for_oldest(self) -> None:
-        bucket, handle = self._outstanding.popleft()
+        bucket, handle = self._outstanding[0]
         with during(BACKWARD):
-            handle.wait()
+            try:
+                handle.wait()
+            finally:
+                self._outstanding.popleft()  # not before: where Ctrl-C has come before the wait, `abandon` waits
         self._take_back(bucket)
         bucket.tell()
 
@@ -409,9 +419,9 @@ class Reduction:
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
                 bucket.put_back()
-                bucket.give(places)
                 if self.synchronizes:
-                    bucket.held.update(places)
+                    bucket.held.update(places)  # first: what is shown and not held would be written over
+                bucket.give(places)
         self.passes += self.synchronizes
         if self._learns_order and self.synchronizes and not self._by_unit:
             self._learn_order()
@@ -485,6 +495,7 @@ class Reduction:
 
     def abandon(self) -> None:
         """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
+        self.drop_leftovers()
         if self.active:
             if self._in_graph and not capturing(self.group.device):
                 self._outstanding.clear()  # they went with the graph
@@ -495,11 +506,20 @@ class Reduction:
                     bucket.host_reducer.end()
             self._reset()
 
+    def drop_leftovers(self) -> None:
+        """Drops gradients that lie in hidden leaves between passes: one that broke off has left them, in its first."""
+        if self._lands_in_params or self.active:
+            return
+        with without_waiting():
+            if not self._leaves.have_gradients():
+                for leaf in (leaf for bucket in self.buckets for leaf in bucket.leaves):
+                    leaf.grad = None
+
     def _reset(self) -> None:
         for bucket in self.buckets:
             self._take_back(bucket)
             bucket.reset()
-        self.active = False
+        self.active, self._watch = False, None
 
 
 def _of_a_step(factor: float | Tensor) -> float | Tensor:

@@ -44,6 +44,7 @@ class UnitRunner:
         self.units, self.root, self.group, self.ahead = units, units[0], group, ahead
         self.forward, self.backward = UnitOrder("forward", group), UnitOrder("backward", group)
         self.is_updating: Callable[[], bool] = lambda: False  # whether an update of some unit is under way
+        self.begins_backward: Callable[[], None] = lambda: None  # called as a backward pass begins
         self.keeps = False  # whether what is whole stays so from pass to pass
         self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
         self._task = -1
@@ -92,6 +93,9 @@ class UnitRunner:
         """A forward of the root begins: what an earlier one left whole is of no more use."""
         self.keep_writes()
         if not in_backward() and not self._all_materialized():
+            while self._running:  # torch calls no hook after a forward that Ctrl-C has broken off
+                self._end_forward(self._running[-1][0])
+            self.saved.end_what_is_left()
             self._end_pass()
             self._in_graph = self._is_captured()
             self.forward.begin()
@@ -240,6 +244,7 @@ class UnitRunner:
         """Begin a backward pass, if this is the first that happens in it."""
         task = hooks.current_pass()
         if task != self._task:
+            self.begins_backward()
             self._task = task
             self.backward.begin()
             self._collected.clear()

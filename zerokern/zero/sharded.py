@@ -275,6 +275,10 @@ class Sharded(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if func in FREEZING and (shard := known_shard(args[0])) is not None:
                     shard.is_frozen_or_thawed()
+                    # autograd meets the leaf. Within a pass it stays as it is: a gradient that comes for a frozen
+                    # parameter is then noted, and the next forward makes both alike
+                    if shard.leaf is not None and not hooks.in_backward():
+                        func(shard.leaf, *args[1:], **(kwargs or {}))
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up
             return rebind(*args)

@@ -52,6 +52,8 @@ from zerokern.zero.units import (
 __all__ = ["Sharding"]
 
 _seen_version = attrgetter("seen_version")
+# of the arguments of zk.shard all others are the same on all ranks, as they are given or as it reads them
+_NOT_COMPARED = ("self", "__class__", "module", "group", "groups", "wrapper", "materialize")
 KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradients, as much of activations
 
 
@@ -75,6 +77,7 @@ class Sharding:
         whole: Whole = None,
     ) -> None:
         """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
+        given = {name: str(value) for name, value in locals().items() if name not in _NOT_COMPARED}
         hooks.import_compiler()
         # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
         self._module = weakref.ref(module)
@@ -82,6 +85,7 @@ class Sharding:
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
+        checks.bucket_bytes(bucket_bytes)
         order = check_tier(tier, stage)
         self.rests = rests_on(order, group.everyone)
         self._waits_for_updates = False
@@ -92,7 +96,7 @@ class Sharding:
         if shards_parameters(stage):
             checks.warn_of_large_units(found)
         params = [pair for unit in found for pair in unit.params]
-        wrapped = "None" if wrapper is None else wrapper.check(found)
+        wrapped = {} if wrapper is None else wrapper.check(found)
         self.groups = groups(module, params, group, self.replicated)
         self.teams, ranks = self.groups.teams, self.groups.each[0]
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
@@ -106,12 +110,10 @@ class Sharding:
             allowed = "None at stage 3, where zk.Muon takes cut ones; stages 1 and 2 keep them whole"
             raise ValueError(got("whole", "matrices", allowed, do))
         settings = {
-            "stage": stage,
-            "reduce": self.op,
-            "bucket_bytes": checks.bucket_bytes(bucket_bytes),
+            **given,
+            **wrapped,
             "mp_policy": str(self.policy),
             "tier": order.name,
-            "keep, micro": wrapped,
             "units": [unit.name for unit in found],
             "whole": {name: uncut[id(param)] for name, param in params if id(param) in uncut},
             PLACE: ranks.place,
@@ -237,6 +239,7 @@ class Sharding:
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 made.append(Unit(number, unit, memories, self._owners, hooks.weakly(self._reduce)))
             self.runner = UnitRunner(made, self.group)
+            self.runner.begins_backward = hooks.weakly(self.reduction.drop_leftovers)
             if not self.group.everyone.alone:
                 self.reduction.turns = self.runner
             self.publisher.keep_writes = hooks.weakly(self.runner.keep_writes)

@@ -56,17 +56,13 @@ class SpilledBucket(GradientBucket):
 
     def _allocate(self) -> None:
         """Memory of its own, and all that always refers to it."""
-        self.rest = self._rests.make("gradients", self.bucket.shard_numel, self.dtype)
+        self.shown = []
+        self.rest: Rest = self._rests.make("gradients", self.bucket.shard_numel, self.dtype)
         self.reduced = self.rest.memory
         if self.group.alone:
             self._lay(self.rest.memory)
         self._make_shown()
         self.rest.is_viewed()
-
-    def _make_shown(self) -> None:
-        super()._make_shown()
-        for place in range(len(self.shown)):
-            self.reduced_span(place).zk_rest = self.rest  # type: ignore[attr-defined]
 
     def whole_buffer(self) -> Tensor:
         """On one rank it is what is reduced; else what passes under no_sync add to."""

@@ -288,10 +288,10 @@ class Unit:
     def register_full(self) -> None:
         """Let the modules compute with the full parameters."""
         self._is_registered = True
-        with without_waiting():
-            frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
+        if not in_backward():  # a hook within the last pass may have frozen or thawed the parameters alone
+            self._freeze_alike(self._params, self._fulls)
         found = [there.get(attribute) for there, attribute, _, _ in self._places]
-        if frozen_alike and not self.materialized and all(map(operator.is_, found, self._place_params)):
+        if not self.materialized and all(map(operator.is_, found, self._place_params)):
             for there, attribute, _, full in self._places:
                 there[attribute] = full
             self._refresh_rnns()
@@ -300,9 +300,6 @@ class Unit:
             if one is not param and one is not full:  # by functional_call, say: that is what is to compute
                 self._refuse_stranger(one, param)
             elif isinstance(param, Sharded):
-                # in backward, what arrives of a frozen one is dropped, and that is noted; transforms allow no change
-                if not in_backward() and _trained_differently(full, param):
-                    full.requires_grad_(param.requires_grad)
                 there[attribute] = full
         self._refresh_rnns()
 
@@ -314,6 +311,17 @@ class Unit:
                     there[attribute] = param
             self._refresh_rnns()
             self._is_registered = False
+            if not in_backward():  # the forward may have frozen or thawed the full ones alone
+                self._freeze_alike(self._fulls, self._params)
+
+    def _freeze_alike(self, source: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Freezes and thaws the others as the source is."""
+        with without_waiting():
+            wanted, found = list(map(_is_trained, source)), list(map(_is_trained, others))
+            if wanted != found:
+                for param, other, trained in zip(self._params, others, wanted, strict=True):
+                    if _is_trained(other) is not trained and isinstance(param, Sharded):
+                        other.requires_grad_(trained)
 
     def _refuse_stranger(self, found: Tensor | None, param: Tensor) -> None:
         if checks.is_trained(found) and torch.is_grad_enabled() and not in_backward():
@@ -326,11 +334,6 @@ class Unit:
             module = reference()
             if module is not None:
                 module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-
-def _trained_differently(full: Tensor, param: Tensor) -> bool:
-    with without_waiting():
-        return full.requires_grad is not param.requires_grad
 
 
 def _nothing() -> None:

@@ -52,8 +52,8 @@ class UnitModule(nn.Module):
 class UnitWrapper(Protocol):
     """Wraps the forward of units, within the hooks that gather them: recomputation, slices of the batch."""
 
-    def check(self, units: Sequence[UnitSpec]) -> str:
-        """What all ranks must have asked for alike, in words; raises where these units cannot be wrapped."""
+    def check(self, units: Sequence[UnitSpec]) -> dict[str, Any]:
+        """What all ranks must have asked for alike, by name; raises where these units cannot be wrapped."""
 
     def begin(self, units: Sequence[UnitSpec]) -> None:
         """Wraps the forward of those units that it is for."""

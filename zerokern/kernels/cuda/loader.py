@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zerokern.core.env import cache_folder
+from zerokern.core.env import cache_folder, source_tree
 from zerokern.core.errors import BackendError
 from zerokern.kernels.cuda import nvrtc
 
@@ -40,7 +40,7 @@ CUDA = "cuda"  # the implementation's name
 OLDEST = 80
 FLAGS = ("-std=c++17", "-fmad=false")  # results are a fixed sequence of roundings
 INSTALL = "pip install 'zerokern[cuda]', or zerokern[cuda12] for CUDA 12"
-_SOURCES = Path(__file__).resolve().parents[2] / "include" / "cuda"
+_SOURCES = (source_tree() or Path(__file__).resolve().parents[2] / "include") / "cuda"
 _OLDEST_DRIVER = 12010
 
 
@@ -71,7 +71,7 @@ def _reason_of(index: int) -> str | None:
     if driver < _OLDEST_DRIVER:
         return f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and they need 12.1 or newer"
     if not _SOURCES.is_dir():
-        return f"their sources are not in {_SOURCES}: run `pip install .` in the source tree"
+        return f"their sources are not in {_SOURCES}: reinstall zerokern"
     return nvrtc.missing(found)
 
 

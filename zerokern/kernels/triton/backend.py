@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 
-from zerokern.core.errors import BackendError
+from zerokern.core.errors import BackendError, say_once
 
 __all__ = [
-    "OLDEST", "beside_captures", "capturing", "check_device", "interpreted", "launching", "refuse_before", "runs_on",
-    "usable",
+    "OLDEST", "beside_captures", "capturing", "check_device", "interpreted", "launching", "refuse_before",
+    "rounds_fma_once", "runs_on", "usable",
 ]  # fmt: skip
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
+_ROUNDED_TWICE = (
+    "Triton before 3.9 interprets (TRITON_INTERPRET=1) a fused multiply-add with two roundings: last bits differ from "
+    "those of a GPU. With NumPy 2.4 it fails ('only 0-dimensional arrays can be converted'). Use Triton 3.9, or NumPy "
+    "2.3 where last bits do not matter"
+)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 INSTALL = "pip install 'zerokern[cuda]'"
 INSTEAD = "impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
@@ -35,6 +40,13 @@ def interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def rounds_fma_once() -> bool:
+    """Whether Triton's interpreter rounds a fused multiply-add once, as a GPU does: from Triton 3.9 on."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 def usable() -> bool:
@@ -119,6 +131,8 @@ def check_device(device: torch.device) -> None:
     zerokern.core.errors.BackendError: no kernel runs on device meta; allowed: cuda devices from sm_80 on
     """
     if device.type == "cpu" and interpreted():
+        if not rounds_fma_once():
+            say_once(__name__, _ROUNDED_TWICE)
         return
     if device.type != "cuda":
         raise BackendError(f"no kernel runs on device {device}; allowed: cuda devices from sm_80 on")

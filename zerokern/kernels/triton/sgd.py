@@ -73,7 +73,8 @@ def in_pairs(p, g, buffer, narrow, coupled, first, nesterov, HAS_BUFFER: tl.cons
             low = tl.zeros_like(g)
             error = low
     h, rest, its = pairs.product(lr, lr_low, d, low, error)
-    p, sure_of_it = pairs.nearest_sum(p, -h, -rest, its)
+    # not -h, which Triton 3.6 makes 0 - h of: a zero would lose its sign
+    p, sure_of_it = pairs.nearest_sum(p, h * -1.0, -rest, its)
     if HAS_BUFFER:
         sure_of_it = sure & sure_of_it
     return p, buffer, sure_of_it
