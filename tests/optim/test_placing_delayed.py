@@ -80,6 +80,7 @@ def test_pending_values_on_the_device_are_refused_where_nobody_delays(device: Pl
     opt = zk.AdamW([weight], lr=0.1, tier=["device:1MB", "cpu"], schedule=zk.Delayed())
     weight.grad = torch.ones(64)
     opt.step()
+    device.synchronize()  # what state_dict() reads there was made in the order of its stream
     other = zk.AdamW([weight], lr=0.1, tier=["device:1MB", "cpu"], schedule="overlap")
     with pytest.raises(StateError, match=r"pending.*flush"):
         other.load_state_dict(opt.state_dict())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from waiting_device import HostComputes
 
 import zerokern as zk
+from zerokern.optim import outside
 
 
 class Net(nn.Module):
@@ -68,6 +71,33 @@ READS: dict[str, Callable[[list, nn.Module], object]] = {
     "refresh_masters": lambda opts, model: [opt.refresh_masters() for opt in opts],
     "a load of its own": lambda opts, model: [opt.load_state_dict(opt.state_dict()) for opt in opts],
 }
+
+
+class Leaves:
+    """Garbage in a cycle: whoever collects it forgets a parameter, as other threads may while it is collected."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        outside._UPDATED.pop(-1, None)
+
+
+def test_what_was_updated_changes_while_it_is_read() -> None:
+    """The collector may run wherever Python allocates, and with it finalizers and other threads."""
+    weight = nn.Parameter(torch.ones(2))
+    opt = zk.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(2)
+    # more than the tuples that the interpreter keeps for use again, so that some are allocated
+    outside._UPDATED.update({-number: (weakref.ref(opt), ()) for number in range(1, 5000)})
+    gc.collect()  # the next collection comes when 700 objects more were allocated
+    Leaves()
+    try:
+        outside.warn_of_second_update(opt, opt.param_groups, None)
+    finally:
+        for number in range(1, 5000):
+            outside._UPDATED.pop(-number, None)
+    assert outside._UPDATED[id(weight)][0]() is opt
 
 
 @each("stage", [1, 2, 3])

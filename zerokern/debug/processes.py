@@ -185,7 +185,7 @@ class ProcessState:
         # waits are read before counts: what had been begun when a wait began is in these then
         waits = {
             str(thread): [group.pages[-1], wait.counted, wait.part, wait.place, group.needed(wait)]
-            for thread, (group, wait) in list(self.waits.items())
+            for thread, (group, wait) in self.waits.copy().items()
             if group.pages
         }
         groups = [(page, group) for group in list(self._groups) for page in group.pages]

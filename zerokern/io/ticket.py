@@ -207,7 +207,7 @@ class Transfers:
 
     def sweep(self) -> None:
         """Settles tickets that have ended, so that those that nobody kept do not pile up."""
-        for slot, ticket in list(self.pending.items()):
+        for slot, ticket in self.pending.copy().items():
             if slot.words[slot.state] == DONE:
                 self.settle(ticket)
         self._credit = max(SWEEP, len(self.pending))

@@ -207,7 +207,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     def _enter(self, mine: object, frame: FrameType, message: str) -> None:
         """Refuses all but the first who is in; called within the `try` that takes `mine` out."""
         self._stepping[mine] = frame
-        for other, of_other in list(self._stepping.items()):
+        for other, of_other in self._stepping.copy().items():
             if other is mine:
                 return
             if is_running(of_other):
@@ -499,7 +499,7 @@ def _give_way(there: weakref.ref[FusedOptimizer]) -> str:
         return ""
     try:
         opt._stepping[mine] = sys._getframe()
-        if any(is_running(frame) for other, frame in list(opt._stepping.items()) if other is not mine):
+        if any(is_running(frame) for other, frame in opt._stepping.copy().items() if other is not mine):
             return ""
         path = getattr(opt.holdings.order.config, "path", opt.tier)
         opt.runner.close(opt.param_groups)

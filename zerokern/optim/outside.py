@@ -163,7 +163,7 @@ def warn_of_second_update(
     """
     grads = iter(held) if held is not None else (param.grad for group in groups for param in group["params"])
     names: dict[str, list[str]] = {}
-    for key, (owner, _) in list(_UPDATED.items()):
+    for key, (owner, _) in _UPDATED.copy().items():  # `list(items())` makes tuples: finalizers, other threads run there
         if owner() is None:
             _UPDATED.pop(key, None)
     for number, group in enumerate(groups):
