@@ -56,7 +56,7 @@ pytest := $(python) -m pytest
 # each worker begins with a half of the tests as they are ordered, and takes over from the other's end when it is done
 workers := -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo docs test test-rest test-all lint format bench wheel installs sanitize clean preflight
+.PHONY: help setup demo docs test test-rest test-again test-all lint format bench wheel installs sanitize clean preflight
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +75,9 @@ test: $(installed) ## the tests that find the most for their seconds; at most 5 
 
 test-rest: $(installed) ## all other tests, in an order drawn from SEED; at most 15 minutes, or MINUTES=
 	$(pytest) tests --rest --minutes $(MINUTES) --seed $(SEED) $(workers)
+
+test-again: $(installed) ## the tests that failed last, one after the other
+	$(pytest) tests --rest --last-failed --last-failed-no-failures none --seed $(SEED)
 
 test-all: $(installed) ## all tests; at most 30 minutes on two cores
 	$(pytest) tests --all $(workers)
