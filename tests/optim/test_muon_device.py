@@ -20,6 +20,7 @@ from worlds import refusal, says
 
 from zerokern.core.errors import StateError
 from zerokern.optim import Muon, small_matrices, streamed
+from zerokern.optim.transit import SLOTS
 
 SHAPES = ((8, 8), (12, 20), (6, 5))
 ON_GPU = ((256, 128), (128, 256), (300, 300), (64, 1000), (512, 2048), (256, 128), (300, 300), (256, 128))
@@ -219,7 +220,7 @@ def test_small_matrices_stream_together(
     device.synchronize()
     rows = ours.holdings.bound.binding.compute.streamed
     assert len(rows.pieces) == pieces and sum(len(piece.rows) for piece in rows.pieces) == len(shapes)
-    assert len(rows.slots) == min(pieces, streamed.SLOTS)
+    assert len(rows.transit.slots) == min(pieces, SLOTS)
     assert device.batches["up"] == pieces, device.batches
     assert same_bits(contents(ours, params), contents(theirs, straight))
     ours.close()

@@ -20,7 +20,7 @@ from worlds import refusal, says
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.optim import matrices
-from zerokern.optim.passing_records import PassingRecords
+from zerokern.optim.transit import SLOTS, Transit
 
 SLOW = {"stretch": 0.001, "poison": True}
 DEVICE = "device:1MiB"
@@ -39,8 +39,8 @@ def owned(both: Twins, device: PlayedDevice) -> Twins:
     return both
 
 
-def passing(optimizer: Any) -> PassingRecords:
-    found: PassingRecords = optimizer.holdings.bound.binding.compute.records
+def passing(optimizer: Any) -> Transit:
+    found: Transit = optimizer.holdings.bound.binding.compute.records
     return found
 
 
@@ -111,9 +111,9 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
     both.train(1)
     both.ours.flush()
     threads, together, read = set(), [], []
-    launch, iterate, flow = PassingRecords.launch, matrices.iterate_, both.ours.holdings.disk.fetch
+    launch, iterate, flow = Transit.launch, matrices.iterate_, both.ours.holdings.disk.fetch
 
-    def launched(self: PassingRecords, number: int, run: Any) -> Any:
+    def launched(self: Transit, number: int, run: Any) -> Any:
         together.append(sum(not one.emptied.done() for one in self._under_way.values()))
         read.append((number, len(read_ahead)))
         return launch(self, number, run)
@@ -129,7 +129,7 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
         return flow(record, *given)
 
     with (
-        mock.patch.object(PassingRecords, "launch", launched),
+        mock.patch.object(Transit, "launch", launched),
         mock.patch.object(matrices, "iterate_", iterated),
         mock.patch.object(both.ours.holdings.disk, "fetch", fetched),
     ):
@@ -138,7 +138,7 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
         both.ours.flush()
         device.synchronize()
     assert threads == {"played update" if schedule == "overlap" else "played compute"}
-    assert max(together) == PassingRecords.BEHIND and len(together) == 12
+    assert max(together) == SLOTS - 1 and len(together) == 12
     assert all(begun >= min(12, number + 5) for number, begun in read), read
     step_reference(both, 1)
     assert both.agree()

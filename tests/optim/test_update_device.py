@@ -60,7 +60,9 @@ def test_state_crosses_the_link_and_nothing_else(
     assert numel * nbytes <= arena.nbytes <= numel * nbytes + 4096 * 8
     assert opt.holdings.room.held().keys() == {"exp_avg", "exp_avg_sq", "remainder"}, "no values, no gradients"
     rows = opt.holdings.bound.binding.compute.streamed
-    assert len(rows.pieces) > len(rows.slots) == streamed.SLOTS and rows.nbytes <= streamed.SLOTS * 16384
+    assert (
+        len(rows.pieces) > len(rows.transit.slots) == streamed.SLOTS and rows.transit.nbytes <= streamed.SLOTS * 16384
+    )
 
 
 SPLIT = {"tier": ["device:20KB", "cpu"]}

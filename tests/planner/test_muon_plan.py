@@ -342,7 +342,7 @@ class TestPlanned:
             opt.step()
             rows = opt.holdings.bound.binding.compute.streamed
             assert len(rows.pieces) < len(widths)
-            assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == rows.nbytes > 0
+            assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == rows.transit.nbytes > 0
             opt.close()
 
     @each("size, tier, schedule, formats", [

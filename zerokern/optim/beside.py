@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.io.pieces import Segment, columns
+from zerokern.io.pieces import ALIGNMENT, Segment, columns
 from zerokern.kernels.cpu import StepTable
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory import HostTier
@@ -21,10 +20,10 @@ from zerokern.optim.binding import HostCompute, Member, RowBatch, TableGroup, se
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.hosted import HostCopies
 from zerokern.optim.matrices import MatrixTable
-from zerokern.optim.passing_records import PassingRecord, PassingRecords
 from zerokern.optim.state import SpanRow, StateTier, pointer_words, room_of
-from zerokern.optim.streamed import Passage, Passed, StreamedRows, parts_in_slot
+from zerokern.optim.streamed import StreamedRows, parts_in_slot
 from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.transit import SLOTS, Passage, Passed, Transit
 
 __all__ = ["SplitCompute"]
 
@@ -43,18 +42,20 @@ class SplitCompute(HostCompute):
         """`room`: host memory that state lies in."""
         super().__init__()
         assert host.link is not None
-        self._place, self._host, self._room, self._link = host.driver.device, host, room, host.link
+        self._place, self._host, self._room = host.driver.device, host, room
         self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
         self._there: Any = None  # the table of what stays, with its state
         self._cut: set[int] = set()  # ids of parameters whose matrices ranks have cut
         self._groups_there: list[TableGroup] = []
         self._open_table = partial(_open_table, self._place)  # no method: a cycle would keep host memory past close()
-        self.place, self._beside = self._place, schedule == "overlap"
-        self.streamed = StreamedRows(host.link, self._place, self._open_table, beside=self._beside)
-        self.records = PassingRecords(host.link, self._place)
+        self.place, beside = self._place, schedule == "overlap"
+        self.streamed = StreamedRows(host.link, self._place, self._open_table, beside=beside)
+        # batches whose records are in cells of the ring, one after the other
+        name = "slots for state on a disk that is updated on the device"
+        self.records = Transit(host.link, self._place, name, beside=beside)
         self._number_of: dict[int, int] = {}  # of a record, by the first of its rows, where they stay
+        self._beside_from: list[int] = []  # where in a record's slot state begins that is in host memory
         self._in_records: set[int] = set()  # ids of parameters of which some rows are in records
-        self._start: Any = None  # what the update at hand comes after
         self._passed: list[Passed] = []  # what its turn at hand has launched
         self._last_passed: Passed | None = None
         self.launched = self.began = False
@@ -71,7 +72,7 @@ class SplitCompute(HostCompute):
 
     @property
     def ring_nbytes(self) -> int:
-        return self.streamed.nbytes + self.records.nbytes
+        return self.streamed.transit.nbytes + self.records.nbytes
 
     def streams_state_of(self, param: Tensor) -> bool:
         there = room_of(param, self._room) is not None or id(param) in self._cut or id(param) in self._in_records
@@ -85,17 +86,21 @@ class SplitCompute(HostCompute):
             self.records.lay_out(())
             self.behind = 0
             return super().bases(survey, batches, cells)
-        found, begin = [], 0
-        self.behind = PassingRecords.BEHIND
+        self.behind = SLOTS - 1  # whoever stores a record waits for its end, and its slot is free again then
+        memories, sizes, begin = [], [], 0
+        self._beside_from = []
         for number, batch in enumerate(batches):
             self._number_of[begin], begin = number, begin + len(batch.members)
-            lease, memory = cells[number % len(cells)].lease, None
-            if batch.record is not None:
-                memory = lease.tensor(torch.uint8, (batch.record.nbytes,))
-            beside = sum(self._nbytes_beside(survey, *member) for member in batch.members)
-            found.append(PassingRecord(memory, beside))
-        self.records.lay_out(found)
-        return [one.slot.data_ptr() for one in found]
+            nbytes = 0 if batch.record is None else batch.record.nbytes
+            memories.append(cells[number % len(cells)].lease.tensor(torch.uint8, (nbytes,)) if nbytes else None)
+            self._beside_from.append(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            sizes.append(self._beside_from[-1] + sum(self._nbytes_beside(survey, *member) for member in batch.members))
+        self.records.lay_out(sizes)
+        slots = [self.records.slot(number) for number in range(len(batches))]
+        for number, memory in enumerate(memories):
+            if memory is not None:
+                self.records.add(number, memory, slots[number][: memory.nbytes])
+        return [slot.data_ptr() for slot in slots]
 
     def _nbytes_beside(self, survey: Survey, i: int, place: Any) -> int:
         """Returns the bytes of what a row in a record's batch has in host memory: a cut matrix, whose round waits for
@@ -140,8 +145,9 @@ class SplitCompute(HostCompute):
     def _with_state_beside(self, survey: Survey, members: Sequence[Member], rows: Sequence[SpanRow]) -> list[SpanRow]:
         """Returns the rows of records with the state that they have in host memory where it is in their slots."""
         made, begin = list(rows), 0
-        for one, end in zip(self.records.records, [*list(self._number_of)[1:], len(rows)], strict=True):
-            at = one.offset
+        ends = [*list(self._number_of)[1:], len(rows)]
+        for number, (at, end) in enumerate(zip(self._beside_from, ends, strict=True)):
+            slot = self.records.slot(number)
             for row in range(begin, end):
                 i, place = members[row]
                 nbytes = self._nbytes_beside(survey, i, place)
@@ -150,10 +156,9 @@ class SplitCompute(HostCompute):
                 old, segment = rows[row], Segment(row, place.start, place.numel, at)
                 shift = place.start * survey.param_dtypes[i].itemsize
                 pointers = {old.layout.param_column: survey.param_pointers[i] + shift}
-                for column, kept, near in parts_in_slot(old, old.layout.widths, segment, one.slot):
+                for column, kept, near in parts_in_slot(old, old.layout.widths, segment, slot):
                     pointers[column] = near.data_ptr()
-                    one.resting.append(kept)
-                    one.there.append(near)
+                    self.records.add(number, kept, near)
                 made[row] = SpanRow(old.layout, old.first, pointer_words(pointers))
                 at += nbytes
             begin = end
@@ -161,7 +166,7 @@ class SplitCompute(HostCompute):
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         pointers = array("Q", map(pointers.__getitem__, self._order))
-        self.records.wait()  # a played device reads tables when it comes to them
+        self.records.end()  # a played device reads tables when it comes to them
         super().prepare(settings, pointers[: self._here])
         if self._last is not None:
             self._last.wait()
@@ -177,9 +182,8 @@ class SplitCompute(HostCompute):
     def launch(self, scale: float) -> None:
         if self._groups_there:
             self._run(scale)
-        self.streamed.begin()
-        self._start = self._link.here()
-        self.records.begin(self._start)
+        self.streamed.transit.begin()
+        self.records.begin()
         self.launched, self._passed, self._last_passed = self.streamed.is_launched, [], None
 
     def launch_turn(self, turn: int, scale: float) -> tuple[Passage, Passage] | None:
@@ -207,9 +211,7 @@ class SplitCompute(HostCompute):
             self.began = True
             self._launch(self.table, scale, begin, end)
 
-        with self._host.driver.aside("update") if self._beside else contextlib.nullcontext():
-            if self._beside and begin == 0:
-                self._start.gate()
+        with self.records.stream():
             self._passed.append(self.records.launch(self._number_of[begin], launch))
 
     def leave(self, begin: int) -> None:
@@ -218,7 +220,7 @@ class SplitCompute(HostCompute):
 
     def settle(self) -> None:
         if self._number_of:  # what this update has launched writes others, or other elements
-            self._start.wait()
+            self.records.started.wait()
 
     @property
     def carried_out(self) -> bool:
@@ -229,7 +231,7 @@ class SplitCompute(HostCompute):
         return self.began if self._number_of else super().may_have_written(error)
 
     def break_off(self) -> None:
-        self.records.wait()
+        self.records.end()
         super().break_off()
 
     def _run(self, scale: float) -> None:
@@ -254,7 +256,7 @@ class SplitCompute(HostCompute):
         return self._host.driver.launch(partial(_run_holding, table, held, scale, *rows))
 
     def put_away(self) -> None:
-        self.streamed.wait()
+        self.streamed.transit.wait()
 
     def count(self, tier: StateTier) -> None:
         started = self.streamed.count()

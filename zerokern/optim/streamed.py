@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.io.pieces import Piece, Segment, Width, plan
 from zerokern.io.pieces import columns as columns_of
-from zerokern.memory import DeviceTier, Wanted
-from zerokern.memory.copies import Copies, Copy
+from zerokern.memory.copies import Copies
 from zerokern.optim.binding import Member, TableGroup, set_groups, table_of
 from zerokern.optim.cut_matrices import CutMatrix, rounds_of
-from zerokern.optim.formats import TAKES_LESS
 from zerokern.optim.matrices import Matrix, MatrixTable, SpareMatrix
 from zerokern.optim.state import SpanRow, pointer_words
 from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.transit import SLOTS, Passed, Transit
 
-__all__ = ["SLOTS", "Passage", "Passed", "StreamedRows", "parts_in_slot", "pass_through", "pieces_of"]
+__all__ = ["StreamedRows", "parts_in_slot", "pieces_of"]
 
-SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
 _PARTS = 64  # of all state, of which one is in a slot: what comes before the first update and after the last is short
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes of a slot
 _LEAST_OF_MATRICES = 32 << 20  # their calls take longer than copies of as many bytes
-_AHEAD = 4 * SLOTS  # pieces that the host has launched and that have not ended
 
 
 def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Any], int, int]:
@@ -94,108 +90,33 @@ def _in_slots(pieces: list[Piece]) -> tuple[list[Any], int, int]:
 
 @dataclass
 class StreamedPiece:
-    """What passes through a slot together: tensors in host memory and where they lie in the slot, and their table.
+    """The table of what passes through a slot together.
 
-    `rows`: for each row of the table the number of its gradient's address, and the bytes after it.
+    `rows`: for each row of it the number of its gradient's address, and the bytes after it.
     """
 
-    resting: list[Tensor]
-    there: list[Tensor]
     table: Any
     groups: list[TableGroup]
     rows: list[tuple[int, int]]
 
 
-class Passage:
-    """The ticket of copies and launches that come one after the other: it ends with the last of them.
-
-    >>> class Ended:
-    ...     def __init__(self, begin, end): self._times = begin, end
-    ...     def times(self): return self._times
-    >>> Passage(Ended(1, 2), Ended(5, 7)).times()
-    (1, 7)
-    """
-
-    def __init__(self, first: Copy, last: Copy) -> None:
-        self._first = first
-        self.last = last
-
-    def wait(self) -> None:
-        """Waits on the host."""
-        self.last.wait()
-
-    def done(self) -> bool:
-        """Whether all of it has ended."""
-        return self.last.done()
-
-    def gate(self) -> None:
-        """Makes the current stream wait."""
-        self.last.gate()
-
-    def times(self) -> tuple[int, int] | None:
-        """Returns when the first began and the last ended, where the device's marks know that."""
-        first, last = self._first.times(), self.last.times()
-        return None if first is None or last is None else (first[0], last[1])
-
-
-class Passed(NamedTuple):
-    """What was launched for state that passes through a slot: its way there, its update, its way back."""
-
-    filled: Copy
-    updated: Copy
-    emptied: Copy
-
-
-def pass_through(
-    link: Copies,
-    resting: Sequence[Tensor],
-    there: Sequence[Tensor],
-    run: Callable[[], object],
-    *,
-    ready: Copy | None,
-    after: Copy | None = None,
-    checked: bool = False,
-) -> Passed:
-    """Launches state's way from host memory to a slot, what `run` launches on the current stream, and the way back.
-
-    Where that fails, nothing of it is under way any more.
-    """
-    filled = link.to_device(resting, there, ready=ready, after=after, checked=checked)
-    try:
-        filled.gate()
-        run()
-        updated = link.here()
-        return Passed(filled, updated, link.to_host(there, resting, ready=updated, checked=checked))
-    except BaseException:
-        with contextlib.suppress(Exception):
-            filled.wait()
-        raise
-
-
 class StreamedRows:
     """Rows whose parameters and gradients are on a device and whose state is in host memory.
 
-    They are updated turn by turn, in the order of the rows: the state of a piece is copied to a slot, updated there,
-    and copied back, beside those of other pieces. A slot is written again when it has been read. `beside`: updates run
-    on a stream of their own, which does not wait for what the program launches after `begin`; else on the current one.
+    They are updated turn by turn, in the order of the rows: the state of a piece is a batch of the `transit`, whose
+    copies pass beside those of other pieces. `beside`: as of a `Transit`.
     """
 
     def __init__(
         self, link: Copies, place: torch.device, open_table: Callable[[int, int], Any], *, beside: bool = False
     ) -> None:
-        self._link, self._open_table, self._beside = link, open_table, beside
-        self._tier = DeviceTier(place, "slots for state that is updated on the device", TAKES_LESS)
-        self.slots: list[Tensor] = []
+        self._open_table, self._beside = open_table, beside
+        self.transit = Transit(link, place, "slots for state that is updated on the device", beside=beside)
         self.pieces: list[StreamedPiece] = []
         self._turns: list[int] = []  # of each piece, the first of those that have rows in it
-        self._last: Copy | None = None  # the end of the last update
-        self._checked = False  # whether the copies have been
         self.spare: SpareMatrix | None = None  # of all pieces
         self.began = False
-        # of the update at hand: what it comes after, and what has been launched
-        self._start: Copy | None = None
-        self._ready: Copy | None = None
-        self._passed: list[Passed] = []
+        self._passed: list[Passed] = []  # what has been launched of the update at hand
 
     def lay_out(
         self,
@@ -213,25 +134,20 @@ class StreamedRows:
         `moved`: whether the state of a row is in host memory; else it lies on the device, and is updated there among
         the others of a round, for ranks need not have the same in host memory.
         """
-        self.wait()
+        self.transit.wait()
         widths = [row.layout.widths if moves else () for row, moves in zip(rows, moved, strict=True)]
         if survey.matrices:
             if not self._beside:  # nobody waits for a turn by itself: rounds have matrices of any
                 pairs = zip(members, turns, strict=True)
                 turns = [0 if isinstance(place, CutMatrix) else turn for (_, place), turn in pairs]
-            pieces, count, nbytes = whole_pieces([matrix for _, matrix in members], widths, turns)
+            pieces, *_ = whole_pieces([matrix for _, matrix in members], widths, turns)
         else:
-            pieces, count, nbytes = pieces_of([survey.numels[i] for i, _ in members], widths)
-        if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
-            self.slots = []  # before others are made, which the device clears first
-            self._last = None
-            self.slots = self._tier.lay_out([Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count)
-        self.pieces, self._checked = [], False
+            pieces, *_ = pieces_of([survey.numels[i] for i, _ in members], widths)
+        self.transit.lay_out([piece.nbytes for piece in pieces])
+        self.pieces = []
         self._turns = [turns[piece.segments[0].span] for piece in pieces]
         for number, piece in enumerate(pieces):
-            slot = self.slots[number % count]
-            resting: list[Tensor] = []
-            there: list[Tensor] = []
+            slot = self.transit.slot(number)
             spans: list[SpanRow] = []
             for segment in piece.segments:
                 row, i = rows[segment.span], members[segment.span][0]
@@ -242,8 +158,7 @@ class StreamedRows:
                 pointers = {row.layout.param_column: survey.param_pointers[i] + shift}
                 for column, kept, near in parts_in_slot(row, widths[segment.span], segment, slot):
                     pointers[column] = near.data_ptr()
-                    resting.append(kept)
-                    there.append(near)
+                    self.transit.add(number, kept, near)
                 spans.append(SpanRow(row.layout, row.first, pointer_words(pointers)))
             mine: list[Member] = [(members[segment.span][0], segment) for segment in piece.segments]
             if survey.matrices:
@@ -255,20 +170,15 @@ class StreamedRows:
             else:
                 shifts = [segment.start * survey.grad_dtypes[i].itemsize for i, segment in mine]
             numbers = [first + segment.span for segment in piece.segments]
-            self.pieces.append(StreamedPiece(resting, there, table, made, list(zip(numbers, shifts, strict=True))))
+            self.pieces.append(StreamedPiece(table, made, list(zip(numbers, shifts, strict=True))))
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Writes what the tables' calls read: hyperparameters, step counts, where the gradients are."""
-        self.wait()
+        self.transit.wait()
         self.began, self._passed = False, []
         for piece in self.pieces:
             set_groups(piece.table, piece.groups, settings)
             piece.table.columns["grad"][:] = array("Q", [pointers[number] + shift for number, shift in piece.rows])
-
-    def begin(self) -> None:
-        """Begins the update that was prepared: it comes after what the current stream has been given."""
-        self._start = self._link.here()
-        self._ready = self._start if self._last is None else self._last  # slots and state are as the last one left them
 
     @property
     def is_launched(self) -> bool:
@@ -278,48 +188,25 @@ class StreamedRows:
     def launch(self, run: Callable[[Any], object], turn: int) -> list[Passed]:
         """Launches the update of the rows up to this turn; `run` launches that of a table on the current stream.
 
-        Returns what it has launched. On the program's stream the host waits if it is far ahead. After an error nothing
-        is under way any more.
+        Returns what it has launched. After an error nothing is under way any more.
         """
         begin, end = len(self._passed), bisect_right(self._turns, turn)
-        with self._link.driver.aside("update") if self._beside else contextlib.nullcontext():
-            if self._beside and begin == 0 and end:
-                assert self._start is not None
-                self._start.gate()
+        with self.transit.stream():
             try:
                 for number in range(begin, end):
-                    self._launch(number, run)
+                    self._passed.append(self.transit.launch(number, partial(self._update, number, run)))
             except BaseException:
-                for one in self._passed:
-                    with contextlib.suppress(Exception):
-                        one.emptied.wait()
+                self.transit.end()
                 raise
-        self._checked = self._checked or (bool(self.pieces) and self.is_launched)
         return self._passed[begin:]
 
-    def _launch(self, number: int, run: Callable[[Any], object]) -> None:
-        piece, count, passed = self.pieces[number], len(self.slots), self._passed
-        free = passed[number - count].emptied if number >= count else None
-
-        def update() -> None:
-            try:
-                run(piece.table)
-                self.began = True
-            finally:
-                self.began = self.began or getattr(piece.table, "begun", False)
-
-        ready, checked = self._ready, self._checked
-        passed.append(
-            pass_through(self._link, piece.resting, piece.there, update, ready=ready, after=free, checked=checked)
-        )
-        self._last = passed[-1].emptied
-        if number >= _AHEAD and not self._beside:
-            passed[number - _AHEAD].emptied.wait()
-
-    def wait(self) -> None:
-        """Returns once all state is in host memory again."""
-        if self._last is not None:
-            self._last.wait()
+    def _update(self, number: int, run: Callable[[Any], object]) -> None:
+        table = self.pieces[number].table
+        try:
+            run(table)
+            self.began = True
+        finally:
+            self.began = self.began or getattr(table, "begun", False)
 
     def count(self) -> bool:
         """Counts the update that was prepared; returns whether moments have started with it."""
@@ -329,11 +216,6 @@ class StreamedRows:
             group.step += 1
             group.first = False
         return started
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its slots."""
-        return sum(map(operator.attrgetter("nbytes"), self.slots))
 
 
 def parts_in_slot(

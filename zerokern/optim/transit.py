@@ -1,0 +1,167 @@
+"""Moves batches of state from host memory through slots on a device, where they are updated, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.memory import DeviceTier, Wanted
+from zerokern.memory.copies import Copies, Copy
+from zerokern.optim.formats import TAKES_LESS
+
+__all__ = ["SLOTS", "Passage", "Passed", "Transit"]
+
+SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
+_AHEAD = 4 * SLOTS  # batches that the host has launched and that have not ended
+
+
+class Passage:
+    """The ticket of copies and launches that come one after the other: it ends with the last of them.
+
+    >>> class Ended:
+    ...     def __init__(self, begin, end): self._times = begin, end
+    ...     def times(self): return self._times
+    >>> Passage(Ended(1, 2), Ended(5, 7)).times()
+    (1, 7)
+    """
+
+    def __init__(self, first: Copy, last: Copy) -> None:
+        self._first = first
+        self.last = last
+
+    def wait(self) -> None:
+        """Waits on the host."""
+        self.last.wait()
+
+    def done(self) -> bool:
+        """Whether all of it has ended."""
+        return self.last.done()
+
+    def gate(self) -> None:
+        """Makes the current stream wait."""
+        self.last.gate()
+
+    def times(self) -> tuple[int, int] | None:
+        """Returns when the first began and the last ended, where the device's marks know that."""
+        first, last = self._first.times(), self.last.times()
+        return None if first is None or last is None else (first[0], last[1])
+
+
+class Passed(NamedTuple):
+    """What was launched for one batch: its way there, its update, its way back."""
+
+    filled: Copy
+    updated: Copy
+    emptied: Copy
+
+
+class Transit:
+    """Passes numbered batches through `SLOTS` slots on a device; each is copied there, updated, and copied back.
+
+    A batch passes beside those before and behind it. It enters a slot when the one that had it is back, which the
+    device's streams see to: the host waits for no batch but one that was launched long before. `beside`: updates run on
+    a stream of their own, which does not wait for what the program launches after `begin`; else on the current one.
+    """
+
+    def __init__(self, link: Copies, place: torch.device, name: str, *, beside: bool) -> None:
+        self._link, self._beside = link, beside
+        self._tier = DeviceTier(place, name, TAKES_LESS)
+        self.slots: list[Tensor] = []
+        self._moved: list[tuple[list[Tensor], list[Tensor]]] = []  # of each batch: tensors in host memory, and there
+        self._checked: set[int] = set()  # batches whose copies have been
+        self._under_way: dict[int, Passed] = {}
+        self._start: Copy | None = None  # what the update at hand comes after
+        self._last: Copy | None = None  # the end of the last batch that was launched
+        self._ready: Copy | None = None
+        self._gated = False
+
+    def lay_out(self, sizes: Sequence[int]) -> None:
+        """Makes slots for batches of so many bytes, which hold nothing yet."""
+        self.end()
+        count, nbytes = min(SLOTS, len(sizes)), max(sizes, default=0)
+        if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
+            self.slots = []  # before others are made, which the device clears first
+            self._last = None
+            self.slots = self._tier.lay_out([Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count)
+        self._moved, self._checked = [([], []) for _ in sizes], set()
+
+    def slot(self, number: int) -> Tensor:
+        """Returns the slot that a batch passes through."""
+        return self.slots[number % len(self.slots)]
+
+    def add(self, number: int, resting: Tensor, there: Tensor) -> None:
+        """Adds a tensor to a batch. `there`: where it lies in the slot."""
+        for tensors, one in zip(self._moved[number], (resting, there), strict=True):
+            tensors.append(one)
+
+    def begin(self) -> None:
+        """Begins an update: it comes after what the current stream has been given."""
+        self._under_way.clear()
+        self._start = self._link.here()
+        self._ready = self._start if self._last is None else self._last  # slots and state are as the last one left them
+        self._gated = False
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """The context of launches: the stream that updates run on."""
+        return self._link.driver.aside("update") if self._beside else contextlib.nullcontext()
+
+    def launch(self, number: int, run: Callable[[], object]) -> Passed:
+        """Launches a batch's way there, what `run` launches on the current stream, and the way back.
+
+        Where that fails, nothing of it is under way any more.
+        """
+        if self._beside and not self._gated:
+            self.started.gate()
+            self._gated = True
+        (resting, there), checked = self._moved[number], number in self._checked
+        before, long_before = self._under_way.get(number - len(self.slots)), self._under_way.get(number - _AHEAD)
+        free = None if before is None else before.emptied
+        filled = self._link.to_device(resting, there, ready=self._ready, after=free, checked=checked)
+        try:
+            filled.gate()
+            run()
+            updated = self._link.here()
+            emptied = self._link.to_host(there, resting, ready=updated, checked=checked)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                filled.wait()
+            raise
+        self._under_way[number] = passed = Passed(filled, updated, emptied)
+        self._checked.add(number)
+        self._last = emptied
+        if long_before is not None and not self._beside:
+            long_before.emptied.wait()
+        return passed
+
+    @property
+    def started(self) -> Copy:
+        """The ticket of what the update at hand comes after."""
+        assert self._start is not None
+        return self._start
+
+    def wait_for(self, number: int) -> None:
+        """Returns once a batch is in host memory again; raises what failed."""
+        passed = self._under_way.pop(number, None)
+        if passed is not None:
+            passed.emptied.wait()
+
+    def wait(self) -> None:
+        """Returns once all state is in host memory again; raises what failed."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Returns once nothing is under way, whatever became of it."""
+        while self._under_way:
+            with contextlib.suppress(Exception):
+                self._under_way.popitem()[1].emptied.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots."""
+        return sum(slot.nbytes for slot in self.slots)
