@@ -33,6 +33,11 @@ class Segment(NamedTuple):
     numel: int
     offset: int
 
+    @property
+    def elements(self) -> slice:
+        """Its elements, in the span as a vector."""
+        return slice(self.start, self.start + self.numel)
+
 
 class Piece(NamedTuple):
     """The content of one record."""

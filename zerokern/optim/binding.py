@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
+from zerokern.io.pieces import Segment
 from zerokern.kernels.cpu import StepTable
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
@@ -26,8 +27,8 @@ from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
 from zerokern.optim.matrices import MatrixTable, ns_dtype_of, part_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
-from zerokern.optim.parts import Portion
 from zerokern.optim.record_rounds import in_rounds
+from zerokern.optim.records import RecordSpan
 from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -36,10 +37,10 @@ from zerokern.zero.kinds import rest_of
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
 Member = tuple[int, Any]
-"""A row: the parameter's place in the survey, and the `RecordSpan`, `Portion` or `Matrix` that it is; None: all of a
+"""A row: the parameter's place in the survey, and the `RecordSpan`, `Segment` or `Matrix` that it is; None: all of a
 parameter in memory."""
-Turns = Sequence[Sequence[int | Portion]]
-"""Places among an optimizer's parameters that are updated one after the other, or portions of these parameters."""
+Turns = Sequence[Sequence[int | Segment]]
+"""Places among an optimizer's parameters that are updated one after the other, or segments of them."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
 
 
@@ -370,12 +371,12 @@ class Binding:
     def _batches_of(self) -> list[RowBatch]:
         survey = self.survey
         found: dict[Any, RowBatch] = {}
-        for i, turn, portion in self._in_turns():
+        for i, turn, segment in self._in_turns():
             if self._stays(i):
                 continue
             rest = rest_of(survey.params[i]) if survey.rests else None
-            for place in self._places_of(i, portion):
-                record = None if place is None else place.record
+            for place in self._places_of(i, segment):
+                record = place.record if isinstance(place, RecordSpan) else None
                 key = (turn, id(rest)) if record is None else record
                 batch = found.get(key)
                 if batch is None:
@@ -390,19 +391,19 @@ class Binding:
         dtypes = [ns_dtype_of(self._ns_dtypes[owner], self.compute.place) for owner in survey.owners]
         return in_rounds(batches, survey.matrices, dtypes)
 
-    def _places_of(self, i: int, portion: Portion | None) -> Sequence[Any]:
-        """Returns what of a parameter are rows of their own; what updates whole matrices has no portions."""
-        return self.tier.places(i) if portion is None else (portion,)
+    def _places_of(self, i: int, segment: Segment | None) -> Sequence[Any]:
+        """Returns what of a parameter are rows of their own; what updates whole matrices has no segments."""
+        return self.tier.places(i) if segment is None else (segment,)
 
-    def _in_turns(self) -> list[tuple[int, int, Portion | None]]:
-        """Returns all parameters of the survey, each with its turn, or once for each portion, with that one's."""
-        at: dict[int, list[tuple[int, Portion | None]]] = {}
+    def _in_turns(self) -> list[tuple[int, int, Segment | None]]:
+        """Returns all parameters of the survey, each with its turn, or once for each segment, with that one's."""
+        at: dict[int, list[tuple[int, Segment | None]]] = {}
         for turn, members in enumerate(self.turns):
             for one in members:
-                number, portion = (one, None) if isinstance(one, int) else (one.member, one)
-                at.setdefault(number, []).append((turn, portion))
+                number, segment = (one, None) if isinstance(one, int) else (one.span, one)
+                at.setdefault(number, []).append((turn, segment))
         numbers = enumerate(self.survey.numbers)
-        return [(i, turn, portion) for i, number in numbers for turn, portion in at.get(number, [(0, None)])]
+        return [(i, turn, segment) for i, number in numbers for turn, segment in at.get(number, [(0, None)])]
 
     def on_disk(self, turn: int) -> dict[str, int]:
         """Returns the bytes that a turn fetches and stores, as fields of its span. It is known once prepared.

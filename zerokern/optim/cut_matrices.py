@@ -44,10 +44,6 @@ class CutMatrix(NamedTuple):
     group: Group
 
     @property
-    def record(self) -> None:
-        """The record that it is updated with: none, for it is updated when all of it has come together."""
-
-    @property
     def order(self) -> tuple[int, str]:
         """Sorts matrices: those with most work come first, and names decide between equals."""
         return -work_of((self.height, self.width)), self.name

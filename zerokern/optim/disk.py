@@ -192,8 +192,9 @@ class Disk(Stream):
         spans = [state_span(self.cut.get(id(one.param)), one.shape.numel(), one.layout) for one in made]
         contents = records_of(spans, self.slot_nbytes)
         for record, content in zip(self.lay_out([_wanted(content) for content in contents]), contents, strict=True):
-            for cut in content.cuts:
-                made[cut.span].places.append(RecordSpan(record, cut))
+            for span in content.spans:
+                span.rest_in(record)
+                made[span.span].places.append(span)
         return made
 
     def sweep(self, owners: Iterable[OnDisk]) -> None:

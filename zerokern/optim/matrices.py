@@ -66,10 +66,6 @@ class Matrix(NamedTuple):
     def numel(self) -> int:
         return self.height * self.width
 
-    @property
-    def record(self) -> None:
-        """The record that holds its state: none, for records would cut it."""
-
 
 class MatrixPart(NamedTuple):
     """What one row updates of a matrix: all of it, or what one record on a disk holds of its state.

@@ -8,48 +8,32 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zerokern.core.units import BLOCK
+from zerokern.io.pieces import Segment
 from zerokern.schedule import program
 from zerokern.schedule.program import names_of_pieces
 from zerokern.zero.shard import Shard
 
-__all__ = ["Part", "Portion", "in_order", "in_pieces", "needed_first", "parts_of"]
+__all__ = ["Part", "in_order", "in_pieces", "needed_first", "parts_of"]
 
 LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
-
-
-class Portion(NamedTuple):
-    """`numel` elements of a parameter, from `start` on, which is a multiple of the block that int8 states share a scale
-    in. `member`: the parameter's place among an optimizer's. It is a row of its own in the table of an update."""
-
-    member: int
-    start: int
-    numel: int
-
-    @property
-    def record(self) -> None:
-        """The record that holds its state: none, for what is cut has it in memory."""
-
-    @property
-    def elements(self) -> slice:
-        """Its elements, in the parameter as a vector."""
-        return slice(self.start, self.start + self.numel)
 
 
 class Part(NamedTuple):
     """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
 
     `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is. `pieces`:
-    what of it is moved and stepped one after the other, if not all of it at once.
+    what of it is moved and stepped one after the other, if not all of it at once: segments of these members, each a row
+    of its own in the table of an update.
     """
 
     name: str
     members: Sequence[int]
     sharding: Any = None
     bucket: int = -1
-    pieces: Sequence[Sequence[Portion]] = ()
+    pieces: Sequence[Sequence[Segment]] = ()
 
     @property
-    def turns(self) -> Sequence[Sequence[int | Portion]]:
+    def turns(self) -> Sequence[Sequence[int | Segment]]:
         """What is updated one after the other."""
         return self.pieces or (self.members,)
 
@@ -67,14 +51,14 @@ def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Pa
     >>> import torch
     >>> large = torch.empty(64 << 20, dtype=torch.bfloat16, device="meta")
     >>> whole = Part("parameters 0 to 0", (0,))
-    >>> [portion for piece in in_pieces(whole, [large], [0]).pieces for portion in piece]
-    [Portion(member=0, start=0, numel=33554432), Portion(member=0, start=33554432, numel=33554432)]
+    >>> [(one.span, one.start, one.numel) for piece in in_pieces(whole, [large], [0]).pieces for one in piece]
+    [(0, 0, 33554432), (0, 33554432, 33554432)]
     """
     nbytes = sum(tensors[member].nbytes for member in moved)
     count = -(-nbytes // program.PIECE_NBYTES)
     if count <= 1:
         return part
-    pieces: list[list[Portion]] = [[]]
+    pieces: list[list[Segment]] = [[]]
     taken = 0
     for member in moved:
         start, each = 0, tensors[member].itemsize
@@ -84,7 +68,7 @@ def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Pa
                 pieces.append([])
                 continue
             numel = min(tensors[member].numel() - start, -(-left // each // BLOCK) * BLOCK)
-            pieces[-1].append(Portion(member, start, numel))
+            pieces[-1].append(Segment(member, start, numel, 0))
             start, taken = start + numel, taken + numel * each
     return part._replace(pieces=tuple(map(tuple, pieces)))
 

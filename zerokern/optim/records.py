@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 from zerokern.io.pieces import PAGE, Width, columns, plan
@@ -22,7 +22,7 @@ from zerokern.memory.stream import Record
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import Layout, Slot, widths_of
 
-__all__ = ["LEAST_SLOT", "Content", "RecordCut", "RecordSpan", "StateSpan", "records_of"]
+__all__ = ["LEAST_SLOT", "Content", "RecordSpan", "StateSpan", "records_of"]
 
 LEAST_SLOT = 4 * SUMSQ_CHUNK  # bytes: the fp32 averages whose squares are summed together
 
@@ -40,44 +40,47 @@ class StateSpan(NamedTuple):
     bucket: int | None = None
 
 
-class RecordCut(NamedTuple):
+class RecordSpan:
     """What a record holds of a parameter: `slots` of `numel` elements from `start` on, at `offset` of the record.
 
-    `span`: the number of the parameter. `averages`, `applies`: which passes over a matrix update it.
+    `span`: the number of the parameter. `averages`, `applies`: which passes over a matrix update it. `record`: on the
+    disk, once there is room for it. `begun`: its state has first values.
     """
 
-    span: int
-    start: int
-    numel: int
-    offset: int
-    slots: tuple[Slot, ...]
-    averages: bool = True
-    applies: bool = True
+    __slots__ = ("applies", "averages", "begun", "numel", "offset", "record", "slots", "span", "start", "widths")
 
-
-class Content(NamedTuple):
-    """What one record holds."""
-
-    cuts: tuple[RecordCut, ...]
-    nbytes: int
-
-
-class RecordSpan:
-    """Says where the state of a span of one parameter lies within a record. `widths`: of its slots."""
-
-    __slots__ = ("applies", "averages", "begun", "numel", "offset", "record", "slots", "start", "widths")
-
-    def __init__(self, record: Record, cut: RecordCut) -> None:
-        self.record, self.slots, self.widths = record, cut.slots, widths_of(cut.slots)
-        self.start, self.numel, self.offset = cut.start, cut.numel, cut.offset
-        self.averages, self.applies = cut.averages, cut.applies
+    def __init__(
+        self,
+        span: int,
+        start: int,
+        numel: int,
+        offset: int,
+        slots: tuple[Slot, ...],
+        *,
+        averages: bool = True,
+        applies: bool = True,
+    ) -> None:
+        self.span, self.start, self.numel, self.offset, self.slots = span, start, numel, offset, slots
+        self.averages, self.applies = averages, applies
+        self.record: Any = None
         self.begun = False
+
+    def rest_in(self, record: Record) -> None:
+        """Gives it room on the disk."""
+        self.record, self.widths = record, widths_of(self.slots)
         record.unsettled.add(self)
 
     @property
     def offsets(self) -> list[int]:
         """Where in its record each tensor's part begins, in bytes."""
         return [self.offset + offset for offset in columns(self.widths, self.numel)[0]]
+
+
+class Content(NamedTuple):
+    """What one record holds."""
+
+    spans: tuple[RecordSpan, ...]
+    nbytes: int
 
 
 def records_of(spans: Sequence[StateSpan], slot_nbytes: int) -> list[Content]:
@@ -90,7 +93,7 @@ def records_of(spans: Sequence[StateSpan], slot_nbytes: int) -> list[Content]:
     >>> of = lambda kind: kind._algorithm.layout({"split": 1, "master_format": None, "state_format": "fp32",
     ...     "stochastic_seed": None}, torch.bfloat16)
     >>> for record in records_of([StateSpan(100_000, of(Muon))], 1 << 19):
-    ...     print([([slot.key for slot in cut.slots], cut.start, cut.numel) for cut in record.cuts], record.nbytes)
+    ...     print([([slot.key for slot in cut.slots], cut.start, cut.numel) for cut in record.spans], record.nbytes)
     [(['momentum_buffer'], 0, 100000)] 401408
     [(['remainder'], 0, 100000)] 200704
     """
@@ -117,14 +120,14 @@ _Part = tuple[int, int, int, tuple[Slot, ...]]
 
 
 def _packed(parts: Sequence[_Part], slot_nbytes: int, *, cuts: bool, **passes: bool) -> Iterator[Content]:
-    """Yields records that hold the tensors of these, side by side. `passes`: as of a `RecordCut`."""
+    """Yields records that hold the tensors of these, side by side. `passes`: as of a `RecordSpan`."""
     numels, widths = [numel for _, _, numel, _ in parts], [widths_of(slots) for *_, slots in parts]
     for piece in plan(numels, widths, slot_nbytes, cuts=cuts):
         found = []
         for segment in piece.segments:
             number, start, _, slots = parts[segment.span]
             at = start + segment.start
-            found.append(RecordCut(number, at, segment.numel, segment.offset, slots, **passes))
+            found.append(RecordSpan(number, at, segment.numel, segment.offset, slots, **passes))
         yield Content(tuple(found), piece.nbytes)
 
 
@@ -167,7 +170,7 @@ def _of_cut(numbers: Sequence[int], spans: Sequence[StateSpan], slot_nbytes: int
                 continue
             for number, start, numel, slots in some:
                 for begin, count, nbytes in _pieces(slots, numel, slot_nbytes):
-                    yield Content((RecordCut(number, start + begin, count, 0, slots, **of_pass),), nbytes)
+                    yield Content((RecordSpan(number, start + begin, count, 0, slots, **of_pass),), nbytes)
 
 
 def _divided(slots: Sequence[Slot]) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
@@ -181,12 +184,12 @@ def _of_large(part: _Part, slot_nbytes: int) -> Iterator[Content]:
     number, start, numel, slots = part
     averages, others = _divided(slots)
     for begin, count, nbytes in _pieces(averages, numel, slot_nbytes):
-        cuts = [RecordCut(number, start + begin, count, 0, averages, applies=False)]
+        cuts = [RecordSpan(number, start + begin, count, 0, averages, applies=False)]
         if not others and begin + count == numel:
-            cuts.append(RecordCut(number, start, numel, 0, (), averages=False))
+            cuts.append(RecordSpan(number, start, numel, 0, (), averages=False))
         yield Content(tuple(cuts), nbytes)
     for begin, count, nbytes in _pieces(others, numel, slot_nbytes) if others else ():
-        yield Content((RecordCut(number, start + begin, count, 0, others, averages=False),), nbytes)
+        yield Content((RecordSpan(number, start + begin, count, 0, others, averages=False),), nbytes)
 
 
 def _pieces(slots: Sequence[Slot], numel: int, slot_nbytes: int) -> Iterator[tuple[int, int, int]]:
