@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from waiting_device import HostComputes
 from worlds import World, built, on_threads, step_and_zero
 
 import zerokern as zk
@@ -30,6 +31,7 @@ Function = tuple[str, str]
 class Walk:
     """Who ran in the threads of rank 0, in order of first calls, and who was on the stack when a stop was reached."""
 
+    where: str
     stops: list[Function]
     on: bool = False
     threads: set[threading.Thread] = field(default_factory=set)
@@ -56,17 +58,26 @@ def function(frame: FrameType | None) -> Function | None:
     return path.relative_to(PACKAGE).as_posix(), frame.f_code.co_qualname.split(".<locals>")[0]
 
 
-def stops(page: str) -> list[Function]:
-    """The functions of the walk, in order: each behind its file."""
+def stops(page: str, where: str) -> list[Function]:
+    """The functions of the walk, in order, each behind its file. On a device those of the second table are among the
+    others, behind the stop whose number they have."""
     section = page.partition("## The way of a gradient")[2].partition("\n## ")[0]
-    return re.findall(r"`([a-z/_]+\.py)` `([A-Za-z_.]+)`", section)
+    rows = re.findall(r"^\| (\d)([a-z]?) .*$", section, re.MULTILINE)
+    lines = re.findall(r"^\| \d.*$", section, re.MULTILINE)
+    pairs = sorted(zip(rows, lines, strict=True), key=lambda pair: pair[0])
+    kept = [line for (_, more), line in pairs if where == "device" or not more]
+    return re.findall(r"`([a-z/_]+\.py)` `([A-Za-z_.]+)`", "\n".join(kept))
 
 
-def step(world: World, walk: Walk) -> None:
+def step(world: World, walk: Walk, where: str) -> None:
     sys.setprofile(None)  # until the step that counts: what is imported before is much
     if world.rank == 0:
         walk.threads.add(threading.current_thread())
-    model = world.shard(built(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), stage=2)
+    model = built(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    device = HostComputes() if where == "device" else None
+    for param in model.parameters() if device else ():
+        device.own(param)
+    world.shard(model, stage=2)
     optimizer = zk.AdamW(model.parameters(), lr=0.1, tier="cpu", schedule="overlap", max_grad_norm=1.0)
     for number in range(STEADY + 1):
         loss = model(torch.ones(2, 8)).sum()
@@ -77,12 +88,15 @@ def step(world: World, walk: Walk) -> None:
         step_and_zero(optimizer)
     model(torch.ones(2, 8))
     sys.setprofile(None)
+    if device is not None:
+        device.synchronize()
+        device.close()
 
 
-@pytest.fixture(scope="module")
-def walked() -> Walk:
+@pytest.fixture(scope="module", params=["cpu", "device"])
+def walked(request: pytest.FixtureRequest) -> Walk:
     import_compiler()  # else it runs a thread of its own in the step that counts
-    walk, start = Walk(stops(PAGE)), threading.Thread.start
+    walk, start = Walk(request.param, stops(PAGE, request.param)), threading.Thread.start
 
     def started(thread: threading.Thread) -> None:
         if threading.current_thread() in walk.threads:
@@ -93,24 +107,32 @@ def walked() -> Walk:
         patch.setattr(threading.Thread, "start", started)
         threading.setprofile(walk)
         try:
-            on_threads(2, step, walk)
+            on_threads(2, step, walk, request.param)
         finally:
             threading.setprofile(None)
     return walk
 
 
 def test_the_walk_is_that_of_a_gradient(walked: Walk) -> None:
-    assert len(walked.stops) >= 15 and len(walked.threads) == 2
+    assert len(walked.stops) >= (21 if walked.where == "device" else 15) and len(walked.threads) >= 2
     ran = [one for one in walked.ran if one in walked.stops]
     assert ran == walked.stops, "docs/architecture.md names other functions, or in another order, than ran"
 
 
 def test_the_way_is_as_short_as_the_page_says(walked: Walk) -> None:
     """Whoever makes it shorter writes the new numbers down."""
-    ((functions, files),) = re.findall(r"at most (\d+) functions in (\d+) files", PAGE)
+    said = re.findall(r"at most (\d+) functions in (\d+) files", PAGE)
+    functions, files = said[0 if walked.where == "cpu" else 1]
     listed = "\n".join(f"{file} {name}" for file, name in sorted(walked.passed))
     assert len(walked.passed) <= int(functions), listed
     assert len({file for file, _ in walked.passed}) <= int(files), listed
+
+
+def test_the_classes_that_run_in_a_step_are_as_few_as_the_page_says(walked: Walk) -> None:
+    if walked.where == "device":
+        (most,) = re.findall(r"methods of at most (\d+) classes", PAGE)
+        classes = sorted({(file, name.partition(".")[0]) for file, name in walked.ran if "." in name})
+        assert len(classes) <= int(most), "\n".join(f"{file} {name}" for file, name in classes)
 
 
 def test_the_concepts_of_the_page_are_those_of_the_code() -> None:
