@@ -8,6 +8,22 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "what_was_gathered_counts_as_written",
+        "zerokern/zero/full_parameters.py",
+        "_keep_written([one for one in params if id(one) not in before or now.get(id(one)) != before[id(one)]])",
+        "_keep_written(params)",
+        "zk.gathered(model, write=True) drops the remainders of all parameters, whichever of them were written.",
+        ("tests/zero/test_gathered.py",),
+    ),
+    Mutant(
+        "uncounted_writes_within_gathered_are_lost",
+        "zerokern/zero/full_parameters.py",
+        "found[id(param)] = 0 if param.is_inference() else param._version, one",
+        "found[id(param)] = 0 if param.is_inference() else param._version, 0",
+        "What is written by `.data` within zk.gathered(write=True) is gone at stage 3.",
+        ("tests/zero/test_gathered.py",),
+    ),
+    Mutant(
         "full_buckets_go_whatever_others_lack",
         "zerokern/zero/reduction.py",
         "return self.turns.is_over_next(bucket.memory.bucket.unit)",

@@ -47,6 +47,7 @@ from zerokern.optim import streamed
 from zerokern.zero.sharded import Sharded
 
 WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 5, 2, 3
+FROZEN, WRITTEN = (2, 3), (1, 4)  # before and after what is saved is loaded
 LONG = 7000  # the inner width of a unit whose matrices are in several records
 FACTORS: dict[str, tuple[Any, ...]] = {
     "wrap": ("plain", "ddp", "fsdp2", "stage 0", "stage 1", "stage 2", "stage 3"),
@@ -64,6 +65,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "keep": (None, "device", "cpu", "nvme"),
     "micro": (1, 2),
     "resume": ("no", "state_dict", "saved", "saved elsewhere"),
+    "change": (None, "frozen", "written"),
     "broken": (False, True),
     "scaled": (False, True),
     "played": (False, True),
@@ -108,6 +110,7 @@ RULES = [
     (("wrap", "broken", "clip"), lambda wrap, broken, clip: not broken or clip != "none" or sharded(wrap)),
     # goes on at stage 3, where norms are computed without a limit too
     (("wrap", "clip", "resume"), lambda *three: three != ("plain", "none", "saved elsewhere")),
+    (("wrap", "change"), lambda wrap, change: change is None or wrap not in ("ddp", "fsdp2")),  # they are not ours
     (("where", "resume"), lambda where, resume: where in ("alone", "ranks") or not resume.startswith("saved")),
     (("where", "played"), lambda where, played: not played or where in ("alone", "threads")),
     # two passes of two slices each: gradients that leave a device are (a + b) + (c + d), others ((a + b) + c) + d
@@ -141,6 +144,7 @@ class Program:
     keep: str | None
     micro: int
     resume: str
+    change: str | None
     broken: bool
     scaled: bool
     played: bool
@@ -299,6 +303,22 @@ class Training:
             return self.world.shard(self.model, stage=int(program.wrap[-1]), **settings)
         return self.model
 
+    def change(self, step: int, late: Late | None) -> None:
+        """What the user does to the model before a step: some parameters are frozen for a while, or one is written."""
+        some = [self.model.blocks[1].up.weight, *self.model.blocks[2].parameters()]
+        if self.program.change == "frozen":
+            for param in some:
+                param.requires_grad_(step not in FROZEN)
+        if self.program.change == "written" and step in WRITTEN:
+            whole = zk.gathered(self.model, write=True) if sharded(self.program.wrap) else contextlib.nullcontext()
+            with whole, torch.no_grad():
+                some[0].mul_(0.5)
+        for seen, ahead in [] if late is None else late.pairs:
+            ahead.requires_grad_(seen.requires_grad)
+            if seen is some[0] and self.program.change == "written" and step in WRITTEN:
+                with torch.no_grad():
+                    ahead.copy_(seen)  # an update that is pending is lost
+
     def gradients(self, step: int, scaler: Any) -> list[float]:
         """Of one step, by one backward or by two; the losses."""
         program, world = self.program, self.world
@@ -369,6 +389,7 @@ def loop(
     trained = replace(training.program.trained, wrap="plain")
     inner = training.optimizer if late is None else late.optimizer
     for step in steps:
+        training.change(step, late)
         seen.losses += training.gradients(step, scaler)
         for group in inner.param_groups:
             group["lr"] = 1e-2 * (1 + step % 5) / 5

@@ -248,3 +248,27 @@ def test_looking_writes_nothing(world: World) -> None:
             optimizers[0].state_dict()
     left, right = map(full, models)
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@everywhere(2, stage=[0, 2, 3])
+def test_what_is_not_written_within_keeps_what_is_exact(world: World, stage: int) -> None:
+    """Its remainder, though all parameters were gathered to be written; what is written counts, also by `.data`."""
+    models = [world.shard(built(Net).to(torch.bfloat16), stage=stage) for _ in range(2)]
+    optimizers = [make_adamw(model.parameters(), lr=1e-4, master_format="split16") for model in models]
+    for step in range(4):
+        for model, optimizer, whole in zip(models, optimizers, (True, False), strict=True):
+            x, y = batch(step, world.rank)
+            F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
+            step_and_zero(optimizer)
+            weight = model.blocks[0].up.weight
+            with zk.gathered(model if whole else weight, write=True), torch.no_grad():
+                (weight.data if step == 2 else weight).view(-1)[:1].add_(0.5)  # of one rank's part
+                wanted = weight.detach().clone()
+            assert torch.equal(full(model)["blocks.0.up.weight"], wanted)
+    for params in zip(*(model.parameters() for model in models), strict=True):
+        kept = [opt.state[one]["remainder"] for opt, one in zip(optimizers, params, strict=True)]
+        left, right = (one.local if isinstance(one, Sharded) else one for one in kept)
+        assert torch.equal(left, right)
+        assert params[0] is models[0].blocks[0].up.weight or left.any() or not left.numel()
+    left, right = map(full, models)
+    assert all(torch.equal(left[name], right[name]) for name in left)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from zerokern.comm import during
 from zerokern.core.errors import ShardError
+from zerokern.kernels.formats import DTYPES
+from zerokern.kernels.ops import fingerprints
 from zerokern.zero import hooks
-from zerokern.zero.kinds import SLOTS, is_placed, present, shardings_of
+from zerokern.zero.kinds import SLOTS, is_placed, local_of, present, shardings_of
 from zerokern.zero.params import BucketEntry, BucketMemory
 from zerokern.zero.shard import alias, shard_of
 from zerokern.zero.sharded import Sharded
@@ -112,9 +114,11 @@ def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[Non
             begun.append(one)
         for sharding in shardings:  # now that other ranks have what they wait for
             sharding.publisher.finish()
+        before = _bits_of(params) if write else {}
         yield
         if write:
-            _keep_written(params)
+            now = _bits_of(params)
+            _keep_written([one for one in params if id(one) not in before or now.get(id(one)) != before[id(one)]])
     finally:
         for one in begun:
             one.end()
@@ -145,13 +149,33 @@ def _gather_copies(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEnt
 
 
 def _keep_written(params: Sequence[nn.Parameter]) -> None:
-    """Keeps what was written: here, or when the context ends that materialized a parameter."""
+    """Keeps what was written to these: here, or when the context ends that materialized a parameter.
+
+    Others are not among them: what was written drops its remainder, and an update of it that is pending.
+    """
     shards = [shard_of(param) for param in params]
     for shard in shards:
         if shard is not None and shard.materialized is not None:
             shard.materialized.kept = True
     there = [param for param, shard in zip(params, shards, strict=True) if shard is None or shard.materialized is None]
     torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
+
+
+@torch.no_grad()
+def _bits_of(params: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
+    """Returns by id what changes when a full parameter is written: its version, and, as `.data` counts nothing, a
+    fingerprint of its bits. Those of which none is known are left out."""
+    by_device: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = {}
+    for param in {id(param): param for param in params}.values():
+        mine = local_of(param.detach())
+        if type(mine) is Tensor and mine.dtype in DTYPES and not mine.is_meta:
+            by_device.setdefault(mine.device, []).append((param, mine.contiguous()))
+    found = {}
+    for some in by_device.values():
+        prints = fingerprints([mine for _, mine in some]).tolist()
+        for (param, _), one in zip(some, prints, strict=True):
+            found[id(param)] = 0 if param.is_inference() else param._version, one
+    return found
 
 
 def _user_attributes(param: Tensor) -> dict[str, object]:
