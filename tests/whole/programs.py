@@ -47,7 +47,10 @@ from zerokern.optim import streamed
 from zerokern.zero.sharded import Sharded
 
 WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 5, 2, 3
-FROZEN, WRITTEN = (2, 3), (1, 4)  # before and after what is saved is loaded
+# steps before and after what is saved is loaded: some parameters are frozen, one is written, a unit is left out, a
+# gradient is edited
+CHANGED = {"frozen": (2, 3), "written": (1, 4), "skipped": (0, 2, 3), "edited": (1, 3)}
+OURS = ("frozen", "written")  # what torch's wrappers have other rules for
 LONG = 7000  # the inner width of a unit whose matrices are in several records
 FACTORS: dict[str, tuple[Any, ...]] = {
     "wrap": ("plain", "ddp", "fsdp2", "stage 0", "stage 1", "stage 2", "stage 3"),
@@ -65,7 +68,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "keep": (None, "device", "cpu", "nvme"),
     "micro": (1, 2),
     "resume": ("no", "state_dict", "saved", "saved elsewhere"),
-    "change": (None, "frozen", "written"),
+    "change": (None, "frozen", "written", "skipped", "edited"),
     "broken": (False, True),
     "scaled": (False, True),
     "played": (False, True),
@@ -110,7 +113,7 @@ RULES = [
     (("wrap", "broken", "clip"), lambda wrap, broken, clip: not broken or clip != "none" or sharded(wrap)),
     # goes on at stage 3, where norms are computed without a limit too
     (("wrap", "clip", "resume"), lambda *three: three != ("plain", "none", "saved elsewhere")),
-    (("wrap", "change"), lambda wrap, change: change is None or wrap not in ("ddp", "fsdp2")),  # they are not ours
+    (("wrap", "change"), lambda wrap, change: change not in OURS or wrap not in ("ddp", "fsdp2")),
     (("where", "resume"), lambda where, resume: where in ("alone", "ranks") or not resume.startswith("saved")),
     (("where", "played"), lambda where, played: not played or where in ("alone", "threads")),
     # two passes of two slices each: gradients that leave a device are (a + b) + (c + d), others ((a + b) + c) + d
@@ -215,10 +218,11 @@ class Net(nn.Module):
         self.leave = nn.Linear(WIDTH, WIDTH)
         self.leave.weight = self.enter.weight
         self.leave.bias.requires_grad_(False)
+        self.skips = False  # the unit in the middle
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        for block in self.blocks:
+        for block in self.blocks[::2] if self.skips else self.blocks:
             x = block(x)
         return self.leave(x)
 
@@ -303,19 +307,23 @@ class Training:
             return self.world.shard(self.model, stage=int(program.wrap[-1]), **settings)
         return self.model
 
+    def changes(self, what: str, step: int) -> bool:
+        return self.program.change == what and step in CHANGED[what]
+
     def change(self, step: int, late: Late | None) -> None:
-        """What the user does to the model before a step: some parameters are frozen for a while, or one is written."""
+        """What the user does to the model before a step."""
         some = [self.model.blocks[1].up.weight, *self.model.blocks[2].parameters()]
         if self.program.change == "frozen":
             for param in some:
-                param.requires_grad_(step not in FROZEN)
-        if self.program.change == "written" and step in WRITTEN:
+                param.requires_grad_(not self.changes("frozen", step))
+        self.model.skips = self.changes("skipped", step)
+        if self.changes("written", step):
             whole = zk.gathered(self.model, write=True) if sharded(self.program.wrap) else contextlib.nullcontext()
             with whole, torch.no_grad():
                 some[0].mul_(0.5)
         for seen, ahead in [] if late is None else late.pairs:
             ahead.requires_grad_(seen.requires_grad)
-            if seen is some[0] and self.program.change == "written" and step in WRITTEN:
+            if seen is some[0] and self.changes("written", step):
                 with torch.no_grad():
                     ahead.copy_(seen)  # an update that is pending is lost
 
@@ -342,6 +350,8 @@ class Training:
         if before:
             for param, *grads in zip(self.model.parameters(), *before, strict=True):
                 param.grad = grads[0] if grads[0] is None else grads[0] + grads[1]
+        if self.changes("edited", step):
+            self.model.blocks[1].up.weight.grad.mul_(0.5)
         return losses
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager:
