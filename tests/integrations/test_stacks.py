@@ -52,12 +52,12 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a stand-in in the place of a module; adapters are imported anew, and go again."""
-    for name in ("axolotl", "torchtitan_override"):
-        monkeypatch.delitem(sys.modules, f"zerokern.integrations.{name}", raising=False)
+    """Puts a stand-in in the place of a module; the examples are imported anew, and go again."""
+    for name in ("axolotl_plugin", "torchtitan_override"):
+        monkeypatch.delitem(sys.modules, f"zerokern.examples.{name}", raising=False)
     yield lambda name, module: monkeypatch.setitem(sys.modules, name, module)
-    for name in ("axolotl", "torchtitan_override"):
-        sys.modules.pop(f"zerokern.integrations.{name}", None)
+    for name in ("axolotl_plugin", "torchtitan_override"):
+        sys.modules.pop(f"zerokern.examples.{name}", None)
 
 
 @pytest.fixture
@@ -125,14 +125,14 @@ def test_nemo_automodel() -> None:
 
 
 def test_axolotl(put: Any, tmp_path: Path) -> None:
-    """`plugins: [zerokern.integrations.axolotl.ZerokernPlugin]` and `zerokern: {...}`."""
+    """`plugins: [zerokern.examples.axolotl_plugin.ZerokernPlugin]` and `zerokern: {...}`."""
     from types import SimpleNamespace
 
     from transformers import Trainer
 
     manager = stand_ins.with_axolotl(put)
-    manager.register("zerokern.integrations.axolotl.ZerokernPlugin")
-    assert "zerokern.integrations.axolotl.ZerokernArgs" in manager.get_input_args()
+    manager.register("zerokern.examples.axolotl_plugin.ZerokernPlugin")
+    assert "zerokern.examples.axolotl_plugin.ZerokernArgs" in manager.get_input_args()
 
     def run(settings: dict[str, Any], **changed: Any) -> Any:
         with fresh():
@@ -169,7 +169,7 @@ def test_axolotl_train(tmp_path: Path) -> None:
         state = json.loads((tmp_path / name / f"checkpoint-{steps}" / "trainer_state.json").read_text())
         return [{key: entry[key] for key in ("loss", "grad_norm")} for entry in state["log_history"] if "loss" in entry]
 
-    ours = {"plugins": ["zerokern.integrations.axolotl.ZerokernPlugin"], "zerokern": {"tier": "cpu"}}
+    ours = {"plugins": ["zerokern.examples.axolotl_plugin.ZerokernPlugin"], "zerokern": {"tier": "cpu"}}
     whole = run("whole", 6, **ours)
     broken = run("broken", 3, **ours)
     saved = torch.load(tmp_path / "broken" / "checkpoint-3" / "optimizer.pt")
@@ -211,10 +211,10 @@ def test_llamafactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchtitan_of_today(put: Any) -> None:
-    """`--override.imports zerokern.integrations.torchtitan_override.optimizers={...}`, of 0.3."""
+    """`--override.imports zerokern.examples.torchtitan_override.optimizers={...}`, of 0.3."""
     itself = stand_ins.real("titan") is not None
     container, group, applied = stand_ins.with_titan(put)
-    name = "zerokern.integrations.torchtitan_override.optimizers"
+    name = "zerokern.examples.torchtitan_override.optimizers"
 
     def config(kind: str = "AdamW", **changed: Any) -> Any:
         small = group(pattern="bias$", optimizer_name=kind, optimizer_kwargs={"lr": 1e-3, "weight_decay": 0.0})

@@ -27,7 +27,7 @@ except ImportError as error:
     raise ImportError(
         "zerokern.integrations.torchtitan stands on the TrainSpec of torchtitan 0.2, which later ones do not have; "
         "allowed: pip install 'torchtitan>=0.2.2,<0.3', or with 0.3, for the optimizer alone, "
-        "--override.imports zerokern.integrations.torchtitan_override.optimizers"
+        "--override.imports zerokern.examples.torchtitan_override.optimizers"
     ) from error
 
 import zerokern as zk
