@@ -103,7 +103,7 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
     training, opt = trained(devices(), 2, schedule=schedule, update="device")
     values, kept = training.values(), kept_of(opt)
     gradients = [torch.ones_like(param) for param in training.parameters]
-    training.device.stream("up")._stretch = 0.05
+    up = training.device.stream("up")
 
     def step() -> None:
         for param, gradient in zip(training.parameters, gradients, strict=True):
@@ -112,6 +112,7 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
         opt.flush()
 
     for passed, torn in ((0, False), (2, True)):
+        up._stretch = 0.05
         with monkeypatch.context() as patch:
             left = iter(range(passed))
             run = beside.SplitCompute._launch
@@ -125,6 +126,7 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
             with pytest.raises(torch.OutOfMemoryError, match="there"):
                 step()
         assert all(copy.done() for copy in opt.holdings.host.link._pending)
+        up._stretch = 0.0
         assert opt.holdings.torn is torn
     with pytest.raises(zk.StateError, match="load a checkpoint"):
         step()
