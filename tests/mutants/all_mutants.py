@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import of_checkpoint
+import of_held_state
 import of_io
 import of_kernels
 import of_matrices_and_places
@@ -24,5 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *of_zero.MUTANTS,
     *of_optim.MUTANTS,
     *of_matrices_and_places.MUTANTS,
+    *of_held_state.MUTANTS,
     *of_checkpoint.MUTANTS,
 )

@@ -91,6 +91,11 @@ def test_a_graph_whose_parameters_part_is_told_of(double: Double) -> None:
     with pytest.warns(UserWarning, match=r"counters were written; capture it anew"):
         twins.train(1, start=6)
     assert twins.agree()
+    with double.on(), double.capture():
+        twins.ours.step()
+    twins.ours.add_param_group({"params": make_params((5,))})
+    with pytest.warns(UserWarning, match=r"parameters were added or taken away; capture it anew"):
+        twins.train(1, start=7)
 
 
 @each("cls", [AdamW, SGD])

@@ -118,13 +118,16 @@ def test_a_moment_starts_from_the_first_gradient_that_is_used(seed: int | None, 
     assert twins.ours.skipped_steps == twins.reference.skipped_steps == 2
 
 
-@each("how", ["load", "copy"])
+@each("how", ["load", "copy", "other entries"])
 def test_a_moment_that_nothing_has_started_starts_after_a_load(how: str, double: Double) -> None:
     twins = sgd_twins(double)
     twins.train(1, scale=math.nan)
     with double.on():
         if how == "copy":
             twins.params, twins.ours = copy.deepcopy((twins.params, twins.ours))
+        elif how == "other entries":
+            for param in twins.params:
+                twins.ours.state[param] = dict(twins.ours.state[param])
         else:
             twins.ours.load_state_dict(through_disk(twins.ours.state_dict()))
     twins.train(2, start=1)

@@ -257,7 +257,8 @@ def test_delayed_updates_have_the_bits_of_gradients_that_stayed(
 
 
 @each("schedule", ["sync", "overlap"])
-def test_values_that_are_read_after_the_step_are_those_before_it(device: PlayedDevice, schedule: str) -> None:
+def test_values_that_are_read_after_the_step_are_those_before_it(devices: Callable, schedule: str) -> None:
+    device = devices(stretch={"up": 0.001})  # they are not back at once
     seen: list[list[Tensor]] = []
 
     def keep(model: nn.Module, opt: Any, step: int) -> None:
@@ -315,17 +316,21 @@ def test_gradients_outlive_the_optimizer_that_fetched_them(device: PlayedDevice)
 
 def test_another_optimizer_may_step_the_same_gradients(device: PlayedDevice) -> None:
     found = []
-    for tiers in (("device", "device"), ("cpu", "cpu"), ("cpu", "device")):
-        model = built(device, 2)
-        opts = [zk.SGD(model.parameters(), lr=0.1, tier=tier, schedule="sync") for tier in tiers]
-        for step in range(3):
-            backward(model, step)
-            for opt in opts:
-                opt.step()
-            model.zero_grad()
-        device.synchronize()
-        found.append([param.detach().clone() for param in model.parameters()])
-    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    for halves in (False, True):  # of each layer, and so of each bucket
+        for tiers in (("device", "device"), ("cpu", "cpu"), ("cpu", "device")):
+            model = built(device, 2)
+            params = list(model.parameters())
+            mine = (params[::2], params[1::2]) if halves else (params, params)
+            opts = [zk.SGD(one, lr=0.1, tier=tier, schedule="sync") for one, tier in zip(mine, tiers, strict=True)]
+            for step in range(3):
+                backward(model, step)
+                for opt in opts:
+                    opt.step()
+                model.zero_grad()
+            device.synchronize()
+            found.append([param.detach().clone() for param in model.parameters()])
+    for expected, *others in (found[:3], found[3:]):
+        assert all(all(map(torch.equal, expected, one)) for one in others)
 
 
 def test_who_uses_gradients_in_each_step_has_them_moved_back_once(device: PlayedDevice) -> None:

@@ -106,7 +106,7 @@ def test_each_byte_of_state_is_read_written_and_copied_once(
 @each("schedule", ["sync", "overlap"])
 def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule: str, tier: Tier) -> None:
     """While some are updated, those before them are stored, and those behind them are read."""
-    device = PlayedDevice(stretch={"up": 0.002, "update": 0.002, "compute": 0.002})
+    device = PlayedDevice(stretch={"up": 0.002, "down": 0.002, "update": 0.002, "compute": 0.002})
     both = owned(twins(on_disk(tier), LONG, FP32, schedule=schedule), device)
     both.train(1)
     both.ours.flush()

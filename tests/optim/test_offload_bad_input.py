@@ -17,6 +17,7 @@ import zerokern as zk
 from zerokern.core.errors import BudgetError, StateError
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.memory import room
+from zerokern.optim.hosted import HostCopies
 
 WORLD = World(0, 1)
 ROW = Row(dtype="bf16", steps=8)
@@ -33,9 +34,11 @@ class Struck(RuntimeError):
 
 @pytest.fixture
 def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The next native update raises where it runs, as often as the list's first number says."""
-    left = [0]
-    run = UpdateTable.run
+    """The next native update raises where it runs, as often as the list's first number says; as often as the second
+    does, what writes a delayed update to the parameters.
+    """
+    left = [0, 0]
+    run, put = UpdateTable.run, HostCopies.put
 
     def struck(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
         if left[0]:
@@ -43,24 +46,35 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise Struck("the update of the worker")
         run(self, *arguments, **settings)
 
+    def half_way(self: HostCopies, updated: Any) -> Any:
+        if left[1]:
+            left[1] -= 1
+            raise Struck("parameters are being written")
+        return put(self, updated)
+
+    monkeypatch.setattr(HostCopies, "put", half_way)
     monkeypatch.setattr(UpdateTable, "run", struck)
     return left
 
 
-@each("call", ["step", "flush", "state_dict", "pickle"])
-def test_a_worker_that_fails_raises_in_the_next_call_with_its_own_traceback(call: str, strike: list[int]) -> None:
+@each("call, what", [("step", 0), ("flush", 0), ("state_dict", 0), ("pickle", 0), ("step", 1), ("flush", 1)])
+def test_a_worker_that_fails_raises_in_the_next_call_with_its_own_traceback(
+    call: str, what: int, strike: list[int]
+) -> None:
+    """So does what publishes an update, here in that call itself."""
     model, optimizer = begun(ROW, zk.Delayed())
     train(WORLD, ROW, model, optimizer, range(3))
     kept, states = copy.deepcopy(model.state_dict()), copied(optimizer.state_dict())
     backward(WORLD, ROW, model, 3)
-    strike[0] = 1
+    strike[0] = 1 - what
     optimizer.step()
+    strike[1] = what
     model.zero_grad()
     backward(WORLD, ROW, model, 4)
     calls = {"pickle": lambda: copy.deepcopy(optimizer)}
     with pytest.raises(Struck) as caught:
         calls.get(call, lambda: getattr(optimizer, call)())()
-    assert "struck" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert ("struck", "half_way")[what] in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     for refused in (optimizer.step, optimizer.state_dict, optimizer.flush):
         with pytest.raises(StateError, match="broken off"):
             refused()

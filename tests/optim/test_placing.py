@@ -284,6 +284,12 @@ def test_a_parameter_that_replaces_another_has_its_room(where: str, tier: Tier) 
     assert opt.holdings.room.nbytes > 0
     opt.close()
     assert opt.holdings.room.nbytes == 0
+    two = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    opt = zk.AdamW(two, tier=["cpu:17KB", tier()])
+    for some in (two, two[:1], two):  # what leaves for a while has its own when it is back
+        opt.param_groups[0]["params"] = some
+        stepped(some, opt, *[1.0] * len(some))
+        assert opt.holdings.room.kept_by().total() == 16_000
 
 
 @each("wrap, budgets", [

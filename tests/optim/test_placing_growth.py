@@ -82,3 +82,14 @@ def test_state_that_grows_beyond_the_budget_of_a_device_is_refused(devices: Call
             opt.param_groups[0]["momentum"] = 0.0
         opt.step()
         device.synchronize()
+    opt = zk.SGD(params, lr=0.1, momentum=0.0, tier=["device:12KiB", "cpu"])
+    for momentum in (0.0, 0.5, 0.5):  # it grows within the budget, which has no room for the next one then
+        opt.param_groups[0]["momentum"] = momentum
+        for param in params:
+            param.grad = device.own(torch.ones_like(param))
+        opt.step()
+        device.synchronize()
+        if momentum and len(params) < 3:
+            params.append(device.own(nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))))
+            opt.param_groups[0]["params"].append(params[-1])
+    assert opt.holdings.room.kept_by().total() == 6000

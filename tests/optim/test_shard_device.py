@@ -13,12 +13,19 @@ from tables import each
 from torch import Tensor
 
 from zerokern.optim.clip import clip_grad_norm_
+from zerokern.zero.sharded import Sharded
 
 Before = Callable[[Divided, Any, int], None]
 
 
 def nothing(model: Divided, optimizer: Any, step: int) -> None:
     """What happens between the backward pass and the step."""
+
+
+def in_two_dtypes(model: Divided, optimizer: Any, step: int) -> None:
+    for param, home in list(zip(model.zero_order, model.shards, strict=True))[::2]:
+        told = {"name": home.name, "kind": "gradient", "group": model.group, "dtype": param.dtype}
+        param.grad = Sharded(param.grad.local.bfloat16(), home.shape, home.start, **told)
 
 
 def trained(
@@ -58,6 +65,7 @@ def both(double: Double, *arguments: Any, **settings: Any) -> None:
         ("lion", FP16, {}, 0),
         ("adagrad", BF16, {"master_format": "fp32"}, 1),
         ("sgd", FP32, {"nesterov": True}, 3),
+        ("adamw", FP32, {"max_grad_norm": 1.0, "before": in_two_dtypes}, 1),
     ],
 )
 def test_the_bits_of_the_cpu(

@@ -105,6 +105,7 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
     training, opt = trained(devices(), 2, schedule=schedule, update="device")
     values, kept = training.values(), kept_of(opt)
     gradients = [torch.ones_like(param) for param in training.parameters]
+    up = training.device.stream("up")
 
     def step() -> None:
         for param, gradient in zip(training.parameters, gradients, strict=True):
@@ -113,6 +114,7 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
         opt.flush()
 
     for passed, torn in ((0, False), (2, True)):
+        up._stretch = 0.05
         with monkeypatch.context() as patch:
             left = iter(range(passed))
             run = beside.SplitCompute._launch
@@ -125,6 +127,8 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
             patch.setattr(beside.SplitCompute, "_launch", launch)
             with pytest.raises(torch.OutOfMemoryError, match="there"):
                 step()
+        assert all(copy.done() for copy in opt.holdings.host.link._pending)
+        up._stretch = 0.0
         assert opt.holdings.torn is torn
     with pytest.raises(zk.StateError, match="load a checkpoint"):
         step()
@@ -140,24 +144,29 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
     assert same_bits(training.values(), expected.values())
 
 
-def test_parameters_that_were_written_begin_anew(devices: Callable) -> None:
-    """Their masters follow, wherever they are; and so do those of parameters that are thawed later."""
+@each("state_format", ["fp32", "int8"])
+def test_parameters_that_were_written_begin_anew(state_format: str, devices: Callable) -> None:
+    """Their masters follow, wherever they are; and so do those of parameters that are thawed later. One of them has
+    gradients of another dtype, and several pieces.
+    """
     found = []
     for update in ("host", "device"):
         device = devices()
-        weights = [device.own(nn.Parameter(torch.full((500,), 1.0 + n).half())) for n in range(3)]
+        weights = [device.own(nn.Parameter(torch.full((size,), 1.0).half())) for size in (500, 3000, 500)]
+        weights[1].grad_dtype = None
         weights[2].requires_grad_(False)
-        opt = zk.AdamW(weights, lr=0.1, tier="cpu", update=update, max_grad_norm=1.0)
+        opt = zk.AdamW(weights, lr=0.1, tier="cpu", update=update, max_grad_norm=1.0, state_format=state_format)
         for step in range(4):
             for weight in weights:
                 weight.grad = torch.full_like(weight, 1.0 + step) if weight.requires_grad else None
+            weights[1].grad = torch.linspace(-1.0, 1.0 + step, 3000)
             opt.step()
             opt.flush()
             device.synchronize()
             with torch.no_grad():
                 weights[0].mul_(1.5)
             weights[2].requires_grad_(True)
-        found.append([*weights, *(opt.state[weight]["master"] for weight in weights)])
+        found.append([*weights, *(one for weight in weights for one in opt.state[weight].values())])
     assert same_bits(*found)
 
 
@@ -186,6 +195,8 @@ def test_in_host_memory_both_are_one() -> None:
     assert "update='device'" in repr(opt) and opt.holdings.host.driver is None
     with pytest.raises(AttributeError, match="keeps the update that it was built with"):
         opt.update = "host"
+    with pytest.raises(AttributeError, match="keeps the schedule that it was built with"):
+        opt.schedule = "sync"
 
 
 def test_what_is_not_done_is_refused(device: PlayedDevice, tmp_path: Any) -> None:
@@ -199,3 +210,5 @@ def test_what_is_not_done_is_refused(device: PlayedDevice, tmp_path: Any) -> Non
             zk.AdamW([weight], tier=tier, update="device")
     with pytest.raises(ValueError, match="'sync' or 'overlap' with update='device'"):
         zk.AdamW([weight], tier="cpu", update="device", schedule=zk.Delayed()).step()
+    with pytest.raises(ValueError, match="there is nothing to hide it behind"):
+        zk.AdamW([weight], schedule="overlap").step()
