@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey
+from zerokern.zero.sharded import Sharded
 
 DELAYED = zk.Delayed(after=1)
 SCHEDULES = {"sync": "sync", "overlap": "overlap", "delayed": DELAYED}
@@ -87,17 +90,61 @@ def test_the_twins_are_in_memory_only_while_they_are_updated(state: str, tmp_pat
     assert not any(one.is_here for twin in twins for one in (twin.rest, twin.rest.base))
 
 
-def test_writes_while_an_update_is_pending_stay(tmp_path: Path) -> None:
-    ends = []
-    for model, opt in pair(tmp_path):
-        for x in batches(3):
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rounded": (zk.AdamW, {"master_format": "none", "lr": 1e-3}),
+    "remainder": (zk.AdamW, {"master_format": "split16", "lr": 1e-3}),
+    "master": (zk.AdamW, {"master_format": "fp32", "lr": 1e-3}),
+    "decay in the gradient": (zk.SGD, {"momentum": 0.9, "weight_decay": 0.1, "lr": 1e-3}),
+}
+
+
+@each("state", ["cpu", "nvme"])
+@each("rule", RULES)
+@each("how", ["in place", "gathered"])
+@each("begins", ["before the write", "after it"])
+def test_writes_while_an_update_is_pending_stay(
+    how: str, begins: str, rule: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update is of the parameters as they were at `step()`, and masters begin from what was written."""
+    ends, written, take = [], threading.Event(), Binding.take_turn
+    written.set()
+
+    def late(self: Binding, *given: Any) -> Any:
+        assert written.wait(20)
+        return take(self, *given)
+
+    monkeypatch.setattr(Binding, "take_turn", late)
+    for place in ("device", "nvme"):
+        alone = {"bucket_bytes": 1100} if how == "gathered" else {}  # where nothing beside it is pending
+        model = zk.shard(model_of("bf16"), stage=3, tier=tier_of(place, tmp_path / "model"), **alone)
+        kind, settings = RULES[rule]
+        where = {"tier": tier_of(state, tmp_path / place), "schedule": zk.Delayed()}
+        opt = kind(model.parameters(), **where, **settings)
+        for number, x in enumerate(batches(5)):
+            if number == 2:
+                opt.runner.finish(opt.param_groups)  # of the step before
+                written.clear()
             step(model, [opt], x)
-        with torch.no_grad():
-            model.blocks[1][0].weight.mul_(0.5)
-        with pytest.warns(UserWarning, match="1 parameters were written while an update"):
-            step(model, [opt], next(batches(1)))
+            with torch.no_grad():
+                if number == 2:
+                    if begins == "before the write":
+                        written.set()
+                        opt.runner.finish(opt.param_groups)
+                    weight = model.blocks[1][0].weight
+                    with zk.gathered(weight, write=True) if how == "gathered" else nullcontext():
+                        weight.mul_(0.5)
+                    written.set()
         opt.flush()
-        ends.append(values(model))
+        entries = opt.state_dict()["state"].values()
+        ends.append(
+            values(model)
+            + [
+                value.local if isinstance(value, Sharded) else value
+                for entry in entries
+                for value in entry.values()
+                if isinstance(value, Tensor)
+            ]
+        )
     assert same_bits(*ends)
 
 

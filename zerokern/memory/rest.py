@@ -179,6 +179,7 @@ class Rest:
         self._failure: BaseException | None = None
         self.is_awaited = False  # stays for its next user, even once it is stored
         self.edition = 0  # another one for other contents: counts what may have changed them
+        self.following: weakref.ref[NextRest] | None = None  # which begins as a copy of it
         self.is_here = False
 
     def __del__(self) -> None:
@@ -216,6 +217,7 @@ class Rest:
 
     def change(self) -> None:
         """Marks the contents as changed, so that they are stored again; waits until they may be written."""
+        self._copy_before_changes()
         with self.rests.lock:
             going, self._going = self._going, None
             self._changed = True
@@ -225,8 +227,16 @@ class Rest:
 
     def watch(self, tensor: Tensor) -> None:
         """Watches the version of a view that is handed out: a write to it counts as a change."""
+        self._copy_before_changes()
         if not any(one is tensor for one, _ in self._watched):
             self._watched.append((tensor, tensor._version))
+
+    def _copy_before_changes(self) -> None:
+        """Has an update that is under way read the contents as they are: it is of before what changes them."""
+        following = None if self.following is None else self.following()
+        if following is not None and following.is_expected:
+            with following.used():
+                following.change()
 
     def lend(self, view: Tensor) -> Tensor:
         """Returns a view, with its version, that may be kept. It has a storage of its own, whose users are counted."""
@@ -376,6 +386,9 @@ class NextRest(Rest):
         self.base = base
         self._begun_from: int | None = None  # the edition of the other that it was copied from
         self._is_copying = False  # the other is being fetched, to be copied
+        self._copies = threading.Lock()  # held by the thread that copies; others wait for the copy
+        self.is_expected = False  # an update is under way that may not have copied the other yet
+        base.following = weakref.ref(self)
 
     def fetch(self) -> None:
         with self.rests.lock:
@@ -390,15 +403,17 @@ class NextRest(Rest):
 
     def wait(self) -> None:
         super().wait()
-        if not self._is_copying:
-            return
-        self.base.wait()
-        going, self._going = self._going, None
-        if going is not None:  # of what it held before
-            going.wait()
-        edition = self.base.edition
-        self.memory.copy_(self.base.memory)
-        self._begun_from, self._is_copying = edition, False
+        with self._copies:
+            if not self._is_copying:
+                self.is_expected = False
+                return
+            self.base.wait()
+            going, self._going = self._going, None
+            if going is not None:  # of what it held before
+                going.wait()
+            edition = self.base.edition
+            self.memory.copy_(self.base.memory)
+            self._begun_from, self._is_copying, self.is_expected = edition, False, False
         self.base.leave()
 
     def leave(self, *, awaited: bool = False) -> None:

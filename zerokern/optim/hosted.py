@@ -269,6 +269,12 @@ class HostCopies:
         found = self.of(local)
         return bool(found) and all(copy.near for copy in found)
 
+    def expect_update(self) -> None:
+        """An update of what rests is about to begin: it reads what parameters are now, whoever writes to them."""
+        for copy in self.copies.values():
+            if copy.rest is not None:
+                copy.rest.is_expected = True
+
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
         copies = [copy for copy in self.copies.values() if copy.owns_values]
@@ -296,7 +302,9 @@ class HostCopies:
             return
         for copy in copies:
             copy.pending = False
-        self._forget([copy for copy in copies if copy.rest is not None])
+        resting = [copy for copy in copies if copy.rest is not None]
+        self._forget(resting)
+        torch.autograd.graph.increment_version([copy.values for copy in resting])  # masters begin anew from them
         pairs = [(copy.local.detach(), copy.values.detach()) for copy in copies if copy.rest is None]
         if self.link is None:
             for local, values in pairs:
