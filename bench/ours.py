@@ -64,13 +64,13 @@ class KernelStep:
         table = UpdateTable(len(rows), 1)
         table.set_group(
             0,
+            {"decoupled": self.problem.algorithm.decoupled, **self.problem.algorithm.hyper},
             algorithm=self.problem.algorithm.name,
             grad_dtype=torch.bfloat16,
             param_dtype=torch.bfloat16,
             master_format=self.layout.master,
             state_format=self.layout.state,
             out_dtype=torch.bfloat16 if self.layout.master == "fp32" else None,
-            **{"decoupled": self.problem.algorithm.decoupled, **self.problem.algorithm.hyper},
         )
         for row, i in enumerate(rows):
             pointers = {name: tensors[i].data_ptr() for name, tensors in self.columns.items()}

@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "a_learning_rate_on_a_device_scales_the_decay_too",
         "zerokern/optim/matrices.py",
-        'return {"lr": lr * ratio, "weight_decay": weight_decay / ratio}',
-        'return {"lr": lr * ratio, "weight_decay": weight_decay}',
+        'return {"lr": lr * ratio, "weight_decay": weight_decay / ratio, **step}',
+        'return {"lr": lr * ratio, "weight_decay": weight_decay, **step}',
         "With a tensor lr= on a GPU weight decay grows with the height of a matrix, as the learning rate does.",
         ("tests/optim/test_muon_device.py::test_what_is_launched_has_the_bits_of_the_cpu",),
     ),

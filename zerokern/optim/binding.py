@@ -98,10 +98,10 @@ def _start_of(member: Member) -> int:
 def set_groups(table: Any, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
     """Writes hyperparameters and step counts into a table whose steps the host counts."""
     for number, group in enumerate(groups):
-        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-        if isinstance(values["lr"], Tensor):
-            values["lr"] = checks.number("lr", float(values["lr"]))
-        table.set_group(number, **values)
+        hyper = {**settings[group.owner], "step": group.step + 1, "first_step": group.first}
+        if isinstance(hyper["lr"], Tensor):
+            hyper["lr"] = checks.number("lr", float(hyper["lr"]))
+        table.set_group(number, hyper, **group.formats)
 
 
 class HostCompute:
