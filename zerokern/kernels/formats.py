@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from zerokern.core.native import NativeSegment
 from zerokern.core.units import BLOCK, MASTER_FORMATS, STATE_FORMATS
 
 __all__ = [
     "BLOCK",
     "CODES",
+    "COLUMNS",
     "DTYPES",
     "MASTER_FORMATS",
+    "MASTER_OF",
     "PER_BLOCK",
+    "POINTERS",
     "REMAINDERS",
     "STATES",
     "STATE_DTYPES",
@@ -27,6 +31,11 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 """by the column of a table that points at a moment, the dtype of its codes of 8 bits: they have a sign, or are roots"""
 REMAINDERS = {"split16": torch.int16, "split8": torch.int8}
+COLUMNS = tuple(name for name, _ in NativeSegment._fields_)
+"""of a table of an update: one word for each row"""
+POINTERS = tuple(name for name in COLUMNS[: COLUMNS.index("numel")] if name != "grad")
+"""those that point at what the rows keep; gradients lie elsewhere in each step"""
+MASTER_OF = {dtype: name for name, dtype in REMAINDERS.items()}
 CODECS = {
     ("encode", "exp_avg"): 1,
     ("decode", "exp_avg"): 2,

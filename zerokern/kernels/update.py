@@ -20,7 +20,6 @@ __all__ = ["Tensors", "update"]
 
 Tensors = Tensor | Sequence[Tensor]
 _STATE_OF_DTYPE = {dtype: name for name, dtype in formats.STATE_DTYPES.items()}
-_MASTER_OF_DTYPE = {dtype: name for name, dtype in formats.REMAINDERS.items()}
 _OTHERS = ("scale", "stochastic_seed", "key", "first", "impl")  # arguments of an op: no tensor, no hyperparameter
 
 
@@ -80,10 +79,10 @@ class _Row:
                 )
             return "fp32"
         if "remainder" in self.tensors:
-            remainder = self._check("remainder", *_MASTER_OF_DTYPE)
+            remainder = self._check("remainder", *formats.MASTER_OF)
             if param.dtype != torch.bfloat16:
                 raise TypeError(f"param{at} has dtype {param.dtype}; allowed with a remainder: torch.bfloat16")
-            return _MASTER_OF_DTYPE[remainder.dtype]
+            return formats.MASTER_OF[remainder.dtype]
         return "fp32" if param.dtype == torch.float32 else "none"
 
     def _state_format(self, hyper: Mapping[str, Any]) -> str:
