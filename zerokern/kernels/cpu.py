@@ -33,7 +33,6 @@ _SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
 _GROUP = struct.Struct("".join(kind._type_ for _, kind in native.NativeGroup._fields_))  # type: ignore[attr-defined]
 _NEITHER = 2**63 - 1  # what zk_update names where no row and no group is at fault
-_COLUMNS = tuple(field[0] for field in native.NativeSegment._fields_)
 
 
 class UpdateTable:
@@ -58,7 +57,9 @@ class UpdateTable:
         self._address = ctypes.addressof(self._segments)
         self._groups = (native.NativeGroup * max(ngroups, 1))()
         words = memoryview(self._segments).cast("B").cast("Q")
-        self.columns = {name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(_COLUMNS)}
+        self.columns = {
+            name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(formats.COLUMNS)
+        }
         self._scale = c_float(1.0)
         self._bad = c_int64(-1)
         self._run = native.library().zk_update

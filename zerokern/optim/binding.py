@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import StepTable
+from zerokern.kernels.formats import POINTERS
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
@@ -28,7 +29,7 @@ from zerokern.optim.matrices import MatrixTable, ns_dtype_of, part_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.parts import Portion
 from zerokern.optim.record_rounds import in_rounds
-from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
+from zerokern.optim.state import SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of

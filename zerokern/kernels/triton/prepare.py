@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zerokern.kernels.rules import NUMBERS
+
 __all__ = ["CONSTANTS", "GROUP", "GROUP_WORDS", "HEADER", "HEADER_WORDS", "WIDE", "prepare"]
 
-# Words of the order that the host sends: a header, then one row for each group. Numbers are float64 by their bits.
+# Words of the order that the host sends: a header, then one row for each group. Numbers are float64 by their bits;
+# hyperparameters are in the order of the C ABI, which `_scalars` counts on.
 HEADER = {
     name: i
     for i, name in enumerate(
@@ -21,12 +24,9 @@ HEADER = {
 GROUP = {
     name: i
     for i, name in enumerate(
-        (
-            "lr", "lr_address", "lr_is_wide", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening",
-            "lr_decay", "flags", "algorithm", "step", "witness", "seed",
-        )
+        ("lr", "lr_address", "lr_is_wide", *NUMBERS[1:], "flags", "algorithm", "step", "witness", "seed")
     )
-}  # fmt: skip
+}
 HEADER_WORDS = tl.constexpr(16)
 GROUP_WORDS = tl.constexpr(16)
 CONSTANTS = tl.constexpr(32)  # fp32 words of a group's constants

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import checks
+from zerokern.kernels.formats import POINTERS
 from zerokern.kernels.reference_codecs import splitmix64
 from zerokern.kernels.rules import NUMBERS, RULES, words_of
 from zerokern.kernels.triton import muon as directions
@@ -32,7 +33,7 @@ __all__ = ["Control", "DeviceTable"]
 
 _HEADER_WORDS, _GROUP_WORDS = preparing.HEADER_WORDS.value, preparing.GROUP_WORDS.value
 _ROW_WORDS = updating.ROW_WORDS.value
-_POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "out")
+_VECTORS = tuple(name for name in POINTERS if not name.endswith("_scale"))  # what rows are read in vectors of
 _NUMBERS, _NUMBERS_BITS = (struct.Struct(f"<{len(NUMBERS)}{kind}") for kind in "dQ")  # doubles, as words
 _NO_WITNESS = 2**64 - 1
 _MOST_STEPS = 2**31 - 1  # `prepare` looks at as many bits of the exponent
@@ -261,4 +262,4 @@ class DeviceTable:
         """Whether vectors fit the row's length and, whatever the widths, its addresses."""
         if self.columns["numel"][row] % vector:
             return False
-        return not any(self.columns[name][row] % 16 for name in _POINTERS)
+        return not any(self.columns[name][row] % 16 for name in _VECTORS)
