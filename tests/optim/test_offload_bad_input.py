@@ -35,7 +35,7 @@ class Struck(RuntimeError):
 def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The next native update raises where it runs, as often as the list's first number says."""
     left = [0]
-    run = UpdateTable.run
+    run = UpdateTable._call
 
     def struck(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
         if left[0]:
@@ -43,7 +43,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise Struck("the update of the worker")
         run(self, *arguments, **settings)
 
-    monkeypatch.setattr(UpdateTable, "run", struck)
+    monkeypatch.setattr(UpdateTable, "_call", struck)
     return left
 
 

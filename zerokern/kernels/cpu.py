@@ -18,7 +18,6 @@ from zerokern.kernels import formats
 from zerokern.kernels.rules import RULES, words_of
 
 __all__ = [
-    "StepTable",
     "UpdateTable",
     "accumulate",
     "accumulate_sumsq",
@@ -32,6 +31,7 @@ __all__ = [
 _SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
 _GROUP = struct.Struct("".join(kind._type_ for _, kind in native.NativeGroup._fields_))  # type: ignore[attr-defined]
+_NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
 _NEITHER = 2**63 - 1  # what zk_update names where no row and no group is at fault
 
 
@@ -61,8 +61,8 @@ class UpdateTable:
             name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(formats.COLUMNS)
         }
         self._scale = c_float(1.0)
-        self._bad = c_int64(-1)
-        self._run = native.library().zk_update
+        self._bad = c_int64(_NOT_RUN)
+        self._native = native.library().zk_update
 
     def set_group(
         self,
@@ -104,32 +104,26 @@ class UpdateTable:
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """The native call on rows ``begin`` to ``end``; the GIL is free meanwhile. ``scale`` multiplies gradients."""
+        self._bad.value = _NOT_RUN
+        try:
+            self._call(scale, begin, self.nseg if end is None else end)
+        except KernelError:  # refused before anything was written
+            self._bad.value = _NOT_RUN
+            raise
+
+    def _call(self, scale: float, begin: int, end: int) -> None:
         self._scale.value = scale
-        count = (self.nseg if end is None else end) - begin
         first = self._address + begin * _SEGMENT_NBYTES
-        code = self._run(first, count, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
+        code = self._native(first, end - begin, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
         if code:
             bad = self._bad.value
             where = "the counts" if bad == _NEITHER else f"row {begin + bad}" if bad >= 0 else f"group {-1 - bad}"
             native.check(code, context=f"zk_update refused {where} of {self.nseg} rows and {self.ngroups} groups")
 
-
-class StepTable(UpdateTable):
-    """An update table that knows whether its last run was carried out, even when an interrupt hid that it returned."""
-
-    _NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
-
-    def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
-        self._bad.value = self._NOT_RUN
-        try:
-            super().run(scale, begin, end)
-        except KernelError:  # refused before anything was written
-            self._bad.value = self._NOT_RUN
-            raise
-
     @property
     def carried_out(self) -> bool:
-        return bool(self._bad.value != self._NOT_RUN)
+        """Whether the last run was carried out, even when an interrupt hid that it returned."""
+        return bool(self._bad.value != _NOT_RUN)
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.kernels.cpu import StepTable
+from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.formats import POINTERS
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
@@ -60,7 +60,7 @@ def table_of(
     members: Sequence[Member],
     rows: Sequence[SpanRow],
     steps: Sequence[int],
-    open_table: Callable[[int, int], Any] = StepTable,
+    open_table: Callable[[int, int], Any] = UpdateTable,
 ) -> tuple[Any, list[TableGroup]]:
     """Makes the table of all rows; those that differ in format, owner or step count are in different groups of it."""
     made: list[TableGroup] = []
