@@ -12,9 +12,10 @@ import torch
 
 import zerokern as zk
 from zerokern.kernels import rules
+from zerokern.kernels.formats import REMAINDERS
 
 from ..contest import Provider
-from ..ours import COLUMNS, REMAINDERS, SCALE_ERROR, UPDATE_RTOL, KernelStep
+from ..ours import COLUMNS, SCALE_ERROR, UPDATE_RTOL, KernelStep
 from ..step import Format, Output, nearest_atol, reader
 from .problem import DeviceProblem
 from .settings import Settings
