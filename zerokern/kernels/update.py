@@ -35,8 +35,7 @@ def _numbers(name: str, value: int | Sequence[int], n: int, least: int) -> list[
 class _Row:
     """The tensors of one parameter, or of one matrix whose direction is computed, checked, and their formats."""
 
-    key: int
-    first: int
+    key = first = 0
 
     def __init__(self, rule: Rule, at: str, tensors: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> None:
         self.rule, self.at, self.tensors = rule, at, dict(tensors)
@@ -95,7 +94,8 @@ class _Row:
             raise ValueError(f"{by}={value!r} needs a {first}{at}; pass one, or {by}=0")
         dtype = self._check(first, *(formats.STATE_DTYPES[name] for name in rule.state_formats)).dtype
         for name, codes in zip(rule.moments, formats.CODES.values(), strict=False):
-            self._check(name, codes if dtype == torch.int8 else dtype)
+            if name != first:
+                self._check(name, codes if dtype == torch.int8 else dtype)
             if dtype == torch.int8:
                 if (scale := f"{name}_scale") not in self.tensors:
                     missing = f"{first}{at} is int8 and {scale}{at} is missing"
@@ -145,11 +145,11 @@ def update(name: str, given: Mapping[str, Any]) -> None:
     checks.no_overlap(named, [row.read for row in rows])
     device = checks.one_device([*named, *(row.read for row in rows)])
     factor = checks.number("scale", given["scale"])
-    # Muon's directions are not rounded by chance, and its op has none of these three
-    keys, firsts, seed = given.get("key", 0), given.get("first", 0), given.get("stochastic_seed")
-    places = zip(rows, _numbers("key", keys, n, 0), _numbers("first", firsts, n, 0), strict=True)
-    for row, number, begin in places:
-        row.key, row.first = number, begin
+    seed = given.get("stochastic_seed")
+    if "key" in given:  # directions are not rounded by chance
+        keys, firsts = _numbers("key", given["key"], n, 0), _numbers("first", given["first"], n, 0)
+        for row, number, begin in zip(rows, keys, firsts, strict=True):
+            row.key, row.first = number, begin
     if seed is not None:
         checks.count("stochastic_seed", seed, 0)
         if any(row.master != "none" for row in rows):
