@@ -11,16 +11,15 @@ import zerokern as zk
 from zerokern.core import native
 from zerokern.kernels import ops
 from zerokern.kernels.cpu import UpdateTable, sumsq_pointers
+from zerokern.kernels.formats import CODES, REMAINDERS, STATE_DTYPES
 
 from .buffers import Buffers
 from .contest import Contest, Provider, Request
 from .peers import candidates as peer_candidates
 from .step import CLIP_EPS, INT8_BLOCK, Algorithm, Format, Output, StepProblem, nearest_atol, reader
 
-REMAINDERS = {"split16": torch.int16, "split8": torch.int8}
-CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-# An algorithm's states in the order of the native columns.
-COLUMNS = ("exp_avg", "exp_avg_sq")
+COLUMNS = tuple(CODES)
+"""an algorithm's states, in the order of the native columns"""
 # The clip factor reaches the kernel in fp32; Lion's sign turns on it where the momentum is next to nothing.
 SCALE_ERROR = 1e-6
 # int8 states are lossy, so their update may divide and take roots approximately.
@@ -56,7 +55,7 @@ class KernelStep:
             self.columns[column] = self.problem.views(f"{name}_codes", CODES[column])
             self.columns[f"{column}_scale"] = self.problem.scales(name)
         else:
-            dtype = torch.float32 if self.layout.state == "fp32" else torch.bfloat16
+            dtype = STATE_DTYPES[self.layout.state]
             self.columns[column] = self.problem.views(name, dtype)
 
     def new_table(self, rows: range | list[int]) -> UpdateTable:
@@ -64,13 +63,13 @@ class KernelStep:
         table = UpdateTable(len(rows), 1)
         table.set_group(
             0,
+            {"decoupled": self.problem.algorithm.decoupled, **self.problem.algorithm.hyper},
             algorithm=self.problem.algorithm.name,
             grad_dtype=torch.bfloat16,
             param_dtype=torch.bfloat16,
             master_format=self.layout.master,
             state_format=self.layout.state,
             out_dtype=torch.bfloat16 if self.layout.master == "fp32" else None,
-            **{"decoupled": self.problem.algorithm.decoupled, **self.problem.algorithm.hyper},
         )
         for row, i in enumerate(rows):
             pointers = {name: tensors[i].data_ptr() for name, tensors in self.columns.items()}
@@ -93,7 +92,7 @@ class KernelStep:
                 problem.fill(f"{name}_scale", torch.float32, scale, per=INT8_BLOCK)
                 held[name] = ops.decode_int8(codes, scale, column)
             else:
-                dtype = torch.float32 if self.layout.state == "fp32" else torch.bfloat16
+                dtype = STATE_DTYPES[self.layout.state]
                 problem.fill(name, dtype)
                 held[name] = base.to(dtype).float()
         return held

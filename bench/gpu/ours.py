@@ -11,10 +11,11 @@ from unittest import mock
 import torch
 
 import zerokern as zk
-from zerokern.kernels import formats
+from zerokern.kernels import rules
+from zerokern.kernels.formats import REMAINDERS
 
 from ..contest import Provider
-from ..ours import COLUMNS, REMAINDERS, SCALE_ERROR, UPDATE_RTOL, KernelStep
+from ..ours import COLUMNS, SCALE_ERROR, UPDATE_RTOL, KernelStep
 from ..step import Format, Output, nearest_atol, reader
 from .problem import DeviceProblem
 from .settings import Settings
@@ -44,7 +45,7 @@ class Layout:
 
     def nbytes(self, algorithm: str) -> float:
         """Bytes per parameter that the update must move; the norm is not part of it."""
-        return formats.bytes_per_parameter(algorithm, self.grad, self.master, self.state, self.param, self.out)
+        return rules.bytes_per_parameter(algorithm, self.grad, self.master, self.state, self.param, self.out)
 
     def streams(self, states: int) -> tuple[int, int, int]:
         """How many streams are read, updated in place and written, the scales of int8 not counted."""
@@ -85,13 +86,13 @@ class DeviceStep(KernelStep):
         table = DeviceTable(self.problem.device, len(self.grads), 1, **more)
         table.set_group(
             0,
+            {"decoupled": algorithm.decoupled, **algorithm.hyper},
             algorithm=algorithm.name,
             grad_dtype=layout.grad,
             param_dtype=torch.float32 if layout.master == "fp32" and layout.out is None else layout.param,
             master_format=layout.master,
             state_format=layout.state,
             out_dtype=layout.out,
-            **{"decoupled": algorithm.decoupled, **algorithm.hyper},
         )
         for row, grad in enumerate(self.grads):
             pointers = {name: tensors[row].data_ptr() for name, tensors in self.columns.items()}

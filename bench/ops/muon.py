@@ -18,7 +18,6 @@ from ..simple import SHORT, Directions
 
 # (dtype of gradients, formats of the average); the direction is bf16
 CASES = ((torch.bfloat16, ("bf16", "fp32", "int8")), (torch.float32, ("fp32",)))
-STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def contests(request: Request) -> list[Contest]:
@@ -56,7 +55,7 @@ def _contest(request: Request, grad: torch.dtype, states: tuple[str, ...]) -> Co
 
 
 def _provider(problem: Directions, state: str) -> Provider:
-    average = problem.average(STATES[state])
+    average = problem.average(formats.STATE_DTYPES[state])
     scales = torch.zeros(formats.blocks(problem.numel)) if state == "int8" else None
     sums = torch.empty(-(-problem.numel // native.SUMSQ_CHUNK), dtype=torch.float64)
 

@@ -90,8 +90,9 @@ def updates() -> None:
         if str(made) in ahead_of_time:
             one = table.DeviceTable(torch.device("cpu"), 1, 1)
             one.set_group(
-                0, algorithm=made.algorithm, grad_dtype=made.grad, param_dtype=made.param, master_format=made.master,
-                state_format=made.state, out_dtype=made.out, lr=0.5, stochastic_seed=7 if made.random else None,
+                0, {"lr": 0.5}, algorithm=made.algorithm, grad_dtype=made.grad, param_dtype=made.param,
+                master_format=made.master, state_format=made.state, out_dtype=made.out,
+                stochastic_seed=7 if made.random else None,
             )  # fmt: skip
             one.set_row(0, group=0, numel=64, **dict.fromkeys(("param", "grad", "exp_avg", "out"), memory.data_ptr()))
             one.run()

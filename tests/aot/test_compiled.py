@@ -23,7 +23,7 @@ from products import covering
 from promises import ARCHITECTURES, Promises, compile_job, is_for, make_job, promised
 from tables import run_table
 
-from zerokern.kernels import formats
+from zerokern.kernels.rules import RULES
 from zerokern.kernels.triton import sumsq
 from zerokern.kernels.triton.variants import Formats
 
@@ -189,7 +189,7 @@ def test_formats_cover_what_the_ops_accept() -> None:
     every = set(every_format())
     assert len(every) == 777
     assert all(made.vector in (4, 8) and 16 % made.vector == 0 for made in every)
-    assert {made.algorithm for made in every} == set(formats.ALGORITHMS)
+    assert {made.algorithm for made in every} == set(RULES)
     fp32 = Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False)
     assert fp32 in every and fp32.vector == 4
 

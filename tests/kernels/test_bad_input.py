@@ -274,7 +274,7 @@ def test_a_first_element_beyond_what_can_be_counted(first: int) -> None:
     param, grad = torch.ones(3), torch.ones(3)
     table = UpdateTable(1, 1)
     formats = {"grad_dtype": torch.float32, "param_dtype": torch.float32, "master_format": "fp32"}
-    table.set_group(0, algorithm="sgd", state_format="none", lr=0.5, **formats)
+    table.set_group(0, {"lr": 0.5}, algorithm="sgd", state_format="none", **formats)
     table.set_row(0, group=0, numel=3, master=param.data_ptr(), grad=grad.data_ptr(), first=first)
     with pytest.raises(KernelError, match="0"):
         table.run()

@@ -230,7 +230,7 @@ def test_the_lower_halves_of_scalars_are_there_or_nan() -> None:
     table = DeviceTable(DEVICE, 1, len(numbers))
     kinds = {"grad_dtype": torch.float32, "param_dtype": torch.float32, "master_format": "fp32", "state_format": "none"}
     for group, x in enumerate(numbers):
-        table.set_group(group, algorithm="sgd", lr=x, weight_decay=x, momentum=0.0, dampening=0.9, **kinds)
+        table.set_group(group, {"lr": x, "weight_decay": x, "dampening": 0.9}, algorithm="sgd", **kinds)
     p, g = torch.zeros(1, device=DEVICE), torch.zeros(1, device=DEVICE)
     table.set_row(0, group=0, numel=1, master=p.data_ptr(), grad=g.data_ptr())
     table.run()

@@ -30,7 +30,7 @@ def adam_table(rows: list[Row], config: Config = DEFAULT, state: str = "fp32", *
     """One group of rows with a split16 master."""
     table = DeviceTable(CPU, len(rows), 1, config)
     kinds = {"grad_dtype": torch.bfloat16, "param_dtype": torch.bfloat16, "master_format": "split16"}
-    table.set_group(0, algorithm="adam", state_format=state, **kinds, **{**HYPER, "decoupled": True, **values})
+    table.set_group(0, {**HYPER, "decoupled": True, **values}, algorithm="adam", state_format=state, **kinds)
     for i, row in enumerate(rows):
         pointers = {name: tensor.data_ptr() for name, tensor in row.tensors.items()}
         table.set_row(i, group=0, numel=row["param"].numel(), **pointers)
@@ -186,7 +186,7 @@ def test_many_groups_are_prepared() -> None:
     kinds = {"grad_dtype": torch.bfloat16, "param_dtype": torch.bfloat16, "master_format": "split16"}
     for i, row in enumerate(rows):
         values = {**HYPER, "lr": 0.001 * (i + 1), "step": i + 1}
-        table.set_group(i, algorithm="adam", state_format="fp32", **kinds, **values, decoupled=True)
+        table.set_group(i, {**values, "decoupled": True}, algorithm="adam", state_format="fp32", **kinds)
         table.set_row(i, group=i, numel=3, **{name: tensor.data_ptr() for name, tensor in row.tensors.items()})
         run_reference("adam", expected[i : i + 1], values)
     table.run()

@@ -113,9 +113,9 @@ MUTANTS = (
     ),
     Mutant(
         "maximize_flag_lost",
-        "zerokern/kernels/cpu.py",
-        '"maximize": maximize,',
-        '"maximize": False,',
+        "zerokern/kernels/formats.py",
+        '"maximize": 2,',
+        '"maximize": 0,',
         "The table of an update does not say that it maximizes.",
         ("tests/kernels/test_adam.py", "tests/optim/test_adam.py"),
     ),

@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "a_learning_rate_on_a_device_scales_the_decay_too",
         "zerokern/optim/matrices.py",
-        'return {"lr": lr * ratio, "weight_decay": weight_decay / ratio}',
-        'return {"lr": lr * ratio, "weight_decay": weight_decay}',
+        'return {"lr": lr * ratio, "weight_decay": weight_decay / ratio, **step}',
+        'return {"lr": lr * ratio, "weight_decay": weight_decay, **step}',
         "With a tensor lr= on a GPU weight decay grows with the height of a matrix, as the learning rate does.",
         ("tests/optim/test_muon_device.py::test_what_is_launched_has_the_bits_of_the_cpu",),
     ),
@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "a_pending_update_counts_after_a_write",
         "zerokern/optim/hosted.py",
-        "        for copy in copies:\n            copy.pending = False\n        self._forget",
-        "        self._forget",
+        "        for copy in copies:\n            copy.pending = False\n        resting",
+        "        resting",
         "A delayed update that was dropped for a write from outside is put in place all the same.",
         ("tests/optim/test_placing_delayed.py::test_a_parameter_that_is_written_drops_its_pending_update",),
     ),

@@ -96,11 +96,11 @@ class Table:
     def __init__(self, double: Double, place: torch.device, nseg: int, ngroups: int) -> None:
         self.double, self.device, self.table = double, place, UpdateTable(nseg, ngroups)
         self.columns = self.table.columns
-        self.groups: list[dict[str, Any]] = [{}] * ngroups
+        self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {})] * ngroups
         self.begun = False
 
-    def set_group(self, index: int, **values: Any) -> None:
-        self.groups[index] = values
+    def set_group(self, index: int, hyper: dict[str, Any], **formats: Any) -> None:
+        self.groups[index] = hyper, formats
 
     def set_row(self, index: int, **words: int) -> None:
         self.table.set_row(index, **words)
@@ -128,10 +128,10 @@ class Table:
         control.outcome[1:3] = torch.tensor([float(control.outcome[1]) + skip, skip], device="cpu")
         if skip:
             return
-        for index, (values, witness) in enumerate(zip(self.groups, control.witnesses, strict=True)):
+        for index, ((hyper, formats), witness) in enumerate(zip(self.groups, control.witnesses, strict=True)):
             made = int(control.steps[witness])
-            first = values["first_step"] and made == 0
-            self.table.set_group(index, **{**values, "lr": float(values["lr"]), "step": made + 1, "first_step": first})
+            lr, first = float(hyper.get("lr", 0.0)), hyper.get("first_step", False) and made == 0
+            self.table.set_group(index, {**hyper, "lr": lr, "step": made + 1, "first_step": first}, **formats)
         self.table.run(scale)
         control.steps.data.add_(control.increments)  # .data: a kernel counts no version
 

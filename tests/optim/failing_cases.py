@@ -37,8 +37,8 @@ class Refusals:
         self._left: dict[int, int] = {}
         self._delays: dict[int, float] = {}
         self._held: dict[int, threading.Event] = {}
-        self._run = UpdateTable.run
-        monkeypatch.setattr(UpdateTable, "run", lambda table, *arguments: self(table, *arguments))
+        self._run = UpdateTable._call
+        monkeypatch.setattr(UpdateTable, "_call", lambda table, *arguments: self(table, *arguments))
 
     def __call__(self, table: Any, *arguments: Any) -> None:
         left = self._left.pop(id(table), None)

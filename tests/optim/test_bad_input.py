@@ -247,7 +247,7 @@ def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: py
     train(optimizer, params, 1)
     before = contents(optimizer, params)
     with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", lambda *arguments: (_ for _ in ()).throw(KernelError("refused")))
+        patch.setattr(UpdateTable, "_call", lambda *arguments: (_ for _ in ()).throw(KernelError("refused")))
         set_grads(params)
         with pytest.raises(KernelError):
             optimizer.step()
@@ -260,7 +260,7 @@ def test_an_interrupt_is_before_or_after_and_never_between(monkeypatch: pytest.M
     optimizer, reference = AdamW(params), AdamW(twins)
     train(optimizer, params, 1)
     train(reference, twins, 2)
-    run = UpdateTable.run
+    run = UpdateTable._call
 
     def after(self: UpdateTable, *arguments: float) -> None:
         run(self, *arguments)
@@ -272,12 +272,12 @@ def test_an_interrupt_is_before_or_after_and_never_between(monkeypatch: pytest.M
     kept = contents(optimizer, params)
     set_grads(params, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", before)
+        patch.setattr(UpdateTable, "_call", before)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert same_bits(contents(optimizer, params), kept)
     with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", after)
+        patch.setattr(UpdateTable, "_call", after)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert same_bits(contents(optimizer, params), contents(reference, twins))

@@ -104,7 +104,7 @@ class Nothing:
         pointers = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
         self.columns = {name: memoryview(bytearray(8 * nrows)).cast("Q") for name in (*words, *pointers)}
 
-    def set_group(self, index: int, **values: Any) -> None:
+    def set_group(self, index: int, hyper: Any, **formats: Any) -> None:
         pass
 
     def run(self, *arguments: Any) -> None:

@@ -38,7 +38,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     does, what writes a delayed update to the parameters.
     """
     left = [0, 0]
-    run, put = UpdateTable.run, HostCopies.put
+    run, put = UpdateTable._call, HostCopies.put
 
     def struck(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
         if left[0]:
@@ -53,7 +53,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return put(self, updated)
 
     monkeypatch.setattr(HostCopies, "put", half_way)
-    monkeypatch.setattr(UpdateTable, "run", struck)
+    monkeypatch.setattr(UpdateTable, "_call", struck)
     return left
 
 

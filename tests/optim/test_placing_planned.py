@@ -18,7 +18,7 @@ from worlds import World, alone
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.kernels.cpu import StepTable
+from zerokern.kernels.cpu import UpdateTable
 from zerokern.optim import streamed
 
 ROLES = ("host parameters", "host gradients", "shadow", "remainder", "exp_avg", "exp_avg_sq")
@@ -105,7 +105,7 @@ def test_a_copy_does_not_wait_for_what_is_updated_on_the_device(
             if stream.name == "up":
                 self._give(stream, lambda _: stored.set())
 
-    device, run = devices(Storing), StepTable.run
+    device, run = devices(Storing), UpdateTable.run
     late: list[bool] = []
 
     def waits(self: Any, *given: Any) -> None:
@@ -115,7 +115,7 @@ def test_a_copy_does_not_wait_for_what_is_updated_on_the_device(
 
     weights = [device.own(nn.Parameter(torch.full((64, 64), 2.0))) for _ in range(2)]
     opt = zk.AdamW(weights, lr=0.1, tier=["device:40KB", "cpu"], schedule="overlap", max_grad_norm=1.0)
-    monkeypatch.setattr(StepTable, "run", waits)
+    monkeypatch.setattr(UpdateTable, "run", waits)
     for _ in range(2):
         stored.clear()
         for weight in weights:

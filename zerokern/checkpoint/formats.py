@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
+from zerokern.kernels.formats import MASTER_OF
 from zerokern.optim.formats import convert_moment, is_coded
 
 __all__ = [
@@ -50,7 +51,7 @@ def master_kind(dtype: torch.dtype, beside: Mapping[str, torch.dtype]) -> str:
     if "master" in beside:
         return "fp32"
     if "remainder" in beside:
-        return "split16" if beside["remainder"] is torch.int16 else "split8"
+        return MASTER_OF[beside["remainder"]]
     return "own" if dtype is torch.float32 else "none"
 
 

@@ -75,6 +75,8 @@ def as_list(
     """One tensor or a list of them as a list, as long as the parameters are, or what else `of` names."""
     if value is None:
         return None
+    if isinstance(value, Tensor) and like in (None, 1):
+        return [value]
     if type(value).__module__ == "numpy":  # a list of its rows, or of its numbers, would be refused one by one
         raise TypeError(f"{name} is a numpy array; {_FROM_NUMPY}")
     tensors = [value] if isinstance(value, Tensor) else list(value)
@@ -96,15 +98,14 @@ def tensor(
 
     `why`: of that number of elements, in the words of an error.
     """
-    allowed = _FLOATS if dtypes is None else " or ".join(str(d) for d in dtypes)
     if not isinstance(value, Tensor):
         if type(value).__module__ == "numpy":
             raise TypeError(f"{name} is a numpy array; {_FROM_NUMPY}")
-        raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {allowed}")
+        raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {_one_of(dtypes)}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} has layout {value.layout}; allowed: dense tensors (call .to_dense())")
     if value.dtype not in (DTYPES if dtypes is None else dtypes):
-        raise TypeError(f"{name} has dtype {value.dtype}; allowed: {allowed}")
+        raise TypeError(f"{name} has dtype {value.dtype}; allowed: {_one_of(dtypes)}")
     if value.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on device {value.device}; allowed: cpu, cuda")
     if value.is_neg():
@@ -117,6 +118,10 @@ def tensor(
     if numel is not None and value.numel() != numel:
         raise ValueError(f"{name} has {value.numel()} elements (shape {tuple(value.shape)}); allowed: {numel}, {why}")
     return value
+
+
+def _one_of(dtypes: Sequence[torch.dtype] | None) -> str:
+    return _FLOATS if dtypes is None else " or ".join(map(str, dtypes))
 
 
 def one_device(tensors: Sequence[tuple[str, Tensor]]) -> torch.device:

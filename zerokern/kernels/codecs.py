@@ -13,7 +13,7 @@ __all__ = ["decode_int8", "encode_int8", "join", "split"]
 
 
 def _kind(kind: str) -> str:
-    if kind not in ("exp_avg", "exp_avg_sq"):
+    if kind not in formats.CODES:
         raise ValueError(got("kind", kind, "'exp_avg' or 'exp_avg_sq'"))
     return kind
 
@@ -39,7 +39,7 @@ def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) ->
     with implementation(impl, x.device) as family:
         if family == REFERENCE:
             return reference_codecs.encode_int8(x, _kind(kind))
-        codes = torch.empty_like(x, dtype=torch.int8 if _kind(kind) == "exp_avg" else torch.uint8)
+        codes = torch.empty_like(x, dtype=formats.CODES[_kind(kind)])
         scale = torch.empty(formats.blocks(x.numel()), device=x.device)
         _convert(family, "encode", kind, x, codes, scale)
         return codes, scale
@@ -51,7 +51,7 @@ def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: st
     >>> decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
     tensor([2., 0.])
     """
-    checks.tensor("codes", codes, (torch.int8 if _kind(kind) == "exp_avg" else torch.uint8,))
+    checks.tensor("codes", codes, (formats.CODES[_kind(kind)],))
     checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()), why=formats.PER_BLOCK)
     with implementation(impl, checks.one_device([("codes", codes), ("scale", scale)])) as family:
         if family == REFERENCE:
@@ -68,13 +68,13 @@ def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Te
     (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
     """
     checks.tensor("x", x, (torch.float32,))
-    if master_format not in ("split16", "split8"):
+    if master_format not in formats.REMAINDERS:
         raise ValueError(got("master_format", master_format, "'split16' or 'split8'"))
     with implementation(impl, x.device) as family:
         if family == REFERENCE:
             return reference_codecs.split(x, master_format)
         hi = torch.empty_like(x, dtype=torch.bfloat16)
-        remainder = torch.empty_like(x, dtype=torch.int16 if master_format == "split16" else torch.int8)
+        remainder = torch.empty_like(x, dtype=formats.REMAINDERS[master_format])
         _convert(family, "split", master_format, x, hi, remainder)
         return hi, remainder
 
@@ -86,10 +86,10 @@ def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
     tensor([0.1000])
     """
     checks.tensor("hi", hi, (torch.bfloat16,))
-    checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel(), why="as hi has")
+    checks.tensor("remainder", remainder, tuple(formats.MASTER_OF), hi.numel(), why="as hi has")
     with implementation(impl, checks.one_device([("hi", hi), ("remainder", remainder)])) as family:
         if family == REFERENCE:
             return reference_codecs.join(hi, remainder)
         x = torch.empty_like(hi, dtype=torch.float32)
-        _convert(family, "join", "split16" if remainder.dtype == torch.int16 else "split8", x, hi, remainder)
+        _convert(family, "join", formats.MASTER_OF[remainder.dtype], x, hi, remainder)
         return x

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_double, c_float, c_int64, c_void_p
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from zerokern.core import native
 from zerokern.core.errors import KernelError
 from zerokern.kernels import formats
+from zerokern.kernels.rules import RULES, words_of
 
 __all__ = [
-    "StepTable",
     "UpdateTable",
     "accumulate",
     "accumulate_sumsq",
@@ -29,8 +30,9 @@ __all__ = [
 
 _SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
+_GROUP = struct.Struct("".join(kind._type_ for _, kind in native.NativeGroup._fields_))  # type: ignore[attr-defined]
+_NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
 _NEITHER = 2**63 - 1  # what zk_update names where no row and no group is at fault
-_COLUMNS = tuple(field[0] for field in native.NativeSegment._fields_)
 
 
 class UpdateTable:
@@ -41,8 +43,8 @@ class UpdateTable:
     >>> import torch
     >>> p, g = torch.ones(3), torch.ones(3)
     >>> table = UpdateTable(1, 1)
-    >>> table.set_group(0, algorithm="sgd", grad_dtype=torch.float32, param_dtype=torch.float32, master_format="fp32",
-    ...                 state_format="none", lr=0.5)
+    >>> table.set_group(0, {"lr": 0.5}, algorithm="sgd", grad_dtype=torch.float32, param_dtype=torch.float32,
+    ...                 master_format="fp32", state_format="none")
     >>> table.set_row(0, group=0, numel=3, master=p.data_ptr(), grad=g.data_ptr())
     >>> table.run(); p
     tensor([0.5000, 0.5000, 0.5000])
@@ -55,14 +57,17 @@ class UpdateTable:
         self._address = ctypes.addressof(self._segments)
         self._groups = (native.NativeGroup * max(ngroups, 1))()
         words = memoryview(self._segments).cast("B").cast("Q")
-        self.columns = {name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(_COLUMNS)}
+        self.columns = {
+            name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(formats.COLUMNS)
+        }
         self._scale = c_float(1.0)
-        self._bad = c_int64(-1)
-        self._run = native.library().zk_update
+        self._bad = c_int64(_NOT_RUN)
+        self._native = native.library().zk_update
 
     def set_group(
         self,
         index: int,
+        hyper: Mapping[str, Any],
         *,
         algorithm: str,
         grad_dtype: torch.dtype,
@@ -70,41 +75,25 @@ class UpdateTable:
         master_format: str,
         state_format: str,
         out_dtype: torch.dtype | None = None,
-        lr: float,
-        beta1: float = 0.0,
-        beta2: float = 0.0,
-        eps: float = 0.0,
-        weight_decay: float = 0.0,
-        decoupled: bool = False,
-        maximize: bool = False,
-        nesterov: bool = False,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        first_step: bool = False,
-        lr_decay: float = 0.0,
-        step: int = 1,
         stochastic_seed: int | None = None,
     ) -> None:
-        """Fills one group: formats by name, hyperparameters as numbers."""
-        group = self._groups[index]
-        group.algorithm = formats.ALGORITHMS[algorithm]
-        group.grad = formats.DTYPES[grad_dtype]
-        group.param = formats.DTYPES[param_dtype]
-        group.master = formats.MASTERS[master_format]
-        group.state = formats.STATES[state_format]
-        group.out = formats.DTYPES[out_dtype] if out_dtype else 0
-        flags = {
-            "decoupled": decoupled,
-            "maximize": maximize,
-            "nesterov": nesterov,
-            "first_step": first_step,
-            "stochastic": stochastic_seed is not None,
-        }
-        group.flags = sum(formats.FLAGS[name] for name, on in flags.items() if on)
-        group.lr, group.beta1, group.beta2, group.eps, group.weight_decay = lr, beta1, beta2, eps, weight_decay
-        group.momentum, group.dampening, group.lr_decay = momentum, dampening, lr_decay
-        group.step = step
-        group.seed = (stochastic_seed or 0) & 0xFFFFFFFFFFFFFFFF
+        """Fills one group: formats by name, hyperparameters as the ops name them."""
+        numbers, flags, step = words_of(hyper, random=stochastic_seed is not None)
+        _GROUP.pack_into(
+            self._groups,
+            index * _GROUP.size,
+            RULES[algorithm].number,
+            formats.DTYPES[grad_dtype],
+            formats.DTYPES[param_dtype],
+            formats.MASTERS[master_format],
+            formats.STATES[state_format],
+            formats.DTYPES[out_dtype] if out_dtype else 0,
+            flags,
+            0,
+            *numbers,
+            step,
+            (stochastic_seed or 0) & 0xFFFFFFFFFFFFFFFF,
+        )
 
     def set_row(self, index: int, *, group: int, numel: int, **pointers: int) -> None:
         """Fills one row: pointers by the names of the columns, 0 where a format needs none."""
@@ -115,32 +104,26 @@ class UpdateTable:
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """The native call on rows ``begin`` to ``end``; the GIL is free meanwhile. ``scale`` multiplies gradients."""
+        self._bad.value = _NOT_RUN
+        try:
+            self._call(scale, begin, self.nseg if end is None else end)
+        except KernelError:  # refused before anything was written
+            self._bad.value = _NOT_RUN
+            raise
+
+    def _call(self, scale: float, begin: int, end: int) -> None:
         self._scale.value = scale
-        count = (self.nseg if end is None else end) - begin
         first = self._address + begin * _SEGMENT_NBYTES
-        code = self._run(first, count, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
+        code = self._native(first, end - begin, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
         if code:
             bad = self._bad.value
             where = "the counts" if bad == _NEITHER else f"row {begin + bad}" if bad >= 0 else f"group {-1 - bad}"
             native.check(code, context=f"zk_update refused {where} of {self.nseg} rows and {self.ngroups} groups")
 
-
-class StepTable(UpdateTable):
-    """An update table that knows whether its last run was carried out, even when an interrupt hid that it returned."""
-
-    _NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
-
-    def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
-        self._bad.value = self._NOT_RUN
-        try:
-            super().run(scale, begin, end)
-        except KernelError:  # refused before anything was written
-            self._bad.value = self._NOT_RUN
-            raise
-
     @property
     def carried_out(self) -> bool:
-        return bool(self._bad.value != self._NOT_RUN)
+        """Whether the last run was carried out, even when an interrupt hid that it returned."""
+        return bool(self._bad.value != _NOT_RUN)
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:

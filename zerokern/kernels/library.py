@@ -6,10 +6,14 @@ off with `kernels.ops` or the optimizers, which do not go through torch's dispat
 >>> p, g, m, v = torch.ones(4), torch.ones(4), torch.zeros(4), torch.zeros(4)
 >>> torch.ops.zerokern.adam_([p], [g], [m], [v], lr=0.5, step=1); p
 tensor([0.5000, 0.5000, 0.5000, 0.5000])
+>>> out, sums = torch.empty(4), torch.empty(1, dtype=torch.float64)
+>>> torch.ops.zerokern.muon_([g], [torch.zeros(4)], [out], [sums], momentum=0.5); out, sums
+(tensor([0.7500, 0.7500, 0.7500, 0.7500]), tensor([2.2500], dtype=torch.float64))
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,35 +22,46 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from zerokern.kernels import ops
+from zerokern.kernels.rules import RULES
 
 __all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "muon_", "sgd_", "sumsq"]
 
 Tensors = Sequence[Tensor]
 _DEVICES = ("cpu", "cuda")
 _LIBRARY = torch.library.Library("zerokern", "FRAGMENT")
-_MASTERS = ("remainders", "masters", "outs")
-_COMMON = "bool maximize=False, float scale=1.0, int? stochastic_seed=None, int[]? keys=None"
+_MASTERS = ("remainder", "master", "out")
+_SHARED = ("maximize", "scale", "stochastic_seed")  # settings behind those of one rule alone
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake of an op that only writes in place."""
 
 
-def _over_lists(op: Callable[..., None], states: Sequence[str], optional: Sequence[str], numbers: str) -> OpOverload:
-    """An update of `kernels.ops` over lists, which have its names in the plural; all but `grads` are written."""
-    required, optional = ("params", *states), (*optional, *_MASTERS)
-    aliases = iter("abcdefgh")
-    lists = [f"Tensor({next(aliases)}!)[] {name}" for name in required]
-    lists.insert(1, "Tensor[] grads")
-    lists += [f"Tensor({next(aliases)}!)[]? {name}=None" for name in optional]
-    names = ("params", "grads", *states, *optional)
+def _over_lists(op: Callable[..., None]) -> OpOverload:
+    """An op of a rule over lists, which have its names in the plural; all but `grads` are written.
 
-    def run(*tensors: Tensors | None, keys: Sequence[int] | None = None, **given: Any) -> None:
+    The schema is the op's signature in another order: what must be given comes first, and masters behind other lists.
+    """
+    given = inspect.signature(op).parameters
+    tensors = [name for name, one in given.items() if one.annotation.startswith("Tensors")]
+    tensors.sort(key=lambda name: (given[name].annotation != "Tensors") * (1 + (name in _MASTERS)))
+    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter("abcdefgh")
+    lists = []
+    for name, plural in zip(tensors, names, strict=True):
+        kind = "Tensor[]" if name == "grad" else f"Tensor({next(aliases)}!)[]"
+        lists.append(f"{kind} {plural}" if given[name].annotation == "Tensors" else f"{kind}? {plural}=None")
+    settings = [given[name] for name in RULES[op.__name__].hyper if name not in _SHARED]
+    settings.sort(key=lambda one: one.default is not one.empty)
+    settings += [given[name] for name in _SHARED if name in given]
+    words = [f"{one.annotation.replace(' | None', '?')} {one.replace(annotation=one.empty)}" for one in settings]
+    words += ["int[]? keys=None"] if "key" in given else []
+
+    def run(*values: Tensors | None, keys: Sequence[int] | None = None, **more: Any) -> None:
         if keys is not None:
-            given["key"] = keys
-        op(**{name.removesuffix("s"): value for name, value in zip(names, tensors, strict=False)}, **given)
+            more["key"] = keys
+        op(**dict(zip(tensors, values, strict=False)), **more)
 
-    return _writing(f"{op.__name__}_", run, f"({', '.join(lists)}, *, {numbers}, {_COMMON}) -> ()")
+    return _writing(f"{op.__name__}_", run, f"({', '.join(lists)}, *, {', '.join(words)}) -> ()")
 
 
 def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
@@ -77,58 +92,11 @@ def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
     return made
 
 
-adam_ = _over_lists(
-    ops.adam,
-    ("exp_avgs", "exp_avg_sqs"),
-    ("exp_avg_scales", "exp_avg_sq_scales"),
-    "float lr, int step, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.0, "
-    "bool decoupled=True",
-)
-lion_ = _over_lists(
-    ops.lion,
-    ("exp_avgs",),
-    ("exp_avg_scales",),
-    "float lr, float beta1=0.9, float beta2=0.99, float weight_decay=0.0, int step=1",
-)
-adagrad_ = _over_lists(
-    ops.adagrad,
-    ("state_sums",),
-    (),
-    "float lr, int step, float lr_decay=0.0, float eps=1e-10, float weight_decay=0.0",
-)
-sgd_ = _over_lists(
-    ops.sgd,
-    (),
-    ("momentum_buffers",),
-    "float lr, float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
-    "bool first_step=False, int step=1",
-)
-
-
-def _muon(
-    grads: Tensors,
-    exp_avgs: Tensors,
-    outs: Tensors,
-    sums: Tensors,
-    exp_avg_scales: Tensors | None = None,
-    **given: Any,
-) -> None:
-    """`kernels.ops.muon`: no parameter is written, but the matrices that are to be orthogonalized, and their squares.
-
-    >>> g, m, out, sums = torch.ones(4), torch.zeros(4), torch.empty(4), torch.empty(1, dtype=torch.float64)
-    >>> torch.ops.zerokern.muon_([g], [m], [out], [sums], momentum=0.5); out, sums
-    (tensor([0.7500, 0.7500, 0.7500, 0.7500]), tensor([2.2500], dtype=torch.float64))
-    """
-    ops.muon(grads, exp_avgs, outs, sums, exp_avg_scale=exp_avg_scales, **given)
-
-
-muon_ = _writing(
-    "muon_",
-    _muon,
-    "(Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] outs, Tensor(c!)[] sums, "
-    "Tensor(d!)[]? exp_avg_scales=None, *, float momentum=0.95, bool nesterov=True, bool maximize=False, "
-    "float scale=1.0) -> ()",
-)
+adam_ = _over_lists(ops.adam)
+lion_ = _over_lists(ops.lion)
+adagrad_ = _over_lists(ops.adagrad)
+sgd_ = _over_lists(ops.sgd)
+muon_ = _over_lists(ops.muon)
 
 
 @torch.library.custom_op(

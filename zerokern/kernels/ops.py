@@ -20,7 +20,7 @@ from zerokern.kernels.casts import accumulate, cast
 from zerokern.kernels.codecs import decode_int8, encode_int8, join, split
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.triton import backend
-from zerokern.kernels.update import Tensors, update, update_directions
+from zerokern.kernels.update import Tensors, update
 
 __all__ = [
     "accumulate",
@@ -74,23 +74,7 @@ def adam(
     >>> p
     tensor([0.9000, 0.9000, 0.9000, 0.9000])
     """
-    hyper = {
-        "lr": checks.number("lr", lr, 0.0),
-        "beta1": checks.fraction("beta1", beta1),
-        "beta2": checks.fraction("beta2", beta2),
-        "eps": checks.number("eps", eps, 0.0),
-        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
-        "decoupled": checks.flag("decoupled", decoupled),
-        "step": checks.count("step", step, 1),
-        "maximize": checks.flag("maximize", maximize),
-    }
-    roles = {
-        "exp_avg": exp_avg,
-        "exp_avg_sq": exp_avg_sq,
-        "exp_avg_scale": exp_avg_scale,
-        "exp_avg_sq_scale": exp_avg_sq_scale,
-    }
-    update("adam", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+    update("adam", locals())
 
 
 def lion(
@@ -121,16 +105,7 @@ def lion(
     >>> p
     tensor([0.7500, 1.2500])
     """
-    hyper = {
-        "lr": checks.number("lr", lr, 0.0),
-        "beta1": checks.fraction("beta1", beta1),
-        "beta2": checks.fraction("beta2", beta2),
-        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
-        "step": checks.count("step", step, 1),
-        "maximize": checks.flag("maximize", maximize),
-    }
-    roles = {"exp_avg": exp_avg, "exp_avg_scale": exp_avg_scale}
-    update("lion", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+    update("lion", locals())
 
 
 def adagrad(
@@ -160,29 +135,7 @@ def adagrad(
     >>> p
     tensor([0.5000, 0.5000])
     """
-    hyper = {
-        "lr": checks.number("lr", lr, 0.0),
-        "lr_decay": checks.number("lr_decay", lr_decay, 0.0),
-        "eps": checks.number("eps", eps, 0.0),
-        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
-        "step": checks.count("step", step, 1),
-        "maximize": checks.flag("maximize", maximize),
-    }
-    update(
-        "adagrad",
-        param,
-        grad,
-        {"exp_avg": state_sum},
-        hyper,
-        remainder,
-        master,
-        out,
-        scale,
-        stochastic_seed,
-        key,
-        first,
-        impl,
-    )
+    update("adagrad", locals())
 
 
 def sgd(
@@ -214,18 +167,7 @@ def sgd(
     >>> p
     tensor([0.5000, 0.5000])
     """
-    hyper = {
-        "lr": checks.number("lr", lr, 0.0),
-        "momentum": checks.number("momentum", momentum, 0.0),
-        "dampening": checks.number("dampening", dampening),
-        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
-        "nesterov": checks.flag("nesterov", nesterov),
-        "first_step": checks.flag("first_step", first_step),
-        "step": checks.count("step", step, 1),
-        "maximize": checks.flag("maximize", maximize),
-    }
-    roles = {"exp_avg": momentum_buffer}
-    update("sgd", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+    update("sgd", locals())
 
 
 def muon(
@@ -253,13 +195,7 @@ def muon(
     >>> m, out, sums
     (tensor([ 1., -2.]), tensor([ 1.7500, -3.5000]), tensor([15.3125], dtype=torch.float64))
     """
-    hyper = {
-        "momentum": checks.fraction("momentum", momentum),
-        "nesterov": checks.flag("nesterov", nesterov),
-        "maximize": checks.flag("maximize", maximize),
-    }
-    roles = {"exp_avg": exp_avg, "exp_avg_scale": exp_avg_scale, "sums": sums}
-    update_directions(grad, roles, out, hyper, scale, impl)
+    update("muon", locals())
 
 
 def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:

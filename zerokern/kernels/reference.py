@@ -223,7 +223,7 @@ def adagrad(
 def sgd(
     param: Tensor,
     grad: Tensor,
-    momentum_buffer: Tensor | None,
+    momentum_buffer: Tensor | None = None,
     *,
     lr: float,
     momentum: float = 0.0,

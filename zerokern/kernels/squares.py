@@ -10,13 +10,14 @@ import functools
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.kernels import cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
-from zerokern.kernels.triton.upload import Sent, table_for
+from zerokern.kernels.triton.upload import table_for
 
 __all__ = ["ChunkSums", "Squares", "one_by_one"]
 
@@ -93,7 +94,7 @@ class ChunkSums:
         # tensors of one dtype that follow each other are measured together, so that chunks are in the order of tensors
         begins = [at for at in range(len(numels)) if at == 0 or dtypes[at] != dtypes[at - 1]]
         self._runs = [slice(*ends) for ends in zip(begins, [*begins[1:], len(numels)], strict=True)]
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, Any] = {}
 
     def measure(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         """Writes the chunks' sums to `out`, float64 where the tensors are, in the order of tensors. Nothing waits.
@@ -110,8 +111,9 @@ class ChunkSums:
                 if not count:
                     continue
                 if family == TRITON:
-                    table = table_for(self._tables, number, out.device, functools.partial(_Table, some))
-                    table.run(some, mine)
+                    make = functools.partial(_open_table, out.device, self._numels[run], some[0].dtype)
+                    table = table_for(self._tables, number, out.device, make)
+                    table.measure([one.data_ptr() for one in some], mine)
                 elif family == REFERENCE:
                     chunks = [chunk for one in some for chunk in one.reshape(-1).split(reference.SUMSQ_CHUNK)]
                     sums = [reference.sumsq([one]) for one in chunks if one.numel()]
@@ -135,17 +137,7 @@ class ChunkSums:
         return found
 
 
-class _Table:
-    """Launches of one list. Addresses go up as distances from the first: memory that moves as one needs no upload."""
+def _open_table(device: torch.device, numels: Sequence[int], dtype: torch.dtype) -> Any:
+    from zerokern.kernels.triton.sumsq import SumsqTable
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        from zerokern.kernels.triton.sumsq import SumsqTable
-
-        device = tensors[0].device
-        self._table = SumsqTable(device, [one.numel() for one in tensors], tensors[0].dtype)
-        self._distances = Sent(device)
-
-    def run(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        first = tensors[0].data_ptr()
-        distances = self._distances.of(array("q", [one.data_ptr() - first for one in tensors]))
-        self._table.run(distances, base=first, chunks=out)
+    return SumsqTable(device, numels, dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.io.pieces import ALIGNMENT, Segment, columns
-from zerokern.kernels.cpu import StepTable
+from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory import HostTier
 from zerokern.memory import Slot as Cell
@@ -120,7 +120,7 @@ class SplitCompute(HostCompute):
         here = len(members) - len(turns)
         steps = self.book.choose(survey.numbers)
         spare = self.table.spare if isinstance(self.table, MatrixTable) and self._number_of else None
-        mine, open_here = list(rows[:here]), self._open_table if self._number_of else StepTable
+        mine, open_here = list(rows[:here]), self._open_table if self._number_of else UpdateTable
         if self._number_of:
             mine = self._with_state_beside(survey, members[:here], mine)
         self.table, self.groups = table_of(survey, groups, members[:here], mine, steps, open_here)
@@ -273,7 +273,7 @@ def _open_table(place: torch.device, nrows: int, ngroups: int) -> Any:
     """Opens a table of the device's kernels; where a device's memory is the host's, one of native calls."""
     if device.serves(place):
         return device.kernels().table(place, nrows, ngroups)
-    return StepTable(nrows, ngroups)
+    return UpdateTable(nrows, ngroups)
 
 
 def _run_holding(table: Any, _: Sequence[Tensor], scale: float, *rows: int | None) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from zerokern.core.errors import KernelError
 from zerokern.io.pieces import Segment
-from zerokern.kernels.cpu import StepTable
+from zerokern.kernels.cpu import UpdateTable
+from zerokern.kernels.formats import POINTERS
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
@@ -29,7 +30,7 @@ from zerokern.optim.matrices import MatrixTable, ns_dtype_of, part_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
 from zerokern.optim.record_rounds import in_rounds
 from zerokern.optim.records import RecordSpan
-from zerokern.optim.state import POINTERS, SpanRow, StateTier, StepBook
+from zerokern.optim.state import SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of
@@ -60,7 +61,7 @@ def table_of(
     members: Sequence[Member],
     rows: Sequence[SpanRow],
     steps: Sequence[int],
-    open_table: Callable[[int, int], Any] = StepTable,
+    open_table: Callable[[int, int], Any] = UpdateTable,
 ) -> tuple[Any, list[TableGroup]]:
     """Makes the table of all rows; those that differ in format, owner or step count are in different groups of it."""
     made: list[TableGroup] = []
@@ -99,10 +100,10 @@ def _start_of(member: Member) -> int:
 def set_groups(table: Any, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
     """Writes hyperparameters and step counts into a table whose steps the host counts."""
     for number, group in enumerate(groups):
-        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-        if isinstance(values["lr"], Tensor):
-            values["lr"] = checks.number("lr", float(values["lr"]))
-        table.set_group(number, **values)
+        hyper = {**settings[group.owner], "step": group.step + 1, "first_step": group.first}
+        if isinstance(hyper["lr"], Tensor):
+            hyper["lr"] = checks.number("lr", float(hyper["lr"]))
+        table.set_group(number, hyper, **group.formats)
 
 
 class HostCompute:

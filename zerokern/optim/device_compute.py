@@ -135,14 +135,14 @@ class DeviceCompute(HostCompute):
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         for number, group in enumerate(self.groups):
-            values = {**group.formats, **settings[group.owner], "first_step": group.first}
-            if isinstance(lr := values["lr"], Tensor):  # of the host's the value is sent, in the order
-                values["lr"] = (
+            hyper = {**settings[group.owner], "first_step": group.first}
+            if isinstance(lr := hyper["lr"], Tensor):  # of the host's the value is sent, in the order
+                hyper["lr"] = (
                     float(lr)
                     if lr.is_cpu and self.place.type != "cpu"
                     else lr.detach().to(self.place, non_blocking=True)
                 )
-            self.table.set_group(number, **values)
+            self.table.set_group(number, hyper, **group.formats)
         self.table.columns["grad"][:] = pointers
         whole_ones = isinstance(self.table, MatrixTable)
         self._pointers = array("Q", map(pointers.__getitem__, self._begins)) if whole_ones else pointers

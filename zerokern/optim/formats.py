@@ -17,7 +17,9 @@ from zerokern.core.errors import got
 from zerokern.core.units import BLOCK, MASTERS
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8
-from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
+from zerokern.kernels.formats import CODES as CODED
+from zerokern.kernels.formats import MASTER_FORMATS, REMAINDERS, STATE_DTYPES, STATE_FORMATS, blocks
+from zerokern.kernels.rules import RULES
 from zerokern.memory import Wanted
 from zerokern.optim import checks
 from zerokern.zero.kinds import here_of, is_divided, take
@@ -34,10 +36,9 @@ ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that l
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 ADJUSTMENTS = (None, "original", "match_rms_adamw")  # of a learning rate to the shape of a matrix
 NS_DTYPES = (None, "bf16", "fp32")  # that matrices are orthogonalized in
-_MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
-_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, "momentum_buffer": torch.int8}
+_COLUMNS = {key: column for rule in RULES.values() for key, column in zip(rule.moments.values(), CODED, strict=False)}
+_CODES = {key: CODED[_COLUMNS[key]] for rule in RULES.values() if not rule.no_int8 for key in rule.moments.values()}
 _OF_MUON = "ns_steps"  # in the groups of an optimizer whose momentum_buffer may be codes
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "lr": checks.rate,
     "betas": checks.pair,
@@ -47,6 +48,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "adjust_lr_fn": partial(checks.one_of, ADJUSTMENTS),
     "ns_dtype": partial(checks.one_of, NS_DTYPES),
 }
+_OF_TORCH = {"beta1": "betas", "beta2": "betas", "decoupled": "decoupled_weight_decay"}  # settings by torch's names
+_OF_STEPS = ("step", "first_step")  # hyperparameters of an update that no group says
 Group = dict[str, Any]
 FormatKey = tuple[bool, str, str | None, int | None, int]
 
@@ -80,17 +83,25 @@ def formats_of(group: Group) -> dict[str, Any]:
 class Algorithm:
     """Describes an update rule by what differs between them."""
 
-    name: str
-    moments: tuple[tuple[str, str], ...]  # (state key, column of the update table)
-    state_formats: tuple[str, ...]
+    name: str  # of its rule, whose hyperparameters and moments it has
     counts_steps: bool
-    settings: tuple[str, ...]  # of a group, that the update reads
+    others: tuple[str, ...] = ()  # settings of a group, that the update reads beside the rule's hyperparameters
     refuse: Callable[[Group], None] | None = None  # settings that do not go together
     starts_from_gradient: bool = False  # the moment of the first step is the gradient itself
-    moments_by: str = ""  # the setting without which there are no moments
     begins_by: str = ""  # the setting that moments begin with; else they begin with zero
     fixed: tuple[tuple[str, Any], ...] = ()  # of each group, whatever a checkpoint says
     whole: bool = False  # parameters are updated as whole matrices
+
+    @cached_property
+    def settings(self) -> tuple[str, ...]:
+        """Settings of a group, by torch's names, that the update reads."""
+        named = [_OF_TORCH.get(name, name) for name in RULES[self.name].hyper if name not in _OF_STEPS]
+        return tuple(dict.fromkeys([*named, *self.others]))
+
+    @cached_property
+    def moments(self) -> tuple[tuple[str, str], ...]:
+        """The keys of state that are moments, and the columns of the update table that point at them."""
+        return tuple((key, _COLUMNS[key]) for key in RULES[self.name].moments.values())
 
     @property
     def optional(self) -> frozenset[str]:
@@ -122,7 +133,8 @@ class Algorithm:
 
     def key(self, group: Group) -> FormatKey:
         """Returns the settings of a group that decide the layouts of its parameters, and what their matrices are."""
-        has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
+        by = RULES[self.name].moments_by
+        has_moments = not by or float(group[by]) != 0.0
         state_format, master_format, seed, *split = formats_of(group).values()
         matrices = check_split(split[0]) if self.whole else 0
         return has_moments, state_format, master_format, seed, matrices
@@ -189,20 +201,13 @@ def widths_of(slots: Sequence[Slot]) -> tuple[Width, ...]:
     return tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in slots)
 
 
-_NO_INT8 = {  # why: codes of 8 bits are for Adam, AdamW and Lion, whose steps are bounded, and for Muon's directions
-    "sgd": "SGD subtracts momentum_buffer as it is, so that the rounding of 8 bits would go into the parameter; 'bf16' "
-    "takes half of fp32's bytes",
-    "adagrad": "its sum only grows, and what is added to it would soon be less than a step of 8 bits; 'bf16' takes "
-    "half of fp32's bytes",
-}
-
-
 def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
     """Raises if a format does not exist, before any parameter is read."""
     state_format, master_format = group["state_format"], group["master_format"]
-    if state_format not in algorithm.state_formats:
-        do = _NO_INT8.get(algorithm.name, "") if state_format == "int8" else ""
-        raise ValueError(got("state_format", state_format, " | ".join(map(repr, algorithm.state_formats)), do))
+    rule = RULES[algorithm.name]
+    if state_format not in rule.state_formats:
+        do = rule.no_int8 if state_format == "int8" else ""
+        raise ValueError(got("state_format", state_format, " | ".join(map(repr, rule.state_formats)), do))
     if master_format is not None and master_format not in MASTER_FORMATS:
         raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
     seed = group["stochastic_seed"]
@@ -241,16 +246,15 @@ def layout_of(
         slots += _moment_slots(key, column, state_format)
     if master == "fp32":
         slots.append(Slot("master", torch.float32, "param", "master"))
-    elif master in ("split16", "split8"):
-        slots.append(Slot("remainder", torch.int16 if master == "split16" else torch.int8, "param", "remainder"))
+    elif master in REMAINDERS:
+        slots.append(Slot("remainder", REMAINDERS[master], "param", "remainder"))
     return Layout(algorithm.name, dtype, state_format if has_moments else "none", master, tuple(slots), matrices)
 
 
 def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:
     if state_format != "int8":
-        return [Slot(key, torch.float32 if state_format == "fp32" else torch.bfloat16, "param", column)]
-    codes = torch.uint8 if column == "exp_avg_sq" else torch.int8
-    return [Slot(key, codes, "param", column), Slot(f"{key}_scale", torch.float32, "blocks", f"{column}_scale")]
+        return [Slot(key, STATE_DTYPES[state_format], "param", column)]
+    return [Slot(key, CODED[column], "param", column), Slot(f"{key}_scale", torch.float32, "blocks", f"{column}_scale")]
 
 
 def as_saved(entry: Any) -> Any:
@@ -283,7 +287,7 @@ def _from_nested(value: Any) -> Any:
 
 def format_name(dtype: torch.dtype) -> str:
     """Returns the state format that keeps moments in this dtype, for messages."""
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", torch.uint8: "int8"}
+    names = {kept: name for name, kept in STATE_DTYPES.items()} | dict.fromkeys(CODED.values(), "int8")
     return names.get(dtype, str(dtype))
 
 
@@ -324,8 +328,8 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
         return {**found, **{key: here.of(key).show(found[key], name=prefix + key) for key in shown}}
     made: dict[str, Any] = {}
     for key, value in entry.items():
-        if key in _MOMENTS and isinstance(value, Tensor):
-            dtype = _CODES.get(key) if state_format == "int8" else _DTYPES[state_format]
+        if key in _COLUMNS and isinstance(value, Tensor):
+            dtype = _CODES.get(key) if state_format == "int8" else STATE_DTYPES[state_format]
             if dtype is None:
                 raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
             mine = [(name, entry.get(name)) for name in (key, f"{key}_scale")]
@@ -354,13 +358,8 @@ def convert_moment(key: str, values: Mapping[str, Tensor], target: torch.dtype) 
     """
     value = values[key]
     if is_coded(key, value.dtype):
-        value = decode_int8(value, values[f"{key}_scale"], _codec(key))
+        value = decode_int8(value, values[f"{key}_scale"], _COLUMNS[key])
     if not is_coded(key, target):
         return {key: value.to(target)}
-    codes, scale = encode_int8(value.float().contiguous(), _codec(key))
+    codes, scale = encode_int8(value.float().contiguous(), _COLUMNS[key])
     return {key: codes, f"{key}_scale": scale}
-
-
-def _codec(key: str) -> Any:
-    """Returns the codec of a moment: one for squares, one for what has a sign."""
-    return "exp_avg_sq" if key == "exp_avg_sq" else "exp_avg"

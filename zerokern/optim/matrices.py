@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from zerokern.core.units import BLOCK
 from zerokern.kernels.cpu import sumsq_chunks
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
+from zerokern.kernels.rules import RULES
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.cut_matrices import (
@@ -225,39 +226,27 @@ class MatrixTable:
     def set_group(
         self,
         index: int,
+        hyper: Mapping[str, Any],
         *,
         grad_dtype: torch.dtype,
         state_format: str,
-        lr: Any,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
-        maximize: bool,
-        ns_coefficients: tuple[float, float, float],
-        eps: float,
-        ns_steps: int,
-        adjust_lr_fn: str | None,
-        ns_dtype: str | None,
         **formats: Any,
     ) -> None:
         """Fills one group, as `UpdateTable.set_group` does; Muon's other settings are by torch's names."""
-        dtype = ns_dtype_of(ns_dtype, self.spare.place)
+        dtype = ns_dtype_of(hyper["ns_dtype"], self.spare.place)
         of_averages = {
+            "hyper": {name: hyper[name] for name in RULES["muon"].hyper},
             "algorithm": "muon",
             "grad_dtype": grad_dtype,
             "param_dtype": torch.bfloat16,  # there is none
             "master_format": "none",
             "state_format": state_format,
             "out_dtype": dtype,
-            "lr": 0.0,
-            "first_step": False,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "maximize": maximize,
         }
         formats = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
-        iteration = {"dtype": dtype, "coefficients": ns_coefficients, "steps": ns_steps, "eps": eps}
-        applied = partial(_applied, lr, weight_decay, adjust_lr_fn)
+        iteration = {"dtype": dtype, "coefficients": hyper["ns_coefficients"], "steps": hyper["ns_steps"]}
+        iteration["eps"] = hyper["eps"]
+        applied = partial(_applied, hyper)
         self._settings[index] = of_averages, formats, applied
         for row, group in enumerate(self.columns["group"]):
             if group == index and (matrix := _matrix_of(self._parts[row])).numel:
@@ -265,7 +254,7 @@ class MatrixTable:
                 if row not in self._small:
                     averages, parameters = self._tables[row]
                     averages.set_group(0, **of_averages)
-                    parameters.set_group(0, **formats, **applied(matrix))
+                    parameters.set_group(0, applied(matrix), **formats)
         self._decided_as = of_averages
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
@@ -395,7 +384,7 @@ class MatrixTable:
         settings = self._settings[self.columns["group"][row]]
         if batch.settings is not settings:
             of_averages, formats, applied = settings
-            batch.set_group(of_averages, {**formats, **applied(_matrix_of(self._parts[row]))})
+            batch.set_group(of_averages, {**formats, "hyper": applied(_matrix_of(self._parts[row]))})
             batch.settings = settings
         how = self._iterations[row]
         matrices, sums = batch.arrange(self.columns, self.spare.memory(batch.numel, how["dtype"]))
@@ -544,10 +533,16 @@ def ns_dtype_of(setting: str | None, place: torch.device = _HOST) -> torch.dtype
     return _NS_DTYPES[setting] or (torch.float32 if place == _HOST else torch.bfloat16)
 
 
-def _applied(lr: Any, weight_decay: float, rule: str | None, shape: Matrix | CutMatrix) -> dict[str, Any]:
+def _applied(hyper: Mapping[str, Any], shape: Matrix | CutMatrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
-    size = shape.height, shape.width
+    lr, weight_decay, rule, size = (
+        hyper["lr"],
+        hyper["weight_decay"],
+        hyper["adjust_lr_fn"],
+        (shape.height, shape.width),
+    )
+    step = {"step": hyper.get("step", 1)}  # what is rounded by chance is so by the number of the step
     if isinstance(lr, Tensor):
         ratio = adjusted_lr(1.0, rule, size)
-        return {"lr": lr * ratio, "weight_decay": weight_decay / ratio}
-    return apply_settings(lr, adjusted_lr(lr, rule, size), weight_decay)
+        return {"lr": lr * ratio, "weight_decay": weight_decay / ratio, **step}
+    return {**apply_settings(lr, adjusted_lr(lr, rule, size), weight_decay), **step}

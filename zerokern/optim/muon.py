@@ -59,16 +59,11 @@ class Muon(FusedOptimizer):
     """
 
     _algorithm = Algorithm(
-        name="muon",
-        moments=(("momentum_buffer", "exp_avg"),),
-        state_formats=("fp32", "bf16", "int8"),
+        "muon",
         counts_steps=False,
-        settings=(
-            "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
-            "ns_dtype", "maximize",
-        ),
+        others=("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype"),
         whole=True,
-    )  # fmt: skip
+    )
 
     def __init__(
         self,

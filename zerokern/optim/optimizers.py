@@ -63,13 +63,7 @@ class Adam(FusedOptimizer):
     tensor([0.9000, 1.1000])
     """
 
-    _algorithm = Algorithm(
-        name="adam",
-        moments=(("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
-        state_formats=("fp32", "bf16", "int8"),
-        counts_steps=True,
-        settings=("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
-    )
+    _algorithm = Algorithm("adam", counts_steps=True)
 
     def __init__(
         self,
@@ -156,13 +150,7 @@ class Lion(FusedOptimizer):
     tensor([0.7500, 1.2500])
     """
 
-    _algorithm = Algorithm(
-        name="lion",
-        moments=(("exp_avg", "exp_avg"),),
-        state_formats=("fp32", "bf16", "int8"),
-        counts_steps=False,
-        settings=("lr", "betas", "weight_decay", "maximize"),
-    )
+    _algorithm = Algorithm("lion", counts_steps=False)
 
     def __init__(
         self,
@@ -203,14 +191,7 @@ class Adagrad(FusedOptimizer):
     tensor([0.5000, 1.5000])
     """
 
-    _algorithm = Algorithm(
-        name="adagrad",
-        moments=(("sum", "exp_avg"),),
-        state_formats=("fp32", "bf16"),
-        counts_steps=True,
-        settings=("lr", "lr_decay", "eps", "weight_decay", "maximize"),
-        begins_by="initial_accumulator_value",
-    )
+    _algorithm = Algorithm("adagrad", counts_steps=True, begins_by="initial_accumulator_value")
 
     def __init__(
         self,
@@ -260,16 +241,7 @@ class SGD(FusedOptimizer):
     tensor([-0.2500, -0.2500])
     """
 
-    _algorithm = Algorithm(
-        name="sgd",
-        moments=(("momentum_buffer", "exp_avg"),),
-        state_formats=("fp32", "bf16"),
-        counts_steps=False,
-        starts_from_gradient=True,
-        settings=("momentum", "dampening", "nesterov", "lr", "weight_decay", "maximize"),
-        moments_by="momentum",
-        refuse=_refuse_nesterov,
-    )
+    _algorithm = Algorithm("sgd", counts_steps=False, starts_from_gradient=True, refuse=_refuse_nesterov)
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.core.units import BLOCK
 from zerokern.kernels import join, split
+from zerokern.kernels.formats import POINTERS
 from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
 from zerokern.memory.addresses import AddressRecord
@@ -30,7 +31,6 @@ Checked = tuple[Tensor, Entry, Layout]
 # of a parameter, handed over once: the fp32 values that it began with, or, for a disk, what is kept of them
 Exact = Callable[..., Tensor | None]  # (param, *, kept: bool = False): see `Shards.exact`
 _HOST = torch.device("cpu")
-POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
 
 
 def check_entries(

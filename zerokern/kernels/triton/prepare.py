@@ -9,9 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zerokern.kernels.formats import FLAGS
+from zerokern.kernels.rules import NUMBERS, RULES
+
 __all__ = ["CONSTANTS", "GROUP", "GROUP_WORDS", "HEADER", "HEADER_WORDS", "WIDE", "prepare"]
 
-# Words of the order that the host sends: a header, then one row for each group. Numbers are float64 by their bits.
+# Words of the order that the host sends: a header, then one row for each group. Numbers are float64 by their bits;
+# hyperparameters are in the order of the C ABI, which `_scalars` counts on.
 HEADER = {
     name: i
     for i, name in enumerate(
@@ -21,12 +25,9 @@ HEADER = {
 GROUP = {
     name: i
     for i, name in enumerate(
-        (
-            "lr", "lr_address", "lr_is_wide", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening",
-            "lr_decay", "flags", "algorithm", "step", "witness", "seed",
-        )
+        ("lr", "lr_address", "lr_is_wide", *NUMBERS[1:], "flags", "algorithm", "step", "witness", "seed")
     )
-}  # fmt: skip
+}
 HEADER_WORDS = tl.constexpr(16)
 GROUP_WORDS = tl.constexpr(16)
 CONSTANTS = tl.constexpr(32)  # fp32 words of a group's constants
@@ -35,6 +36,10 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 POWER_BITS = tl.constexpr(31)
 GROUPS_AT_ONCE = tl.constexpr(32)  # a group for each thread
 STEPS_AT_ONCE = tl.constexpr(1024)
+ADAM, LION, ADAGRAD, MUON = (tl.constexpr(RULES[name].number) for name in ("adam", "lion", "adagrad", "muon"))
+DECOUPLED, MAXIMIZE, NESTEROV, FIRST_STEP = (
+    tl.constexpr(FLAGS[name]) for name in ("decoupled", "maximize", "nesterov", "first_step")
+)
 
 
 @triton.jit
@@ -140,11 +145,11 @@ def _scalars(constants, wides, marks, order, group, ngroups, scale):
     counted = mask & (witness >= 0)
     steps = tl.load(order + 6).to(tl.pointer_type(tl.float32))
     made = tl.load(steps + witness, mask=counted, other=0.0).to(tl.int64)
-    first = ((flags & 8) != 0) & ((counted == 0) | (made == 0))
+    first = ((flags & FIRST_STEP) != 0) & ((counted == 0) | (made == 0))
     step = tl.where(counted, made + 1, step)
-    is_adam, is_adagrad = algorithm == 1, algorithm == 3
-    beta1 = tl.where(algorithm == 5, momentum, beta1)
-    decoupled = ((flags & 1) != 0) | (algorithm == 2)
+    is_adam, is_adagrad = algorithm == ADAM, algorithm == ADAGRAD
+    beta1 = tl.where(algorithm == MUON, momentum, beta1)
+    decoupled = ((flags & DECOUPLED) != 0) | (algorithm == LION)
     unbias = 1.0 - _power(beta1, step)
     late = 1.0 + (step - 1).to(tl.float64) * lr_decay
     size = lr / tl.where(is_adam, unbias, tl.where(is_adagrad, late, 1.0))
@@ -155,7 +160,7 @@ def _scalars(constants, wides, marks, order, group, ngroups, scale):
     slope = tl.where(slope < LARGEST, slope, LARGEST).to(tl.float32)
     floor = tl.where(moves, (eps * per_step).to(tl.float32), float("inf"))
     factor = scale.to(tl.float32)
-    factor = tl.where((flags & 2) != 0, -factor, factor)
+    factor = tl.where((flags & MAXIMIZE) != 0, -factor, factor)
     w1, w2 = 1.0 - beta1, 1.0 - beta2
 
     c = constants + group * CONSTANTS
@@ -177,7 +182,7 @@ def _scalars(constants, wides, marks, order, group, ngroups, scale):
     tl.store(c + 15, undamped.to(tl.float32), mask=mask)
     tl.store(c + 16, tl.where((decoupled == 0) & (wd != 0.0), 1.0, 0.0), mask=mask)
     tl.store(c + 17, tl.where(first, 1.0, 0.0), mask=mask)
-    tl.store(c + 18, tl.where((flags & 4) != 0, 1.0, 0.0), mask=mask)
+    tl.store(c + 18, tl.where((flags & NESTEROV) != 0, 1.0, 0.0), mask=mask)
     tl.store(c + 19, _low(w2), mask=mask)
     tl.store(c + 20, _low(wd), mask=mask)
     tl.store(c + 21, _low(lr), mask=mask)

@@ -22,7 +22,7 @@ from torch import Tensor
 from zerokern.kernels.triton.backend import check_device
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.rows import is_last_program, sum_columns, sum_halves
-from zerokern.kernels.triton.upload import tile_map, upload
+from zerokern.kernels.triton.upload import Sent, tile_map, upload
 from zerokern.kernels.triton.wide import FAST_FLOAT64, add_squares
 
 __all__ = ["Shape", "SumsqTable", "shape_of", "sumsq", "sumsq_chunks"]
@@ -176,6 +176,15 @@ class SumsqTable:
         self._partials = torch.empty(max(self.nchunks, 1), dtype=torch.float64, device=device)
         self._total = torch.empty(1, dtype=torch.float64, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._distances = Sent(device)
+
+    def measure(self, addresses: Sequence[int], chunks: Tensor) -> None:
+        """Writes the sum of each chunk of tensors that lie there, in their order, to `chunks` in float64.
+
+        Addresses go up as distances from the first: memory that moves as one needs no upload.
+        """
+        distances = self._distances.of(array("q", [address - addresses[0] for address in addresses]))
+        self.run(distances, base=addresses[0], chunks=chunks)
 
     def run(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels import checks, formats
+from zerokern.kernels import checks
+from zerokern.kernels.formats import POINTERS
 from zerokern.kernels.reference_codecs import splitmix64
+from zerokern.kernels.rules import NUMBERS, RULES, words_of
 from zerokern.kernels.triton import muon as directions
 from zerokern.kernels.triton import prepare as preparing
 from zerokern.kernels.triton import sumsq as squares
@@ -31,10 +33,10 @@ __all__ = ["Control", "DeviceTable"]
 
 _HEADER_WORDS, _GROUP_WORDS = preparing.HEADER_WORDS.value, preparing.GROUP_WORDS.value
 _ROW_WORDS = updating.ROW_WORDS.value
-_POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "out")
+_VECTORS = tuple(name for name in POINTERS if not name.endswith("_scale"))  # what rows are read in vectors of
+_NUMBERS, _NUMBERS_BITS = (struct.Struct(f"<{len(NUMBERS)}{kind}") for kind in "dQ")  # doubles, as words
 _NO_WITNESS = 2**64 - 1
 _MOST_STEPS = 2**31 - 1  # `prepare` looks at as many bits of the exponent
-_FLAG_NAMES = ("decoupled", "maximize", "nesterov", "first_step")
 
 
 @dataclass
@@ -80,8 +82,8 @@ class DeviceTable:
     >>> p, g = torch.ones(3), torch.ones(3)
     >>> if interpreted():
     ...     table = DeviceTable(p.device, 1, 1)
-    ...     table.set_group(0, algorithm="sgd", grad_dtype=torch.float32, param_dtype=torch.float32,
-    ...                     master_format="fp32", state_format="none", lr=0.5)
+    ...     table.set_group(0, {"lr": 0.5}, algorithm="sgd", grad_dtype=torch.float32, param_dtype=torch.float32,
+    ...                     master_format="fp32", state_format="none")
     ...     table.set_row(0, group=0, numel=3, master=p.data_ptr(), grad=g.data_ptr())
     ...     table.run()
     """
@@ -111,6 +113,7 @@ class DeviceTable:
     def set_group(
         self,
         index: int,
+        hyper: Mapping[str, Any],
         *,
         algorithm: str,
         grad_dtype: torch.dtype,
@@ -118,38 +121,34 @@ class DeviceTable:
         master_format: str,
         state_format: str,
         out_dtype: torch.dtype | None = None,
-        lr: float | Tensor,
-        step: int = 1,
         stochastic_seed: int | None = None,
-        **numbers: Any,
     ) -> None:
-        """Fills one group: formats by name, hyperparameters as numbers; `lr` may be a 0-dim tensor on the device."""
+        """Fills one group: formats by name, hyperparameters as in ops; `lr` may be a 0-dim tensor on the device."""
         random = stochastic_seed is not None
         made = Formats(algorithm, grad_dtype, param_dtype, master_format, state_format, out_dtype, random)
         if made != self._formats[index]:
             self._formats[index] = made
             self._sent = None
-        checks.count("step", step, 0)
-        if step > _MOST_STEPS:
-            raise ValueError(got("step", step, f"whole numbers up to {_MOST_STEPS}"))
-        rate = lr if isinstance(lr, Tensor) else None
+        rate = hyper["lr"] if isinstance(hyper.get("lr"), Tensor) else None
         if rate is not None:
+            hyper = {**hyper, "lr": 0.0}
             checks.tensor("lr", rate, (torch.float32, torch.float64), 1)
             checks.one_device([("the table", self._constants), ("lr", rate)])
         self._rates[index] = rate
-        flags = sum(formats.FLAGS[name] for name in _FLAG_NAMES if numbers.get(name))
+        numbers, flags, step = words_of(hyper, random=random)
+        checks.count("step", step, 0)
+        if step > _MOST_STEPS:
+            raise ValueError(got("step", step, f"whole numbers up to {_MOST_STEPS}"))
         values = {
-            "lr": _bits(0.0 if rate is not None else float(lr)),
+            **dict(zip(NUMBERS, _NUMBERS_BITS.unpack(_NUMBERS.pack(*numbers)), strict=True)),
             "lr_address": 0 if rate is None else rate.data_ptr(),
             "lr_is_wide": int(rate is not None and rate.dtype == torch.float64),
             "flags": flags,
-            "algorithm": formats.ALGORITHMS[algorithm],
+            "algorithm": RULES[algorithm].number,
             "step": step,
             "witness": _NO_WITNESS,
             "seed": splitmix64((stochastic_seed or 0) & 0xFFFFFFFFFFFFFFFF),
         }
-        for name in ("beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay"):
-            values[name] = _bits(float(numbers.get(name, 0.0)))
         start = _HEADER_WORDS + index * _GROUP_WORDS
         for name, value in values.items():
             self._order[start + preparing.GROUP[name]] = value
@@ -263,4 +262,4 @@ class DeviceTable:
         """Whether vectors fit the row's length and, whatever the widths, its addresses."""
         if self.columns["numel"][row] % vector:
             return False
-        return not any(self.columns[name][row] % 16 for name in _POINTERS)
+        return not any(self.columns[name][row] % 16 for name in _VECTORS)

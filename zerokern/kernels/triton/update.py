@@ -37,16 +37,8 @@ from zerokern.kernels.triton.sgd import sgd
 
 __all__ = ["BLOCK", "ROW_WORDS", "WORDS", "update"]
 
-# Words of a row: addresses and counts, 128 bytes.
-WORDS = {
-    name: i
-    for i, name in enumerate(
-        (
-            "param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out",
-            "numel", "group", "key", "first", "aligned",
-        )
-    )
-}  # fmt: skip
+# Words of a row: addresses and counts, 128 bytes, in the order of the C ABI.
+WORDS = {name: i for i, name in enumerate((*formats.POINTERS, "numel", "group", "key", "first", "aligned"))}
 ROW_WORDS = tl.constexpr(16)
 BLOCK = tl.constexpr(formats.BLOCK)
 

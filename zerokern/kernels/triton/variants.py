@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from zerokern.kernels.formats import BLOCK
+from zerokern.kernels.formats import BLOCK, STATE_DTYPES
 from zerokern.kernels.triton.codecs import TYPES
 
 __all__ = ["CANDIDATES", "DEFAULT", "Config", "Formats"]
 
 _STATES = {"none": None, "fp32": tl.float32, "bf16": tl.bfloat16, "int8": tl.int8}
-_STATE_NBYTES = {"none": 0, "fp32": 4, "bf16": 2, "int8": 1}
+_STATE_NBYTES = {"none": 0} | {name: dtype.itemsize for name, dtype in STATE_DTYPES.items()}
 _MASTER_NBYTES = {"fp32": 4, "split16": 2, "split8": 2, "none": 2}
 
 
