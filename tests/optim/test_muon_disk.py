@@ -20,7 +20,7 @@ from zerokern.io.pieces import columns
 from zerokern.optim import Muon, matrices
 from zerokern.optim.formats import widths_of
 from zerokern.optim.matrices import MatrixTable
-from zerokern.optim.records import LEAST_SLOT, RecordCut, StateSpan, records_of
+from zerokern.optim.records import LEAST_SLOT, RecordSpan, StateSpan, records_of
 
 # Bits.
 
@@ -98,7 +98,7 @@ def test_one_direction_at_a_time_is_in_memory(tier: Tier, monkeypatch: pytest.Mo
     assert held.count(0) == 4, "after each matrix, or record of whole ones"
 
 
-def end_of(cut: RecordCut) -> int:
+def end_of(cut: RecordSpan) -> int:
     return cut.offset + columns(widths_of(cut.slots), cut.numel)[1]
 
 
