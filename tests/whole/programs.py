@@ -59,7 +59,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tier": ("device", "cpu", "nvme", "split"),
     "update": (None, "device"),
     "schedule": ("sync", "overlap", "delayed", "delayed after 2"),
-    "rule": ("adamw", "adam", "lion", "adagrad", "sgd", "muon"),
+    "rule": ("adamw", "adam", "lion", "adagrad", "sgd", "muon", "chained"),
     "dtype": ("fp32", "bf16", "fp16", "mixed"),
     "state_format": ("fp32", "bf16", "int8"),
     "master_format": (None, "fp32", "split16", "split8", "none"),
@@ -73,6 +73,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "scaled": (False, True),
     "played": (False, True),
 }
+WHOLE = ("muon", "chained")  # which update whole matrices; a chain has AdamW for the rest
 NARROW_MASTERS = (None, "fp32", "split16", "split8", "none")
 MASTERS = {"fp32": (None,), "bf16": NARROW_MASTERS, "mixed": NARROW_MASTERS, "fp16": (None, "fp32", "none")}
 PLACES = {"plain": ("alone", "threads"), "ddp": ("ranks",), "fsdp2": ("ranks",)}
@@ -101,10 +102,10 @@ RULES = [
     (("wrap", "dtype", "master_format"), lambda wrap, dtype, of: (wrap, dtype) != ("fsdp2", "mixed") or of is None),
     (("keep", "micro"), lambda keep, micro: micro == 1 or keep is not None),
     (("rule", "state_format"), lambda rule, state: state != "int8" or rule not in ("adagrad", "sgd")),
-    (("wrap", "rule"), lambda wrap, rule: rule != "muon" or wrap != "fsdp2"),  # which cuts matrices
+    (("wrap", "rule"), lambda wrap, rule: rule not in WHOLE or wrap != "fsdp2"),  # which cuts matrices
     # matrices on a device are multiplied there, when they are needed
-    (("rule", "played", "params"), lambda rule, played, params: (rule, played) != ("muon", True) or params == "device"),
-    (("rule", "played", "schedule"), lambda rule, played, when: (rule, played) != ("muon", True) or not late(when)),
+    (("rule", "played", "params"), lambda rule, played, params: not (rule in WHOLE and played) or params == "device"),
+    (("rule", "played", "schedule"), lambda rule, played, when: not (rule in WHOLE and played) or not late(when)),
     (("update", "played"), lambda update, played: update is None or played),
     (("update", "tier"), lambda update, tier: update is None or tier in ("cpu", "split")),
     (("update", "schedule"), lambda update, schedule: update is None or not late(schedule)),
@@ -170,7 +171,7 @@ class Program:
         Rounding once more or in another order are numbers too: FSDP2's and zk.shard's mixed precision (where the two
         gradients of a tied weight are added in bf16 at stage 3 and in fp32 below), slices of the batch, what
         DDP sums again and zk.shard adds rank by rank to what was reduced before, fp16 that stage 0 divides before it
-        is added, and four ranks in two dimensions.
+        is added, four ranks in two dimensions, and the norm of a chain, which is torch's where nothing is divided.
         """
         plain = {"params": "device", "tier": "device", "update": None, "schedule": "sync", "resume": "no"}
         wrap, keep = "plain", None
@@ -180,6 +181,7 @@ class Program:
             wrap = "fsdp2"
         added = self.accumulate == "each" and self.where != "alone"
         added |= self.wrap == "stage 0" and self._divided_first
+        added |= self.rule == "chained"
         if sharded(self.wrap) and (self.dtype == "mixed" or self.micro > 1 or added or self.where == "hybrid"):
             wrap = self.wrap
             keep = "device" if self.micro > 1 else None
@@ -196,7 +198,7 @@ class Program:
         """Where it goes on: on another tier, and at another stage where that has the same numbers."""
         tiers = FACTORS["tier"]
         tier = tiers[(tiers.index(self.tier) + 1) % len(tiers)]
-        if self.played or self.expected.wrap != "plain" or self.wrap in ("ddp", "fsdp2"):
+        if self.played or self.rule == "chained" or self.expected.wrap != "plain" or self.wrap in ("ddp", "fsdp2"):
             return replace(self, tier="cpu" if self.tier == "nvme" else "nvme", update=None)
         stage = (int(self.wrap[-1]) + 1) % 4 if sharded(self.wrap) else 3
         stage = 1 if stage == 0 and self._divided_first else stage
@@ -245,8 +247,10 @@ def small_rings(patch: pytest.MonkeyPatch) -> None:
 
 
 def tier_of(name: str, folder: Path, ring: str = "32K") -> Any:
+    if name != "nvme":
+        return name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return zk.Nvme(folder, ring_nbytes=ring) if name == "nvme" else name
+    return zk.Nvme(folder, ring_nbytes=ring)
 
 
 def in_files(folder: Path) -> int:
@@ -265,18 +269,28 @@ class Training:
     def __init__(self, world: World, program: Program, folder: Path, device: Any = None, seed: int = 0) -> None:
         self.world, self.program, self.folder = world, program, folder
         folder.mkdir(parents=True, exist_ok=True)  # the disk's tiers make what lies in it
-        is_muon = program.rule == "muon"
-        self.model = built(partial(Net, LONG) if is_muon else Net, seed).to(NARROW.get(program.dtype, torch.float32))
+        self.model = built(partial(Net, LONG) if program.rule in WHOLE else Net, seed).to(
+            NARROW.get(program.dtype, torch.float32)
+        )
         for param in self.model.parameters() if device is not None else ():
             device.own(param)
         self.called: Any = self._wrapped()
         trained = replace(program.trained, wrap="plain")
-        where = {"tier": self._tier(folder / f"state-{world.rank}"), "schedule": SCHEDULES[program.schedule]}
-        if is_muon:
-            settings = {"lr": 1e-2, "ns_dtype": "fp32", "max_grad_norm": LIMITS[program.clip], **dict(trained.formats)}
-            self.optimizer = zk.Muon(self._matrices(), **where, **settings)
+        state = folder / f"state-{world.rank}"
+        self.optimizer: Any
+        where = {"schedule": SCHEDULES[program.schedule]}
+        if program.rule in WHOLE:
+            limit = LIMITS[program.clip]
+            of_muon = {"lr": 1e-2, "ns_dtype": "fp32", **where, **dict(trained.formats)}
+            if program.rule == "muon":
+                self.optimizer = zk.Muon(self._matrices(), tier=self._tier(state), max_grad_norm=limit, **of_muon)
+            else:
+                muon = zk.Muon(self._matrices(), tier=self._tier(state / "matrices"), **of_muon)
+                rest = [param for param in self.model.parameters() if param.ndim < 2]
+                adamw = zk.AdamW(rest, lr=1e-2, tier=self._tier(state / "rest"), **where, **dict(trained.formats))
+                self.optimizer = zk.ChainedOptimizer([muon, adamw], max_grad_norm=limit)
         else:
-            self.optimizer = optimizer_of(trained, self.model, **where)
+            self.optimizer = optimizer_of(trained, self.model, tier=self._tier(state), **where)
 
     def _matrices(self) -> list[nn.Parameter]:
         return [param for param in self.model.parameters() if param.ndim >= 2]
@@ -285,9 +299,9 @@ class Training:
         """Where state is. Records that Muon's matrices are cut into are as large as those of a disk in earnest."""
         program = self.program
         if program.tier != "split":
-            return tier_of(program.tier, folder, "2M" if program.rule == "muon" else "32K")
+            return tier_of(program.tier, folder, "2M" if program.rule in WHOLE else "32K")
         rest = (
-            "cpu" if program.update == "device" else tier_of("nvme", folder, "2M" if program.rule == "muon" else "32K")
+            "cpu" if program.update == "device" else tier_of("nvme", folder, "2M" if program.rule in WHOLE else "32K")
         )
         return ["device:1KiB", "cpu:2KiB", rest] if rest != "cpu" else ["device:1KiB", "cpu"]
 
@@ -302,7 +316,7 @@ class Training:
             if program.keep is not None:
                 places |= {"keep": tier_of(program.keep, self.folder / f"keep-{self.world.rank}")}
             settings = {"mp_policy": policy, "micro": program.micro, "bucket_bytes": 1024, **places}
-            if program.rule == "muon" and program.wrap in ("stage 1", "stage 2"):
+            if program.rule in WHOLE and program.wrap in ("stage 1", "stage 2"):
                 settings["whole"] = self._matrices()
             return self.world.shard(self.model, stage=int(program.wrap[-1]), **settings)
         return self.model
