@@ -244,9 +244,9 @@ def gathered(module_or_params: nn.Module | Tensor | Iterable[Tensor], write: boo
     """Inside the block, parameters are ordinary full tensors on every rank. All ranks enter and leave together.
 
     Tensors taken from them, by `state_dict()` or a copy, stay valid afterwards. With `write=True` what is written into
-    the parameters is kept; each rank keeps its own part of it, so all ranks must write the same values. Parameters that
-    have the same bits afterwards were not written: their masters, remainders and pending updates stay. Without it,
-    writes are lost at stage 3, where the parameters are copies.
+    the parameters is kept; each rank keeps its own part of it, so all ranks must write the same values. Parameters
+    that no operation wrote to, and whose bits are the same, keep their masters, remainders and pending updates. Without
+    it, writes are lost at stage 3, where the parameters are copies.
 
     A backward pass works inside the block, and gradients are reduced as usual. Once the whole model is gathered, a rank
     computes without the others: one rank may evaluate or generate alone, and `copy.deepcopy` makes a plain model.

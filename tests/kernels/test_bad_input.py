@@ -161,6 +161,7 @@ def numbers() -> list[Refusal]:
         ("beta1", 1.0, ValueError, "[0, 1)"), ("beta2", 1.0, ValueError, "[0, 1)"),
         ("scale", math.nan, ValueError, "must be"), ("scale", math.inf, ValueError, "must be"),
         ("step", 0, ValueError, "must be"), ("step", -1, ValueError, "must be"),
+        ("step", 1 << 63, ValueError, "must be"),
         ("lr", "0.1", TypeError, "must be"), ("lr", None, TypeError, "must be"), ("step", 1.5, TypeError, "must be"),
         ("decoupled", 1, TypeError, "must be"), ("beta1", None, TypeError, "must be"),
     ):  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, make_sgd, mse, same
@@ -272,3 +273,17 @@ def test_what_is_not_written_within_keeps_what_is_exact(world: World, stage: int
         assert params[0] is models[0].blocks[0].up.weight or left.any() or not left.numel()
     left, right = map(full, models)
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_parameters_of_other_kinds_may_be_written_within() -> None:
+    """Of which no fingerprint can be taken, or none now: they count as written."""
+    lazy = nn.LazyLinear(3).weight
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    double = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    plain = nn.Parameter(torch.ones(2))
+    with zk.gathered([lazy, sparse, double, plain], write=True), torch.no_grad():
+        double.data.fill_(2.0)
+    assert double._version > 0 and plain._version == 0
+    with FakeTensorMode(), zk.gathered(plain, write=True):
+        pass
+    assert plain._version > 0

@@ -51,7 +51,7 @@ def master_kind(dtype: torch.dtype, beside: Mapping[str, torch.dtype]) -> str:
     if "master" in beside:
         return "fp32"
     if "remainder" in beside:
-        return MASTER_OF[beside["remainder"]]
+        return MASTER_OF.get(beside["remainder"], "split8")  # of another dtype, which is refused by name
     return "own" if dtype is torch.float32 else "none"
 
 

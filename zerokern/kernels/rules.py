@@ -22,12 +22,20 @@ __all__ = ["NUMBERS", "RULES", "Rule", "bytes_per_parameter", "words_of"]
 NUMBERS = tuple(name for name, kind in NativeGroup._fields_ if kind is c_double)
 """the hyperparameters that are numbers, in the order of the C ABI and of what the host sends to a device"""
 _FROM_0 = partial(checks.number, least=0.0)
+
+
+def _step(name: str, value: Any) -> int:
+    if checks.count(name, value, 1) >= 1 << 63:
+        raise ValueError(got(name, value, "a whole number from 1 to 2 ** 63 - 1"))
+    return int(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "lr_decay"), _FROM_0),
     **dict.fromkeys(("beta1", "beta2"), checks.fraction),
     **dict.fromkeys(("decoupled", "maximize", "nesterov", "first_step"), checks.flag),
     "dampening": checks.number,
-    "step": partial(checks.count, least=1),
+    "step": _step,
 }
 
 

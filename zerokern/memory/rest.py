@@ -179,7 +179,7 @@ class Rest:
         self._failure: BaseException | None = None
         self.is_awaited = False  # stays for its next user, even once it is stored
         self.edition = 0  # another one for other contents: counts what may have changed them
-        self.following: weakref.ref[NextRest] | None = None  # which begins as a copy of it
+        self.followers: weakref.WeakSet[NextRest] = weakref.WeakSet()  # which begin as copies of it
         self.is_here = False
 
     def __del__(self) -> None:
@@ -232,11 +232,10 @@ class Rest:
             self._watched.append((tensor, tensor._version))
 
     def _copy_before_changes(self) -> None:
-        """Has an update that is under way read the contents as they are: it is of before what changes them."""
-        following = None if self.following is None else self.following()
-        if following is not None and following.is_expected:
-            with following.used():
-                following.change()
+        """Has updates that are under way read the contents as they are: they are of before what changes them."""
+        for one in list(self.followers):
+            if one.is_expected:
+                one.copy_now()
 
     def lend(self, view: Tensor) -> Tensor:
         """Returns a view, with its version, that may be kept. It has a storage of its own, whose users are counted."""
@@ -388,7 +387,18 @@ class NextRest(Rest):
         self._is_copying = False  # the other is being fetched, to be copied
         self._copies = threading.Lock()  # held by the thread that copies; others wait for the copy
         self.is_expected = False  # an update is under way that may not have copied the other yet
-        base.following = weakref.ref(self)
+        base.followers.add(self)
+
+    def expect(self) -> None:
+        """An update is about to begin, which is of the other's contents as they are now, whoever writes to them."""
+        self.is_expected = True
+        if self.base.is_viewed():  # a view may be written at any time, and nobody would say so
+            self.copy_now()
+
+    def copy_now(self) -> None:
+        """Copies the other, unless that is done."""
+        with self.used():
+            self.change()
 
     def fetch(self) -> None:
         with self.rests.lock:

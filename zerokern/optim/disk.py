@@ -193,7 +193,7 @@ class Disk(Stream):
         contents = records_of(spans, self.slot_nbytes)
         for record, content in zip(self.lay_out([_wanted(content) for content in contents]), contents, strict=True):
             for span in content.spans:
-                span.rest_in(record)
+                span.put_in(record)
                 made[span.span].places.append(span)
         return made
 

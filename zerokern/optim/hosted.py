@@ -269,11 +269,10 @@ class HostCopies:
         found = self.of(local)
         return bool(found) and all(copy.near for copy in found)
 
-    def expect_update(self) -> None:
-        """An update of what rests is about to begin: it reads what parameters are now, whoever writes to them."""
-        for copy in self.copies.values():
-            if copy.rest is not None:
-                copy.rest.is_expected = True
+    def expect_update(self, copies: Sequence[HostCopy]) -> None:
+        """An update of these is about to begin: it reads what parameters are now, whoever writes to them."""
+        for rest in {copy.rest for copy in copies if copy.rest is not None}:
+            rest.expect()
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
@@ -459,6 +458,8 @@ class HostCopies:
             elif self._poisons and copy.left is None:
                 copy.grad.fill_(torch.nan)
             copy.sumsq = None
+            if copy.rest is not None:
+                copy.rest.is_expected = False
             copy.free = True  # last: from now on the next one may be fetched
         self.freed()
 

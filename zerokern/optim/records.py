@@ -65,8 +65,8 @@ class RecordSpan:
         self.record: Any = None
         self.begun = False
 
-    def rest_in(self, record: Record) -> None:
-        """Gives it room on the disk."""
+    def put_in(self, record: Record) -> None:
+        """Gives it room in a record on the disk; from then on `widths` of its slots are known."""
         self.record, self.widths = record, widths_of(self.slots)
         record.unsettled.add(self)
 

@@ -489,6 +489,10 @@ class Shards:
             norm_of_all(self.accord.party, total, "sum", "opt.step")
             terms.zero_()[:1].copy_(total)
 
+    def expect_update(self) -> None:
+        """An update of what has a gradient is about to begin."""
+        self.host.expect_update(self.host.of(self.local[place] for place in self._fetched))
+
     def announce(self) -> None:
         """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
         self.host.publish(self.host.of(self.local[place] for place in self._fetched))

@@ -261,8 +261,8 @@ class StepRunner:
         if launches:
             self._launch_beside(shards, update)
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
-            if here.delays and shards.host is not None:
-                shards.host.expect_update()
+            if here.delays:
+                shards.expect_update()
             self._begin(shards, update, taken, lazily=lazily, inline=False)
             if lazily:
                 self._publish_later(shards, update, taken)

@@ -156,7 +156,8 @@ class Transit:
             self._last.wait()
 
     def end(self) -> None:
-        """Returns once nothing is under way, whatever became of it."""
+        """Returns once nothing is under way, whatever became of it. The next update comes after all of it."""
+        self._last = None
         while self._under_way:
             with contextlib.suppress(Exception):
                 self._under_way.popitem()[1].emptied.wait()

@@ -8,11 +8,13 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from zerokern.comm import during
 from zerokern.core.errors import ShardError
 from zerokern.kernels.formats import DTYPES
 from zerokern.kernels.ops import fingerprints
+from zerokern.kernels.triton.backend import capturing
 from zerokern.zero import hooks
 from zerokern.zero.kinds import SLOTS, is_placed, local_of, present, shardings_of
 from zerokern.zero.params import BucketEntry, BucketMemory
@@ -161,15 +163,23 @@ def _keep_written(params: Sequence[nn.Parameter]) -> None:
     torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
 
 
+def _has_bits(mine: Tensor) -> bool:
+    """Whether a fingerprint of a tensor can be taken."""
+    plain = type(mine) in (Tensor, nn.Parameter) and mine.layout is torch.strided and mine.dtype in DTYPES
+    return plain and mine.device.type in ("cpu", "cuda") and not mine.is_neg() and not capturing(mine.device)
+
+
 @torch.no_grad()
 def _bits_of(params: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Returns by id what changes when a full parameter is written: its version, and, as `.data` counts nothing, a
-    fingerprint of its bits. Those of which none is known are left out."""
+    fingerprint of its bits. Those of which none can be taken are left out."""
     by_device: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = {}
+    if _get_current_dispatch_mode() is not None:  # of fake tensors, for one
+        return {}
     for param in {id(param): param for param in params}.values():
-        mine = local_of(param.detach())
-        if type(mine) is Tensor and mine.dtype in DTYPES and not mine.is_meta:
-            by_device.setdefault(mine.device, []).append((param, mine.contiguous()))
+        mine = None if isinstance(param, Sharded) else local_of(param)
+        if mine is not None and _has_bits(mine):
+            by_device.setdefault(mine.device, []).append((param, mine.detach().contiguous()))
     found = {}
     for some in by_device.values():
         prints = fingerprints([mine for _, mine in some]).tolist()
