@@ -6,6 +6,7 @@ undefined content with NaN, so that a caller that breaks a rule of `Group` fails
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,27 @@ from zerokern.kernels.squares import Squares
 __all__ = ["FakeWorld"]
 
 LOOK_S = 0.5
+_ONE_AT_A_TIME = threading.Lock()
+_rng_state = torch.random.get_rng_state
+
+
+def _rng_state_without_collector() -> Tensor:
+    """Returns `torch.random.get_rng_state()`, which locks threads out of each other before Python 3.12.
+
+    torch makes the Python object while it holds the generator's mutex. The collector may run then, and its finalizers
+    let other threads in: one that asks for the mutex waits for it for ever, with the GIL.
+    """
+    with _ONE_AT_A_TIME:
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            return _rng_state()
+        finally:
+            if was:
+                gc.enable()
+
+
+torch.random.get_rng_state = torch.get_rng_state = _rng_state_without_collector  # which each checkpoint asks for
 
 
 class FakeWorld:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +117,34 @@ def test_a_handle_knows_when_all_have_come() -> None:
 def test_a_world_has_ranks(size: object) -> None:
     with pytest.raises(ValueError, match="size"):
         FakeWorld(size)
+
+
+CHECKPOINTS = """
+import gc, sys, time
+sys.path[:0] = [{folder!r}]
+from fake_world import FakeWorld
+import torch
+
+class Garbage:
+    def __init__(self): self.itself = self
+    def __del__(self): time.sleep(0.0005)
+
+def ask(group):
+    for _ in range(300):
+        Garbage()
+        torch.get_rng_state()
+        with torch.random.fork_rng(devices=[]):
+            pass
+
+gc.set_threshold(1)
+FakeWorld(2).run(ask)
+print("over")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_ask_for_the_state_of_random_numbers_end() -> None:
+    """The collector runs finalizers in between, which let the other rank in."""
+    program = CHECKPOINTS.format(folder=str(Path(__file__).parent))
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "over\n", said.stderr
