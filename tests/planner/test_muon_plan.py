@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -230,11 +231,14 @@ def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
 @pytest.mark.slow
 @each("ns_dtype", ["fp32", "bf16"])
 def test_a_step_holds_one_matrix_in_flight(ns_dtype: str) -> None:
-    """Of three, beside what the library of products takes for its own tiles."""
+    """Of three, beside what the library of products takes: its tiles, and, on a CPU without products of bf16, the sums
+    of one in fp32."""
     ((found, planned, left),) = run_ranks(1, peaks, ns_dtype)
+    multiplies = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+    sums = 0 if ns_dtype == "fp32" or multiplies else 4 * 1536 * 1024
     size = 4 if ns_dtype == "fp32" else 2
     assert planned == size * (2 * 1536 * 1024 + 2 * 1024 * 1024) + 8 * -(-1536 * 1024 // (1 << 16))
-    assert planned - SLACK <= found <= planned + 3 * MIB, (found / MIB, planned / MIB)
+    assert planned - SLACK <= found <= planned + sums + 3 * MIB, (found / MIB, planned / MIB)
     assert abs(left) <= SLACK
 
 
