@@ -54,6 +54,21 @@ def test_every_shape_of_a_program_gives_the_bits_of_the_reference(config: Config
     assert_same(rows, expected)
 
 
+def test_rows_that_run_by_themselves_have_the_bits_of_all_together() -> None:
+    """Each range sends its tiles once, and the order is sent for all of them."""
+    case = Case("bf16", "int8", "split16", "none")
+    rows, expected = (make_rows("adam", case, (5, 1029, 300, 0, 700)) for _ in range(2))
+    table = adam_table(rows, state="int8")
+    for step in (1, 2):
+        table.set_group(0, {**HYPER, "decoupled": True, "step": step}, algorithm="adam", state_format="int8",
+                        grad_dtype=torch.bfloat16, param_dtype=torch.bfloat16, master_format="split16")  # fmt: skip
+        for begin, end in ((2, 5), (0, 1), (1, 2)):
+            table.run(begin=begin, end=end)
+        run_reference("adam", expected, {**HYPER, "step": step})
+        assert_same(rows, expected)
+    assert len(table._sent.launches) == 3
+
+
 def test_a_gradient_off_its_alignment_takes_the_other_path() -> None:
     case = Case("bf16", "fp32", "split16", "none")
     rows, expected = (make_rows("adam", case, (1024,)) for _ in range(2))

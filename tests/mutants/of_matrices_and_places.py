@@ -266,9 +266,9 @@ MUTANTS = (
     ),
     Mutant(
         "a_record_goes_to_the_disk_before_it_is_back",
-        "zerokern/optim/beside.py",
-        "self.records.wait_for(self._number_of[begin])",
-        "self.records.wait_for(self._number_of[begin] - 1)",
+        "zerokern/optim/binding.py",
+        "self.beside.records.wait_for(i)",
+        "self.beside.records.wait_for(i - 1)",
         "A record is written to the disk while its state is on its way back from the GPU.",
         ("tests/optim/test_muon_device_disk.py::test_the_bits_of_state_on_the_device",),
     ),

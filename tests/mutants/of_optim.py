@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters_of_other_counts_in_one_group",
-        "zerokern/optim/binding.py",
+        "zerokern/optim/compute.py",
         "key = (owner, id(row.layout), grad_dtype, step, row.first)",
         "key = (owner, id(row.layout), grad_dtype, row.first)",
         "A parameter that began later gets the bias correction of those that began at first.",
@@ -120,8 +120,8 @@ MUTANTS = (
     ),
     Mutant(
         "rows_forget_where_a_piece_begins",
-        "zerokern/optim/binding.py",
-        'table.columns["first"][:] = array("Q", map(operator.add, firsts, map(_start_of, members)))',
+        "zerokern/optim/compute.py",
+        'table.columns["first"][:] = array("Q", map(operator.add, map(survey.firsts.__getitem__, index), starts))',
         'table.columns["first"][:] = array("Q", [0] * len(rows))',
         "Stochastic rounding of a sharded parameter draws other numbers than that of the whole one.",
         ("tests/optim/test_shard_state.py", "tests/optim/test_nvme.py"),
@@ -221,8 +221,8 @@ MUTANTS = (
     Mutant(
         "what_stays_is_updated_by_the_next_step_alone",
         "zerokern/optim/beside.py",
-        '        self._there.columns["grad"][:] = pointers[self._here : self._streams_from]\n',
-        "",
+        "        self.resident.prepare(settings, pointers)\n",
+        "        self.kept = getattr(self, 'kept', pointers)\n        self.resident.prepare(settings, self.kept)\n",
         "What stays on a device is updated with gradients that lay where they lay in the first step.",
         ("tests/optim/test_placing.py",),
     ),

@@ -19,7 +19,7 @@ from waiting_device import HostComputes
 from worlds import refusal, says
 
 from zerokern.core.errors import StateError
-from zerokern.optim import Muon, small_matrices, streamed
+from zerokern.optim import Muon, batches, small_matrices
 from zerokern.optim.transit import SLOTS
 
 SHAPES = ((8, 8), (12, 20), (6, 5))
@@ -98,7 +98,7 @@ def test_every_tier_has_the_bits_of_state_on_the_gpu(
     more: dict[str, Any], state_format: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The products are the GPU's on both sides. Matrices share pieces of so many bytes, few or all."""
-    monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", bound)
+    monkeypatch.setattr(batches, "_LEAST_OF_MATRICES", bound)
     settings = {"state_format": state_format, "max_grad_norm": 1.0}
     left, there = muons_on_gpu(settings, BF16)
     right, here = muons_on_gpu({**settings, **more}, BF16)
@@ -206,7 +206,7 @@ def test_small_matrices_stream_together(
 ) -> None:
     """Through few slots, by few copies, in the iterations of state on the device, with the bits of that."""
     if bound is not None:
-        monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", bound)
+        monkeypatch.setattr(batches, "_LEAST_OF_MATRICES", bound)
     shapes = ((16, 24), (24, 16), (16, 24)) * 4 + ((80, 96),) + ((16, 24), (16, 16)) * 6
     straight = make_params(shapes, dtype)
     params = [device.own(nn.Parameter(param.detach().clone())) for param in straight]
@@ -218,9 +218,9 @@ def test_small_matrices_stream_together(
         ours.step()
         theirs.step()
     device.synchronize()
-    rows = ours.holdings.bound.binding.compute.streamed
-    assert len(rows.pieces) == pieces and sum(len(piece.rows) for piece in rows.pieces) == len(shapes)
-    assert len(rows.transit.slots) == min(pieces, SLOTS)
+    beside = ours.holdings.bound.binding.beside
+    assert len(beside._ends) == pieces and beside._ends[-1] == len(shapes)
+    assert len(beside.pieces.slots) == min(pieces, SLOTS)
     assert device.batches["up"] == pieces, device.batches
     assert same_bits(contents(ours, params), contents(theirs, straight))
     ours.close()

@@ -40,7 +40,7 @@ def owned(both: Twins, device: PlayedDevice) -> Twins:
 
 
 def passing(optimizer: Any) -> Transit:
-    found: Transit = optimizer.holdings.bound.binding.compute.records
+    found: Transit = optimizer.holdings.bound.binding.beside.records
     return found
 
 
@@ -98,7 +98,7 @@ def test_each_byte_of_state_is_read_written_and_copied_once(
     assert after["bounced_nbytes"] == before["bounced_nbytes"]
     slots = passing(both.ours).slots
     assert {slot.nbytes for slot in slots} == {max(record.nbytes for record in records(both.ours))} and len(slots) == 4
-    assert both.ours.holdings.bound.binding.compute.ring_nbytes == sum(slot.nbytes for slot in slots)
+    assert both.ours.holdings.bound.binding.beside.ring_nbytes == sum(slot.nbytes for slot in slots)
     assert both.ours.holdings.room.nbytes == 0, "no state, gradient or parameter has a copy in host memory"
     device.close()
 
@@ -212,11 +212,26 @@ def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(
 
 
 def test_a_launch_that_is_refused_ends_the_step(device: HostComputes, tier: Tier) -> None:
+    """The first one leaves all as it was; a later one tears."""
     both = owned(twins(on_disk(tier), LONG, FP32), device)
     both.train(1)
-    compute = both.ours.holdings.bound.binding.compute
-    with mock.patch.object(compute, "_launch", side_effect=RuntimeError("no such kernel")):
-        says(refusal(lambda: step_ours(both, 1), RuntimeError), ["no such kernel"])
+    beside = both.ours.holdings.bound.binding.beside
+    launch = beside._launch
+    for launched in (0, 2):
+        left = iter(range(launched))
+
+        def refused(*given: Any, left: Any = left, **rows: int) -> Any:
+            if next(left, None) is None:
+                raise RuntimeError("no such kernel")
+            return launch(*given, **rows)
+
+        with mock.patch.object(beside, "_launch", refused):
+            says(refusal(lambda: step_ours(both, 1), RuntimeError), ["no such kernel"])
+        assert both.ours.holdings.torn is (launched > 0)
+        if not launched:
+            both.train(1, 1)
+            device.synchronize()
+            assert both.agree()
     says(refusal(both.ours.step, zk.StateError), ["load_state_dict"])
     both.ours.close()
 

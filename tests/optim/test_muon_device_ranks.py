@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from worlds import World, built, full, on_ranks, on_threads, ranked, refusal, sa
 
 from zerokern.core.errors import CommError, StateError
 from zerokern.optim import Muon
-from zerokern.optim.beside import SplitCompute
+from zerokern.optim.beside import Beside
 from zerokern.zero.shard import shard_of
 
 __all__ = ["wires"]
@@ -68,7 +69,7 @@ def streamed(
     opts = optimizers(model, tier=tier, schedule=SCHEDULES[schedule], **formats)
     train(world, model, opts, range(4), dtype)
     found = full(model)
-    assert isinstance(opts[0].holdings.bound.binding.compute, SplitCompute)
+    assert opts[0].holdings.bound.binding.beside is not None
     made.synchronize()  # before state goes that it reads
     for opt in opts:
         opt.close()
@@ -85,14 +86,18 @@ def test_state_that_one_rank_has_on_the_device_has_the_bits_of_one_tier() -> Non
         assert [name for name, value in mine.items() if not torch.equal(value, other[name])] == []
 
 
+def _rows_of_pieces(beside: Beside) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise([0, *beside._ends])]
+
+
 def streaming(world: World, schedule: str) -> tuple[HostComputes, nn.Module, Any, Any]:
-    """A device, a model there that has made a step, its optimizer, and the pieces that stream."""
+    """A device, a model there that has made a step, its optimizer, and how many rows each piece has that streams."""
     device, model = HostComputes(), built(Cut)
     world.shard(model, stage=3)
     owned(model, device)
     opt = optimizers(model, tier="cpu", schedule=schedule)[0]
     train(world, model, [opt], range(1))
-    return device, model, opt, opt.holdings.bound.binding.compute.streamed.pieces
+    return device, model, opt, _rows_of_pieces(opt.holdings.bound.binding.beside)
 
 
 @each("schedule, rounds", [("sync", -(-20 // 3)), ("overlap", 2 * -(-10 // 3))])
@@ -101,7 +106,7 @@ def test_rounds_stream_together(schedule: str, rounds: int) -> None:
 
     def work(world: World) -> int:
         device, _model, opt, pieces = streaming(world, schedule)
-        assert max(len(piece.rows) for piece in pieces) == world.size
+        assert max(pieces) == world.size
         device.synchronize()
         opt.close()
         device.close()
@@ -115,13 +120,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Updates are launched by the thread that asks for it, as a GPU's collectives are. Returns their names."""
     threads: list[str] = []
 
-    def launch(self: SplitCompute, table: Any, scale: float) -> None:
+    def launch(self: Beside, table: Any, scale: float, **rows: int) -> None:
         threads.append(threading.current_thread().name)
         self._host.driver.mark(None).wait()
         time.sleep(0.01 * (len(threads) % 3))
-        table.run(scale)
+        table.run(scale, **rows)
 
-    monkeypatch.setattr(SplitCompute, "_launch", launch)
+    monkeypatch.setattr(Beside, "_launch", launch)
     return threads
 
 
@@ -176,7 +181,15 @@ def test_a_rank_that_fails_while_state_streams_ends_the_step_on_all(schedule: st
         device, model, opt, pieces = streaming(world, schedule)
         assert len(pieces) > 1
         if world.rank == 1:
-            pieces[-1].table._orthogonalize = mock.Mock(side_effect=RuntimeError("no such matrix"))
+            table = opt.holdings.bound.binding.beside.passing.table
+            orthogonalize, left = table._orthogonalize, iter(range(len(pieces) - 1))
+
+            def fails(*given: Any) -> None:
+                if next(left, None) is None:
+                    raise RuntimeError("no such matrix")
+                orthogonalize(*given)
+
+            table._orthogonalize = fails
         model(torch.ones(2, 8)).square().mean().backward()
 
         def step() -> None:

@@ -16,8 +16,8 @@ from offload_cases import (
 from tables import each
 from worlds import World
 
-from zerokern.optim import binding
-from zerokern.optim.binding import Binding, table_of
+from zerokern.optim.binding import Binding
+from zerokern.optim.compute import RowTable
 
 
 def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:
@@ -77,7 +77,8 @@ def test_rows_are_laid_out_once_for_each_set_of_gradients(
     schedule: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    monkeypatch.setattr(binding, "table_of", lambda *arguments: made.append(1) or table_of(*arguments))
+    lay_out = RowTable.lay_out
+    monkeypatch.setattr(RowTable, "lay_out", lambda *arguments: made.append(1) or lay_out(*arguments))
     row, world = row_of("stage 2", "bf16", steps=1), World(0, 1)
     model, optimizer = begun(row, schedule, *small(tier, 1))
     for step, present in enumerate([4, 4, 9, 9, 4]):

@@ -19,7 +19,7 @@ import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.optim.beside import SplitCompute
+from zerokern.optim.beside import Beside
 from zerokern.planner.footprint import staying_numel
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import machine_of, simulate
@@ -163,13 +163,13 @@ def test_what_stays_is_updated_before_the_copies_of_what_does_not(
 ) -> None:
     """The norm takes squares alone, which come beside gradients on a link that is slow."""
     numel, launched = 1 << 17, []
-    launch = SplitCompute.launch
+    launch = Beside.launch
 
-    def told(self: SplitCompute, scale: float) -> None:
+    def told(self: Beside, scale: float) -> None:
         launched.append(time.perf_counter_ns())
         launch(self, scale)
 
-    monkeypatch.setattr(SplitCompute, "launch", told)
+    monkeypatch.setattr(Beside, "launch", told)
     device, recorder = PlayedDevice(down_gb_s=0.004), Recorder()
     training = PlayedTraining(device, (numel, numel, numel), dtype=torch.bfloat16, recorder=recorder)
     tier = [f"device:{10 * numel}B", "cpu"]

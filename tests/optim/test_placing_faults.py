@@ -17,7 +17,7 @@ from torch import nn
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.memory import HostTier
-from zerokern.optim.beside import SplitCompute
+from zerokern.optim.beside import Beside
 from zerokern.optim.disk import Disk
 
 
@@ -28,7 +28,7 @@ def gradients(weights: list[nn.Parameter], value: float = 1.0) -> None:
 
 FAULTS: dict[str, tuple[Any, str, str, type]] = {
     "a read": (Disk, "fetch", "cpu:40KB", OSError),
-    "a launch": (SplitCompute, "_run", "cpu", torch.OutOfMemoryError),
+    "a launch": (Beside, "_launch", "cpu", torch.OutOfMemoryError),
 }
 
 

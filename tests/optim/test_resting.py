@@ -19,7 +19,8 @@ from worlds import built
 
 import zerokern as zk
 from zerokern.api import sharding_of
-from zerokern.optim.binding import Binding, HostCompute
+from zerokern.optim.binding import Binding
+from zerokern.optim.compute import HostCompute
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey

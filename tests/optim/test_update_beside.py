@@ -19,7 +19,7 @@ import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.played_units import PlayedUnits
-from zerokern.optim import beside, streamed
+from zerokern.optim import batches, beside
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shard_of
 
@@ -30,7 +30,7 @@ SLOW_GB_S = 1e-3  # that of the second block below, 41 kB: 41 ms
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces of each unit."""
-    monkeypatch.setattr(streamed, "_LEAST", 60000)
+    monkeypatch.setattr(batches, "_LEAST", 60000)
 
 
 class Chain(torch.nn.Module):
@@ -165,7 +165,7 @@ def test_gradients_are_written_when_they_have_been_read(
     stage: int, edit: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is done to them after step(), the update is of what they were then; and so is the state."""
-    monkeypatch.setattr(streamed, "_LEAST", 8192)
+    monkeypatch.setattr(batches, "_LEAST", 8192)
     ((values, seen),) = alone(trained, stage, "device", edit, SLOW_GB_S)
     ((expected, before),) = alone(trained, stage, "host", edit, None)
     assert same_bits(values, expected) and same_bits(seen, before)
@@ -175,12 +175,12 @@ def test_gradients_are_written_when_they_have_been_read(
 @each("failing, torn", [(0, False), (3, True)])
 def test_a_launch_that_fails_under_way_is_told(failing: int, torn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By step(), before the first part; else by whoever waits next. A load mends it."""
-    run, left = beside.SplitCompute._launch, iter(range(failing))
+    run, left = beside.Beside._launch, iter(range(failing))
 
-    def launch(self: Any, table: Any, scale: float) -> Any:
+    def launch(self: Any, *given: Any, **rows: int) -> Any:
         if next(left, None) is None:
             raise torch.OutOfMemoryError("there")
-        return run(self, table, scale)
+        return run(self, *given, **rows)
 
     device = PlayedDevice()
     model = PlayedUnits(device, UNITS, dtype=torch.bfloat16).placed(lambda m: zk.shard(m, stage=2, bucket_bytes=1))
@@ -196,7 +196,7 @@ def test_a_launch_that_fails_under_way_is_told(failing: int, torn: bool, monkeyp
         model(2)
 
     with monkeypatch.context() as patch:
-        patch.setattr(beside.SplitCompute, "_launch", launch)
+        patch.setattr(beside.Beside, "_launch", launch)
         with pytest.raises(torch.OutOfMemoryError, match="there"):
             go_on()
     assert opt.holdings.torn is torn

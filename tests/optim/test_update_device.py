@@ -19,13 +19,13 @@ import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.triton.table import DeviceTable
-from zerokern.optim import beside, streamed
+from zerokern.optim import batches, beside
 
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces, also of what tests have."""
-    monkeypatch.setattr(streamed, "_LEAST", 8192)
+    monkeypatch.setattr(batches, "_LEAST", 8192)
 
 
 @each("schedule", ["sync", "overlap"])
@@ -59,10 +59,8 @@ def test_state_crosses_the_link_and_nothing_else(
     (arena,) = opt.holdings.room.arenas
     assert numel * nbytes <= arena.nbytes <= numel * nbytes + 4096 * 8
     assert opt.holdings.room.held().keys() == {"exp_avg", "exp_avg_sq", "remainder"}, "no values, no gradients"
-    rows = opt.holdings.bound.binding.compute.streamed
-    assert (
-        len(rows.pieces) > len(rows.transit.slots) == streamed.SLOTS and rows.transit.nbytes <= streamed.SLOTS * 16384
-    )
+    there = opt.holdings.bound.binding.beside
+    assert len(there._ends) > len(there.pieces.slots) == beside.SLOTS and there.pieces.nbytes <= beside.SLOTS * 16384
 
 
 SPLIT = {"tier": ["device:20KB", "cpu"]}
@@ -117,14 +115,14 @@ def test_a_launch_that_fails_tears_and_a_load_mends(
         up._stretch = 0.05
         with monkeypatch.context() as patch:
             left = iter(range(passed))
-            run = beside.SplitCompute._launch
+            run = beside.Beside._launch
 
-            def launch(self: Any, table: Any, scale: float, run: Any = run, left: Any = left) -> None:
+            def launch(self: Any, table: Any, scale: float, run: Any = run, left: Any = left, **rows: int) -> None:
                 if next(left, None) is None:
                     raise torch.OutOfMemoryError("there")
-                run(self, table, scale)
+                run(self, table, scale, **rows)
 
-            patch.setattr(beside.SplitCompute, "_launch", launch)
+            patch.setattr(beside.Beside, "_launch", launch)
             with pytest.raises(torch.OutOfMemoryError, match="there"):
                 step()
         assert all(copy.done() for copy in opt.holdings.host.link._pending)

@@ -23,7 +23,7 @@ from waiting_device import played
 from worlds import World, built, on_threads
 
 import zerokern as zk
-from zerokern.optim import streamed
+from zerokern.optim import batches
 from zerokern.optim.cut_matrices import RoundUnderWay
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
@@ -333,7 +333,7 @@ class TestPlanned:
         self, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """To the byte: some share pieces, beside one that is too large for that."""
-        monkeypatch.setattr(streamed, "_LEAST_OF_MATRICES", 1 << 20)
+        monkeypatch.setattr(batches, "_LEAST_OF_MATRICES", 1 << 20)
         widths = (300, 350, 300, 3000, 320, 350, 200)
         model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(width, 256, bias=False) for width in widths)})
         model = model.to(torch.bfloat16)
@@ -344,9 +344,9 @@ class TestPlanned:
                 param.grad = torch.ones_like(param)
             opt = zk.Muon(model.parameters(), ns_steps=1, tier="cpu", **formats)
             opt.step()
-            rows = opt.holdings.bound.binding.compute.streamed
-            assert len(rows.pieces) < len(widths)
-            assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == rows.transit.nbytes > 0
+            beside = opt.holdings.bound.binding.beside
+            assert len(beside._ends) < len(widths)
+            assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == beside.pieces.nbytes > 0
             opt.close()
 
     @each("size, tier, schedule, formats", [

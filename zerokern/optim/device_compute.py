@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,15 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.binding import Binding, HostCompute, Member, table_of
+from zerokern.optim.compute import HostCompute, Member
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
-from zerokern.optim.matrices import MatrixTable
 from zerokern.optim.outside import plain
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
+
+if TYPE_CHECKING:
+    from zerokern.optim.binding import Binding
 
 __all__ = ["DeviceCompute"]
 
@@ -38,11 +41,11 @@ class DeviceCompute(HostCompute):
 
     def __init__(self, decision: Decision, last: Binding | None) -> None:
         """`last`: the binding before this one, intact or not."""
-        super().__init__()
         assert decision.device is not None
         self.place, self._decision = decision.device, decision
         self._last = last if last is not None and self.is_like(last.compute) else None
         self._kernels = device.kernels()
+        super().__init__(partial(self._kernels.table, self.place))
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
 
@@ -79,10 +82,10 @@ class DeviceCompute(HostCompute):
         row = None if self._last is None else self._last.tier.rows.get(id(param))
         return row if row is not None and row.param is param else None
 
-    def open_book(self, survey: Survey, tier: StateTier, previous: Binding | None) -> None:
+    def open_book(self, survey: Survey, tier: StateTier, last: DeviceSteps | None) -> None:
         """Keeps the book of the last binding if it has the same parameters: captured graphs count in it."""
-        if previous is not None:
-            self.book = previous.compute.book
+        if last is not None:
+            self.book = last
             return
         device.refuse_capture(self.place)
         everyone, book = survey.all_params, None if self._last is None else self._last.compute.book
@@ -101,29 +104,15 @@ class DeviceCompute(HostCompute):
         self.book = book
 
     def lay_out(
-        self,
-        survey: Survey,
-        groups: Groups,
-        members: Sequence[Member],
-        rows: Sequence[SpanRow],
-        turns: Sequence[int] = (),
+        self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow], steps: Sequence[int]
     ) -> None:
         self._last = None  # nothing asks for the rows before any more
         self._survey, self._rows = survey, rows
-        labels = self.book.choose(survey.numbers)
-        self.table, self.groups = table_of(survey, groups, members, rows, labels, self._open_table)
+        super().lay_out(survey, groups, members, rows, steps)
         witnesses: dict[int, int] = {}
         for group, (i, _) in zip(self.table.columns["group"], members, strict=True):
             witnesses.setdefault(group, survey.numbers[i])
-        # the row that each parameter begins with: of whole matrices it may have several
-        begins: dict[int, int] = {}
-        for row, (i, _) in enumerate(members):
-            begins.setdefault(i, row)
-        self._begins = [begins[i] for i in sorted(begins)]
         self._witnesses = [witnesses[group] for group in range(len(self.groups))]
-
-    def _open_table(self, nrows: int, ngroups: int) -> Any:
-        return self._kernels.table(self.place, nrows, ngroups)
 
     def is_outdated(self) -> bool:
         """Whether another table is needed: each capture has its own, because a replay fills it again."""
@@ -143,16 +132,15 @@ class DeviceCompute(HostCompute):
                     else lr.detach().to(self.place, non_blocking=True)
                 )
             self.table.set_group(number, hyper, **group.formats)
-        self.table.columns["grad"][:] = pointers
-        whole_ones = isinstance(self.table, MatrixTable)
-        self._pointers = array("Q", map(pointers.__getitem__, self._begins)) if whole_ones else pointers
+        self.point_at(pointers)
+        self._pointers = pointers
 
     def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
         """Launches the update of all rows."""
         self._done, self.table.begun = False, False
         with launching(self.place), whole("the step"):
             control = self._control()
-            launch = self.table.launch if isinstance(self.table, MatrixTable) else self.table.run
+            launch = self.table.launch if self.by_matrix else self.table.run
             launch(scale, control)
             self._done = True
 
@@ -182,13 +170,13 @@ class DeviceCompute(HostCompute):
         """Whether launches were broken off: the host does not know what those before the refused one have changed."""
         return self.table.begun and not self._done
 
-    def count(self, tier: StateTier) -> None:
+    def stepped(self, tier: StateTier, *, started: bool) -> None:
         self._decision.launched()
         self.book.advance()
 
-    def shown(self, state: Mapping[Any, Any], binding: Binding) -> dict[Any, Any]:
+    def shown(self, state: Mapping[Any, Any], tier: StateTier) -> dict[Any, Any]:
         """Returns counters with memory of their own, and no moment that nothing has started. Waits for the device."""
-        made, tier = plain(state), binding.tier
+        made = plain(state)
         entries = [entry for entry in made.values() if isinstance(entry, dict)]
         counted = [entry for entry in entries if isinstance(entry.get("step"), Tensor)]
         if counted:
@@ -196,7 +184,7 @@ class DeviceCompute(HostCompute):
             for entry, step in zip(counted, steps, strict=True):
                 entry["step"] = step
         marked = [row for row in tier.rows.values() if row.first]
-        counts = dict(zip(map(id, binding.survey.all_params), self.book.steps.tolist(), strict=True)) if marked else {}
+        counts = dict(zip(map(id, tier.survey.all_params), self.book.steps.tolist(), strict=True)) if marked else {}
         for row in marked:
             entry = made.get(row.param, {})
             for key in tier.algorithm.optional if counts[id(row.param)] == 0 else ():

@@ -15,8 +15,9 @@ from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostTier
 from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
-from zerokern.optim.beside import SplitCompute
-from zerokern.optim.binding import Binding, HostCompute
+from zerokern.optim.beside import Beside
+from zerokern.optim.binding import Binding
+from zerokern.optim.compute import HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
@@ -412,11 +413,12 @@ class Holdings:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
         streams = self.placing.there and self.shards.is_hosted and self.update == "device"
+        beside = None
         if (self.has_both or streams) and self.host is not None and self.host.link is not None:
-            compute = SplitCompute(self.host, self.room, self.schedule)
-        if previous is not None and not compute.is_like(previous.compute):
+            beside = Beside(self.host, self.room, self.schedule)
+        if previous is not None and not previous.is_like(compute, beside):
             previous = None
-        made = Binding(survey, groups, tier, compute, previous=previous, witness=witness)
+        made = Binding(survey, groups, tier, compute, beside, previous=previous, witness=witness)
         self.placing.forget_moved(self.held)
         self.shards.bound(survey.params, self.state)
         self.bound = Bound(made, made.witness, formats)

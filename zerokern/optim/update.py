@@ -245,7 +245,7 @@ class Update:
     ) -> StepProgram:
         """Makes the step program of this update."""
         survey, binding, streams = self.binding.survey, self.binding, self.binding.streams
-        beside = lazily and binding.compute.streams
+        beside = lazily and binding.passes
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(self._turn_of[part.name]) if part.name in self._turn_of else {}
@@ -294,7 +294,7 @@ class _DeviceCollective:
 def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: Any) -> Span:
     survey = binding.survey
     taken = [row for member in part.members if (row := rows.get(member)) is not None]
-    moved = [row for row in taken if not binding.compute.stays(survey.params[row])]
+    moved = [row for row in taken if not binding.stays(row)]
     return Span.of(
         part.name,
         sum(survey.numels[row] for row in moved),
@@ -309,7 +309,8 @@ def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, **others: An
 
 def _streamed_nbytes(part: Part, rows: Mapping[int, int], binding: Binding) -> int:
     params = [binding.survey.params[row] for member in part.members if (row := rows.get(member)) is not None]
-    return sum(binding.tier.nbytes_of(one) for one in params if binding.compute.streams_state_of(one))
+    beside = binding.beside
+    return sum(binding.tier.nbytes_of(one) for one in params if beside is not None and beside.moves_state_of(one))
 
 
 def _sent(part: Part) -> dict[str, Any]:

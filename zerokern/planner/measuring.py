@@ -183,8 +183,8 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
         for key, stand_in in ({} if owner is None else owner.described()).items():
             role, _, form = _role(key, stand_in)
             tally.put(role, form, "nvme", stand_in.numel() * stand_in.dtype.itemsize)
-    binding = None if here is None else here.bound.binding
-    tally.put("ring", "", "device", 0 if binding is None else binding.compute.ring_nbytes)
+    beside = None if here is None or here.bound.binding is None else here.bound.binding.beside
+    tally.put("ring", "", "device", 0 if beside is None else beside.ring_nbytes)
     disk = None if here is None else here.disk
     if disk is not None and disk.is_open:
         tally.put("ring", "", "cpu", sum(slot.lease.nbytes for slot in disk.ring.slots))

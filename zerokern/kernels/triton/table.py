@@ -65,14 +65,20 @@ def _bits(number: float) -> int:
     return int(struct.unpack("<Q", struct.pack("<d", number))[0])
 
 
+class _Launches(NamedTuple):
+    """The launches that update some rows: for each its formats and its tiles, and where directions are measured, for
+    each such launch the dtype and the chunks."""
+
+    updates: list[tuple[Formats, Tensor, int]]
+    measured: list[tuple[torch.dtype, Tensor, int]]
+
+
 class _Sent(NamedTuple):
-    """What the device has: the order, the rows, for each launch its formats and its tiles, and where directions are
-    measured, for each such launch the dtype and the chunks."""
+    """What the device has: the order, the rows, and by rows [begin, end) their launches."""
 
     order: Tensor
     rows: Tensor
-    launches: list[tuple[Formats, Tensor, int]]
-    measured: list[tuple[torch.dtype, Tensor, int]]
+    launches: dict[tuple[int, int], _Launches]
 
 
 class DeviceTable:
@@ -164,8 +170,8 @@ class DeviceTable:
         for name, value in pointers.items():
             self.columns[name][index] = value
 
-    def run(self, scale: float = 1.0, control: Control | None = None) -> None:
-        """The launches, on the current stream. `scale` multiplies gradients.
+    def run(self, scale: float = 1.0, control: Control | None = None, begin: int = 0, end: int | None = None) -> None:
+        """The launches for rows `begin` to `end`, on the current stream. `scale` multiplies gradients.
 
         What a captured run reads is its own, and stays as it is for as long as the table lives. `begun` says of a run
         that raised whether anything had been launched.
@@ -174,24 +180,23 @@ class DeviceTable:
         outcome = self._outcome if control is None else control.outcome
         self._address(scale, control)
         with launching(self.device):
-            if capturing(self.device):
-                # what a capture sends arrives at a replay, so no other run may count on it
-                sent = _Sent(upload(self._order, self.device), *self._plan())
-                self._captured.append((sent, self._rates[:], control))
-            else:
-                sent = self._send()
+            sent = self._send(control)
+            mine = begin, self.nseg if end is None else end
+            if mine not in sent.launches:
+                sent.launches[mine] = self._plan(range(*mine))
+            updates, measured = sent.launches[mine]
             self.begun = True
             preparing.prepare[(1,)](
                 outcome, self._constants, self._wides, self._marks, sent.order, self.ngroups,
                 num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
             grads = sent.order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
-            for made, tiles, ntiles in sent.launches:
+            for made, tiles, ntiles in updates:
                 updating.update[(ntiles,)](
                     outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
                     **made.constants(self.config), **made.options(self.config),
                 )  # fmt: skip
-            for dtype, chunks, nchunks in sent.measured:
+            for dtype, chunks, nchunks in measured:
                 shape = squares.shape_there(self.device, nchunks, dtype)
                 directions.direction_sums[(-(-nchunks // shape.chunks),)](
                     outcome, sent.rows, chunks, nchunks,
@@ -219,10 +224,17 @@ class DeviceTable:
         for name, value in header.items():
             self._order[preparing.HEADER[name]] = value
 
-    def _send(self) -> _Sent:
+    def _send(self, control: Control | None) -> _Sent:
         """Uploads what the device does not have yet."""
-        if self._sent is None:
-            self._sent = _Sent(upload(self._order, self.device), *self._plan())
+        captures = capturing(self.device)
+        if self._sent is None or captures:
+            for row, group in enumerate(self.columns["group"]):
+                self.columns["aligned"][row] = self._is_aligned(row, self._formats_of(group).vector)
+            sent = _Sent(upload(self._order, self.device), upload(self._rows, self.device), {})
+            if captures:  # what a capture sends arrives at a replay, so no other run may count on it
+                self._captured.append((sent, self._rates[:], control))
+                return sent
+            self._sent = sent
         elif self._order != self._known:
             refresh(self._sent.order, self._order)
         else:
@@ -230,24 +242,25 @@ class DeviceTable:
         self._known = self._order[:]
         return self._sent
 
-    def _plan(self) -> tuple[Tensor, list[tuple[Formats, Tensor, int]], list[tuple[torch.dtype, Tensor, int]]]:
-        """Cuts the rows of each combination of formats into tiles, and marks those whose addresses are aligned."""
+    def _formats_of(self, group: int) -> Formats:
+        made = self._formats[group]
+        assert made is not None, f"group {group} has no formats"
+        return made
+
+    def _plan(self, rows: range) -> _Launches:
+        """Cuts the rows of each combination of formats into tiles."""
         members: dict[Formats, list[int]] = {}
-        for row, group in enumerate(self.columns["group"]):
-            made = self._formats[group]
-            assert made is not None, f"group {group} has no formats"
-            members.setdefault(made, []).append(row)
-        launches, measured = [], []
-        for made, rows in members.items():
-            for row in rows:
-                self.columns["aligned"][row] = self._is_aligned(row, made.vector)
-            tiles = self._map(rows, self.config.numel)
+        for row in rows:
+            members.setdefault(self._formats_of(self.columns["group"][row]), []).append(row)
+        updates, measured = [], []
+        for made, some in members.items():
+            tiles = self._map(some, self.config.numel)
             if len(tiles):
-                launches.append((made, upload(tiles, self.device), len(tiles)))
+                updates.append((made, upload(tiles, self.device), len(tiles)))
                 if made.algorithm == "muon" and made.out is not None:
-                    chunks = self._map(rows, squares.CHUNK.value)
+                    chunks = self._map(some, squares.CHUNK.value)
                     measured.append((made.out, upload(chunks, self.device), len(chunks)))
-        return upload(self._rows, self.device), launches, measured
+        return _Launches(updates, measured)
 
     def _map(self, rows: Sequence[int], tile: int) -> Tensor:
         """(row, tile within the row) of each program, for some of the rows."""
