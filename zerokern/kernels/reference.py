@@ -85,8 +85,8 @@ def adam(
     >>> p.tolist()
     [0.75, 1.25]
     """
-    p = _load_master(param, remainder, master)
-    random = _random(p, stochastic_seed, key, step, first)
+    p = load_master(param, remainder, master)
+    random = random_of(p, stochastic_seed, key, step, first)
     if exp_avg_scale is not None and exp_avg_sq_scale is not None:
         p = adam_int8(
             p,
@@ -104,9 +104,9 @@ def adam(
             step=step,
             factor=-scale if maximize else scale,
         )
-        _publish(p, param, remainder, master, out, random)
+        publish(p, param, remainder, master, out, random)
         return
-    g = _load_grad(grad, scale, maximize)
+    g = load_grad(grad, scale, maximize)
     m, v = exp_avg.float(), exp_avg_sq.float()
     coupled = not decoupled and weight_decay != 0.0
     if coupled:
@@ -125,7 +125,7 @@ def adam(
     p = p - fma(decay, p, m / fma(slope, sqrt(v), floor))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
-    _publish(p, param, remainder, master, out, random)
+    publish(p, param, remainder, master, out, random)
 
 
 def lion(
@@ -159,8 +159,8 @@ def lion(
     >>> p.tolist()
     [0.5, 1.5, 1.0]
     """
-    p = _load_master(param, remainder, master)
-    g = _load_grad(grad, scale, maximize)
+    p = load_master(param, remainder, master)
+    g = load_grad(grad, scale, maximize)
     m = exp_avg.float() if exp_avg_scale is None else decode_int8(exp_avg, exp_avg_scale)
     if exp_avg.dtype == torch.float32:
         g, m = g.double(), m.double()
@@ -173,7 +173,7 @@ def lion(
         codes, scales = encode_int8(m)
         exp_avg.copy_(codes)
         exp_avg_scale.copy_(scales.view(exp_avg_scale.shape))
-    _publish(p, param, remainder, master, out, _random(p, stochastic_seed, key, step, first))
+    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first))
 
 
 def adagrad(
@@ -206,8 +206,8 @@ def adagrad(
     >>> p.tolist(), total.tolist()
     ([0.5, 1.5], [4.0, 16.0])
     """
-    p = _load_master(param, remainder, master)
-    g = _load_grad(grad, scale, maximize)
+    p = load_master(param, remainder, master)
+    g = load_grad(grad, scale, maximize)
     total = state_sum.float()
     exact = state_sum.dtype == torch.float32
     if exact:
@@ -217,7 +217,7 @@ def adagrad(
     total = (total + g * g).float()
     p = p - (lr / (1.0 + (step - 1) * lr_decay)) * (g.float() / (sqrt(total) + eps))
     state_sum.copy_(total)
-    _publish(p, param, remainder, master, out, _random(p, stochastic_seed, key, step, first))
+    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first))
 
 
 def sgd(
@@ -253,8 +253,8 @@ def sgd(
     >>> p.tolist(), buffer.tolist()
     ([0.375, 2.0], [2.5, -4.0])
     """
-    p = _load_master(param, remainder, master)
-    d = _load_grad(grad, scale, maximize)
+    p = load_master(param, remainder, master)
+    d = load_grad(grad, scale, maximize)
     before = p
     exact = momentum_buffer is None or momentum_buffer.dtype == torch.float32
     if exact:
@@ -271,7 +271,7 @@ def sgd(
         d = d + momentum * b if nesterov else b
         momentum_buffer.copy_(b)
     p = (before - lr * d).float()
-    _publish(p, param, remainder, master, out, _random(p, stochastic_seed, key, step, first))
+    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first))
 
 
 def muon(
@@ -300,7 +300,7 @@ def muon(
     >>> m.tolist(), out.tolist(), sums.tolist()
     ([1.0, -2.0], [1.75, -3.5], [15.3125])
     """
-    g = _load_grad(grad.reshape(-1), scale, maximize)
+    g = load_grad(grad.reshape(-1), scale, maximize)
     m = (exp_avg.float() if exp_avg_scale is None else decode_int8(exp_avg, exp_avg_scale)).reshape(-1)
     w, kept = to_fp32(1.0 - momentum), to_fp32(momentum)
     m = fma(w, g - m, m) if w < 0.5 else fma(-kept, g - m, g)
@@ -380,7 +380,7 @@ def accumulate(dst: Tensor, srcs: Sequence[Tensor], *, add: bool = True, scale: 
     dst.copy_(total)
 
 
-def _load_master(param: Tensor, remainder: Tensor | None, master: Tensor | None) -> Tensor:
+def load_master(param: Tensor, remainder: Tensor | None, master: Tensor | None) -> Tensor:
     if master is not None:
         return master.clone()
     if remainder is not None:
@@ -388,7 +388,7 @@ def _load_master(param: Tensor, remainder: Tensor | None, master: Tensor | None)
     return param.float()
 
 
-def _load_grad(grad: Tensor, scale: float, maximize: bool) -> Tensor:
+def load_grad(grad: Tensor, scale: float, maximize: bool) -> Tensor:
     g = grad.float()
     return (-g if maximize else g) * scale
 
@@ -398,11 +398,11 @@ def _sign(c: Tensor) -> Tensor:
     return torch.where(c.isnan(), c.float(), sign)
 
 
-def _random(p: Tensor, seed: int | None, key: int, step: int, first: int) -> Tensor | None:
+def random_of(p: Tensor, seed: int | None, key: int, step: int, first: int) -> Tensor | None:
     return None if seed is None else random_bits(mix64(seed, key, step), first, p.numel())
 
 
-def _publish(
+def publish(
     p: Tensor,
     param: Tensor,
     remainder: Tensor | None,

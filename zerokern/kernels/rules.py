@@ -17,7 +17,7 @@ from zerokern.core.native import NativeGroup
 from zerokern.kernels import checks
 from zerokern.kernels.formats import BLOCK, CODES, FLAGS, REMAINDERS, STATE_DTYPES, STATE_FORMATS
 
-__all__ = ["NUMBERS", "RULES", "Rule", "bytes_per_parameter", "words_of"]
+__all__ = ["NUMBERS", "RULES", "Rule", "bytes_per_parameter", "hyper_of", "words_of"]
 
 NUMBERS = tuple(name for name, kind in NativeGroup._fields_ if kind is c_double)
 """the hyperparameters that are numbers, in the order of the C ABI and of what the host sends to a device"""
@@ -39,19 +39,36 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _hyper(names: str) -> dict[str, Callable[[str, Any], Any]]:
+def hyper_of(names: str) -> dict[str, Callable[[str, Any], Any]]:
+    """Returns these hyperparameters with what checks them.
+
+    >>> list(hyper_of("lr momentum"))
+    ['lr', 'momentum']
+    """
     return {name: _CHECKS[name] for name in names.split()}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes an update rule by all that is not its arithmetic."""
+    """Describes an update rule by all that is not its arithmetic.
 
-    number: int  # of zk_algorithm
+    A rule of one's own has a `step`, a function that changes fp32 tensors in place: the parameter, its gradient, the
+    moments in their order; hyperparameters come by name. It runs in host memory, in all formats and tiers, and at all
+    stages and schedules. `RULES[name] = Rule(...)` makes it known, and an `optim.formats.Algorithm` of that name is the
+    rest of its optimizer.
+
+    >>> def signs(p, g, exp_avg, *, lr, momentum):
+    ...     p -= lr * exp_avg.mul_(momentum).add_(g).sign()
+    >>> Rule(0, hyper_of("lr momentum"), {"exp_avg": "exp_avg"}, step=signs).state_formats
+    ('fp32', 'bf16', 'int8')
+    """
+
+    number: int  # of zk_algorithm; 0: it has no kernels
     hyper: Mapping[str, Callable[[str, Any], Any]]  # by name, what checks it
     moments: Mapping[str, str]  # the arguments of its op, and how optimizers call them in their state
     moments_by: str = ""  # the hyperparameter without which there are no moments
     no_int8: str = ""  # why moments cannot be codes of 8 bits
+    step: Callable[..., None] | None = None  # of a rule without kernels: its arithmetic (`reference_table`)
     updates: str = "param"  # or "out": the matrix that is to be orthogonalized, with sums of its squares
 
     @cached_property
@@ -74,20 +91,20 @@ class Rule:
 RULES = {
     "adam": Rule(
         1,
-        _hyper("lr beta1 beta2 eps weight_decay decoupled step maximize"),
+        hyper_of("lr beta1 beta2 eps weight_decay decoupled step maximize"),
         {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
     ),
-    "lion": Rule(2, _hyper("lr beta1 beta2 weight_decay step maximize"), {"exp_avg": "exp_avg"}),
+    "lion": Rule(2, hyper_of("lr beta1 beta2 weight_decay step maximize"), {"exp_avg": "exp_avg"}),
     "adagrad": Rule(
         3,
-        _hyper("lr lr_decay eps weight_decay step maximize"),
+        hyper_of("lr lr_decay eps weight_decay step maximize"),
         {"state_sum": "sum"},
         no_int8="its sum only grows, and what is added to it would soon be less than a step of 8 bits; 'bf16' takes "
         "half of fp32's bytes",
     ),
     "sgd": Rule(
         4,
-        _hyper("lr momentum dampening weight_decay nesterov first_step step maximize"),
+        hyper_of("lr momentum dampening weight_decay nesterov first_step step maximize"),
         {"momentum_buffer": "momentum_buffer"},
         moments_by="momentum",
         no_int8="SGD subtracts momentum_buffer as it is, so that the rounding of 8 bits would go into the parameter; "
@@ -95,7 +112,7 @@ RULES = {
     ),
     "muon": Rule(
         5,
-        _hyper("momentum nesterov maximize") | {"momentum": checks.fraction},
+        hyper_of("momentum nesterov maximize") | {"momentum": checks.fraction},
         {"exp_avg": "momentum_buffer"},
         updates="out",
     ),

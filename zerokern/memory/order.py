@@ -4,7 +4,7 @@ part goes where."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,18 @@ class TierOrder:
         found = {"disk" if config_of(tier) else str(tier): free if budget == AUTO else budget for tier, budget in pairs}
         memory = [found.pop(kind) for kind in _IN_MEMORY if kind in found and not apart]
         return {"cpu": None if None in memory else sum(filter(None, memory)), **found} if memory else found
+
+    def place(self, sizes: Sequence[int], budgets: Mapping[str, int | None], held: Mapping[str, int]) -> list[str]:
+        """Returns for each part the kind of its tier. Another order of tiers may choose otherwise.
+
+        `sizes`: in bytes, in the order in which parts are needed. `budgets`, `held`: bytes by kind of tier.
+
+        >>> order = TierOrder.of("tier", ["device:1KiB", "cpu"])
+        >>> order.place([600, 600, 300], {"device": 1024, "cpu": None}, {"device": 0, "cpu": 0})
+        ['device', 'cpu', 'device']
+        """
+        kinds = list(budgets)
+        return [kinds[number] for number in place(sizes, list(budgets.values()), [held[kind] for kind in kinds])]
 
     @property
     def name(self) -> str:

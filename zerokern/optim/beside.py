@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerokern.io.pieces import ALIGNMENT, Segment
 from zerokern.io.pieces import columns as columns_of
-from zerokern.kernels.cpu import UpdateTable
+from zerokern.kernels.reference_table import host_table
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory import HostTier
 from zerokern.memory import Slot as Cell
@@ -39,11 +39,12 @@ class Beside:
     the turns that it needs alone.
     """
 
-    def __init__(self, host: HostCopies, room: HostTier | None, schedule: object) -> None:
-        """`room`: host memory that state lies in."""
+    def __init__(self, host: HostCopies, room: HostTier | None, schedule: object, algorithm: str) -> None:
+        """`room`: host memory that state lies in. `algorithm`: the rule."""
         assert host.link is not None
         self.place, self._host, self._room = host.driver.device, host, room
-        open_table = partial(_open_table, self.place)  # no method: a cycle would keep host memory past close()
+        # no method: a cycle would keep host memory past close()
+        open_table = partial(_open_table, self.place, algorithm)
         self.resident, self.passing = RowTable(open_table), RowTable(open_table)
         self._in_turns = schedule == "overlap"  # else nobody waits for a turn by itself
         name = "slots for state that is updated on the device"
@@ -274,11 +275,11 @@ def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: SpanRow
     return SpanRow(layout, row.first, pointer_words(pointers))
 
 
-def _open_table(place: torch.device, nrows: int, ngroups: int) -> Any:
+def _open_table(place: torch.device, algorithm: str, nrows: int, ngroups: int) -> Any:
     """Opens a table of the device's kernels; where a device's memory is the host's, one of native calls."""
     if device.serves(place):
         return device.kernels().table(place, nrows, ngroups)
-    return UpdateTable(nrows, ngroups)
+    return host_table(algorithm)(nrows, ngroups)
 
 
 def _run_holding(table: Any, _: Sequence[Tensor], scale: float, **rows: int) -> None:

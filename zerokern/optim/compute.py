@@ -154,12 +154,12 @@ class HostCompute(RowTable):
     def may_have_written(self, error: BaseException) -> bool:
         """Whether rows may have been written by a call that raised and was not carried out.
 
-        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it. Whole matrices take
-        several calls each.
+        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it. Others take several
+        calls, and know how far they came.
         """
-        if self.by_matrix:
-            return bool(self.table.begun)
-        return isinstance(error, Exception) and not isinstance(error, KernelError)
+        if isinstance(self.table, UpdateTable):
+            return isinstance(error, Exception) and not isinstance(error, KernelError)
+        return bool(self.table.begun)
 
     def stepped(self, tier: StateTier, *, started: bool) -> None:
         """Counts the update that was prepared. `started`: moments of other tables have started with it."""

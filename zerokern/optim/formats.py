@@ -36,8 +36,6 @@ ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that l
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 ADJUSTMENTS = (None, "original", "match_rms_adamw")  # of a learning rate to the shape of a matrix
 NS_DTYPES = (None, "bf16", "fp32")  # that matrices are orthogonalized in
-_COLUMNS = {key: column for rule in RULES.values() for key, column in zip(rule.moments.values(), CODED, strict=False)}
-_CODES = {key: CODED[_COLUMNS[key]] for rule in RULES.values() if not rule.no_int8 for key in rule.moments.values()}
 _OF_MUON = "ns_steps"  # in the groups of an optimizer whose momentum_buffer may be codes
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "lr": checks.rate,
@@ -101,7 +99,7 @@ class Algorithm:
     @cached_property
     def moments(self) -> tuple[tuple[str, str], ...]:
         """The keys of state that are moments, and the columns of the update table that point at them."""
-        return tuple((key, _COLUMNS[key]) for key in RULES[self.name].moments.values())
+        return tuple(zip(RULES[self.name].moments.values(), CODED, strict=False))
 
     @property
     def optional(self) -> frozenset[str]:
@@ -328,8 +326,8 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
         return {**found, **{key: here.of(key).show(found[key], name=prefix + key) for key in shown}}
     made: dict[str, Any] = {}
     for key, value in entry.items():
-        if key in _COLUMNS and isinstance(value, Tensor):
-            dtype = _CODES.get(key) if state_format == "int8" else STATE_DTYPES[state_format]
+        if key in _columns() and isinstance(value, Tensor):
+            dtype = _codes_of(key) if state_format == "int8" else STATE_DTYPES[state_format]
             if dtype is None:
                 raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
             mine = [(name, entry.get(name)) for name in (key, f"{key}_scale")]
@@ -346,7 +344,18 @@ def is_coded(key: str, dtype: torch.dtype) -> bool:
     >>> is_coded("exp_avg", torch.int8), is_coded("exp_avg", torch.float32)
     (True, False)
     """
-    return _CODES.get(key) is dtype
+    return _codes_of(key) is dtype
+
+
+def _columns() -> dict[str, str]:
+    """Returns by the keys of moments the columns that point at them, of all rules that there are."""
+    return {key: name for rule in RULES.values() for key, name in zip(rule.moments.values(), CODED, strict=False)}
+
+
+def _codes_of(key: str) -> torch.dtype | None:
+    """Returns the dtype of a moment's codes, if it may have some."""
+    coded = any(key in rule.moments.values() for rule in RULES.values() if not rule.no_int8)
+    return CODED[_columns()[key]] if coded else None
 
 
 def convert_moment(key: str, values: Mapping[str, Tensor], target: torch.dtype) -> dict[str, Tensor]:
@@ -358,8 +367,8 @@ def convert_moment(key: str, values: Mapping[str, Tensor], target: torch.dtype) 
     """
     value = values[key]
     if is_coded(key, value.dtype):
-        value = decode_int8(value, values[f"{key}_scale"], _COLUMNS[key])
+        value = decode_int8(value, values[f"{key}_scale"], _columns()[key])
     if not is_coded(key, target):
         return {key: value.to(target)}
-    codes, scale = encode_int8(value.float().contiguous(), _COLUMNS[key])
+    codes, scale = encode_int8(value.float().contiguous(), _columns()[key])
     return {key: codes, f"{key}_scale": scale}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.io.lock import let_go_in_child
+from zerokern.kernels.reference_table import host_table
 from zerokern.memory import HostTier
 from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
@@ -411,11 +412,12 @@ class Holdings:
             tier: StateTier = StateOnDisk(*of_state, self.placing, self.disk)
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
-        compute = HostCompute() if decision.device is None else DeviceCompute(decision, last)
+        open_table = host_table(self.algorithm.name)
+        compute = HostCompute(open_table) if decision.device is None else DeviceCompute(decision, last)
         streams = self.placing.there and self.shards.is_hosted and self.update == "device"
         beside = None
         if (self.has_both or streams) and self.host is not None and self.host.link is not None:
-            beside = Beside(self.host, self.room, self.schedule)
+            beside = Beside(self.host, self.room, self.schedule, self.algorithm.name)
         if previous is not None and not previous.is_like(compute, beside):
             previous = None
         made = Binding(survey, groups, tier, compute, beside, previous=previous, witness=witness)

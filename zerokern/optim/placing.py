@@ -15,7 +15,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
-from zerokern.memory.order import TierOrder, place
+from zerokern.memory.order import TierOrder
 from zerokern.optim.device import is_apart
 from zerokern.optim.disk import on_disk_of
 
@@ -175,9 +175,8 @@ class Placing:
     def _filled(
         self, tiers: Mapping[str, int | None], sizes: Sequence[int], held_there: int, held_here: int
     ) -> list[str]:
-        kinds, used = list(tiers), {"device": held_there, "cpu": held_here}
-        held = [used.get(kind, 0) for kind in kinds]
-        return [kinds[number] for number in place(sizes, list(tiers.values()), held)]
+        used = {"device": held_there, "cpu": held_here}
+        return self._order.place(sizes, tiers, {kind: used.get(kind, 0) for kind in tiers})
 
     def _known(self, param: Tensor, entry: Any) -> str | None:
         if on_disk_of(entry) is not None:

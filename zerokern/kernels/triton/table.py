@@ -130,6 +130,9 @@ class DeviceTable:
         stochastic_seed: int | None = None,
     ) -> None:
         """Fills one group: formats by name, hyperparameters as in ops; `lr` may be a 0-dim tensor on the device."""
+        if not RULES[algorithm].number:
+            do = "tier='cpu' updates in host memory"
+            raise ValueError(got("algorithm", algorithm, "a rule that has kernels, for tensors on a GPU", do))
         random = stochastic_seed is not None
         made = Formats(algorithm, grad_dtype, param_dtype, master_format, state_format, out_dtype, random)
         if made != self._formats[index]:
