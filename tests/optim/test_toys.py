@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,24 @@ def test_an_exact_remainder_keeps_what_the_rule_computes() -> None:
     assert torch.equal(join(weight.detach(), opt.state[weight]["remainder"]), p)
 
 
-def test_a_rule_that_fails_tears_and_a_gpu_has_no_kernel_for_it() -> None:
-    weight = nn.Parameter(torch.ones(4))
-    opt = Signs([weight])
-    weight.grad = torch.ones(4)
+@each("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_rule_that_fails_tears(error: type[BaseException]) -> None:
+    def fails(p: Tensor, *_: Any, **__: Any) -> None:
+        if p.numel() == 3:
+            raise error
+
+    weights = [nn.Parameter(torch.ones(numel)) for numel in (4, 3)]
+    opt = Signs(weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
     opt.step()
-    RULES["signs"] = Rule(0, RULES["signs"].hyper, RULES["signs"].moments, step=lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        patch.setitem(RULES, "signs", replace(RULES["signs"], step=fails))
         opt.step()
     says(refusal(opt.step, zk.StateError), ["load a checkpoint"])
+
+
+def test_a_gpu_has_no_kernel_for_it() -> None:
     triton = pytest.importorskip("zerokern.kernels.triton.table")
     if not torch.cuda.is_available():
         table = triton.DeviceTable(torch.device("cpu"), 1, 1)
