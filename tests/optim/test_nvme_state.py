@@ -24,7 +24,9 @@ from zerokern import StateError
 from zerokern.core.errors import BudgetError
 from zerokern.io import Nvme
 from zerokern.memory import tier as tiers
+from zerokern.memory.stream import Record
 from zerokern.optim import AdamW
+from zerokern.optim.disk import RecordReader, all_on_disk
 
 Tier = Callable[..., Nvme]
 
@@ -53,6 +55,47 @@ def test_a_moment_that_is_loaded_before_it_has_begun_begins_with_the_gradient(ti
     twins.both(lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(saved)))
     twins.train(2, 1)
     assert twins.agree()
+
+
+def test_readers_of_one_ring_take_turns(tier: Tier) -> None:
+    """One goes back and forth, another begins meanwhile, and a step ends both."""
+    params = make_params([(8000,)] * 16)
+    optimizer = AdamW(params, tier=tier(ring_nbytes=1 << 20))
+    set_grads(params)
+    optimizer.step()
+    disk = optimizer.holdings.disk
+    owners = all_on_disk(optimizer.holdings.held)
+    expected = [{key: tensor.clone() for key, tensor in one.items()} for one in disk.read(owners)]
+    one, other = RecordReader(disk, owners), RecordReader(disk, owners)
+    order = list(one.spans)
+    assert len(order) > 4
+
+    def check(reader: RecordReader, record: Record) -> None:
+        cell = reader.cell(record)
+        for owner, place in reader.spans[record]:
+            found = owner.cells(place, cell)
+            parts = owner.parts(place, expected[owners.index(owner)])
+            assert all(torch.equal(found[key], part) for key, part in parts.items())
+
+    for reader, turn in [
+        (one, 0),
+        (one, 1),
+        (one, 0),
+        (other, 0),
+        (one, 1),
+        (one, 2),
+        (other, 3),
+        (other, 2),
+        (one, 4),
+    ]:
+        check(reader, order[turn])
+    one.expect(order[2:])
+    check(one, order[2])
+    set_grads(params, seed=1)
+    optimizer.step()
+    for reader in (one, other):
+        with pytest.raises(StateError, match="has stepped"):
+            reader.cell(order[3])
 
 
 @each("what", ["shape", "missing", "cast"])

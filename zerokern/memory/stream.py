@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Stream:
         self.slot_nbytes = slot_nbytes_of(ring_nbytes)
         self.tier, self._owner = tier, owner
         self.records: dict[int, Record] = {}  # by id
-        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # records read ahead: their slots and tickets
+        self._reading: weakref.ref[Generator[int, None, None]] | None = None  # its reader's, which keeps it
         self.version = 0  # counts what may have changed records
         self._reserved: list[Record] = []  # room for what is about to be laid out
         self._closed = False
@@ -90,7 +91,7 @@ class Stream:
         """Closes the tier and frees the ring; nothing is kept. Later uses raise with the reason."""
         opened, self._closed = self.is_open, True
         if opened:
-            self.stop_reading()
+            self._stop_reading()
         self.tier.close(because)
         if opened:
             with contextlib.suppress(ZerokernError):  # in a forked child, whose memory it is not
@@ -149,15 +150,22 @@ class Stream:
         record.stored = True
         return ticket
 
-    def stop_reading(self) -> None:
-        """Waits for reads that were started ahead and that nobody has asked for, and forgets them."""
-        while self.ahead:
-            _, ticket = self.ahead.popitem()[1]
-            if ticket is not None:
-                with contextlib.suppress(ZerokernError):  # nobody has asked for it
-                    ticket.wait()
+    def reading(self, flow: Generator[int, None, None]) -> Generator[int, None, None]:
+        """Lends the ring to whoever reads records, until another one does, or they are written."""
+        self._stop_reading()
+        self._reading = weakref.ref(flow)
+        return flow
+
+    def is_lent_to(self, flow: Generator[int, None, None] | None) -> bool:
+        """Whether nobody else has had the ring since `reading` lent it."""
+        return flow is not None and self._reading is not None and self._reading() is flow
+
+    def _stop_reading(self) -> None:
+        flow, self._reading = None if self._reading is None else self._reading(), None
+        if flow is not None:
+            flow.close()  # which waits for reads that nobody has asked for
 
     def begin_change(self) -> None:
         """Declares that records are about to be written: what was read ahead of them is discarded."""
-        self.stop_reading()
+        self._stop_reading()
         self.version += 1

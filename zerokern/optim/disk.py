@@ -3,7 +3,7 @@ or written at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NoReturn
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.kernels.formats import BLOCK
-from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted
+from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
+from zerokern.memory.ring import DeferredSignals
 from zerokern.memory.stream import SLOTS, Record, Stream, slot_nbytes_of
 from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
@@ -209,7 +210,6 @@ class Disk(Stream):
         cut = iter(DeviceTier(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
         into = dict(zip(map(id, owners), made, strict=True))
-        self.stop_reading()
         reader = RecordReader(self, owners)
         for record, spans in reader.spans.items():
             cell = reader.cell(record)
@@ -233,12 +233,14 @@ def _spans_by_record(owners: Iterable[OnDisk]) -> dict[Record, list[tuple[OnDisk
 
 
 class RecordReader:
-    """Reads records into the ring, ahead of callers who ask for them in order."""
+    """Reads records through the ring, ahead of callers who ask for them in order."""
 
     def __init__(self, disk: Disk, owners: Iterable[OnDisk]) -> None:
         self.disk, self._version = disk, disk.version
         self.spans = _spans_by_record(owners)
         self._numbers = {record: number for number, record in enumerate(self.spans)}
+        self._flow: Generator[int, None, None] | None = None
+        self._first, self._at = 0, -1  # the turns of the record that it began with, and of the last one asked for
         self.expect(self.spans)
 
     def number(self, record: Record) -> int:
@@ -247,48 +249,45 @@ class RecordReader:
 
     def expect(self, records: Any) -> None:
         """Reads only these ahead: no others will be asked for."""
+        self._flow = None
         wanted = set(records)
         self._order = [record for record in self.spans if record in wanted]
         self._turn = {record: turn for turn, record in enumerate(self._order)}
-        self._next = 0
 
     def cell(self, record: Record) -> Cell:
         """Waits for a record and returns its cell, where it stays until the record after the next is asked for."""
-        disk = self.disk
-        if disk.version != self._version:
+        if self.disk.version != self._version:
             raise StateError(_CHANGED)
-        turn, ahead = self._turn[record], disk.ahead
-        if record not in ahead:
-            disk.stop_reading()
-            self._next = turn
-        for one in [one for one in ahead if self._turn.get(one, -1) < turn - 1]:
-            cell, ticket = ahead.pop(one)
-            if ticket is not None:
-                ticket.wait()
-        self._read_on()
-        cell, ticket = ahead[record]
-        if ticket is not None:
-            ticket.wait()
-            ahead[record] = cell, None
-        return cell
+        turn = self._turn[record]
+        if not self.disk.is_lent_to(self._flow) or not max(self._first, self._at - 1) <= turn <= self._at + 1:
+            self._first, self._at = turn, turn - 1
+            self._flow = self.disk.reading(_reading(self.disk, self._order[turn:], self.spans))
+        if turn > self._at:
+            assert self._flow is not None
+            with DeferredSignals():
+                next(self._flow)
+            self._at = turn
+        cells = self.disk.ring.slots
+        return cells[(turn - self._first) % len(cells)]
 
-    def _read_on(self) -> None:
-        disk = self.disk
-        taken = {cell.index for cell, _ in disk.ahead.values()}
-        free = [cell for cell in disk.ring.slots if cell.index not in taken]
-        for cell, record in zip(free, self._order[self._next :], strict=False):
-            ticket = disk.fetch(record, disk.view(cell, record)) if record.stored else None
-            if ticket is None:
-                disk.view(cell, record).zero_()
-            if record.unsettled:
-                if ticket is not None:
-                    ticket.wait()
-                    ticket = None
-                for owner, place in self.spans[record]:
-                    if place in record.unsettled:
-                        owner.begin_span(place, cell)
-            disk.ahead[record] = cell, ticket
-            self._next += 1
+
+def _reading(
+    disk: Disk, order: Sequence[Record], spans: Mapping[Record, Sequence[tuple[OnDisk, RecordSpan]]]
+) -> Generator[int, None, None]:
+    """Reads these records into the ring one after the other. A cell is filled again behind the next but one."""
+
+    def fetch(i: int, cell: Cell, after: Any) -> Any:
+        return disk.fetch(order[i], disk.view(cell, order[i]), after) if order[i].stored else None
+
+    def settle(i: int, cell: Cell) -> None:
+        record = order[i]
+        if not record.stored:
+            disk.view(cell, record).zero_()
+        for owner, place in spans[record] if record.unsettled else ():
+            if place in record.unsettled:
+                owner.begin_span(place, cell)
+
+    return flowing(disk.ring, len(order), fetch, settle, lambda i, cell: None, behind=1)
 
 
 class RecordWriter:
