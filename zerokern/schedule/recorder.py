@@ -41,6 +41,9 @@ class Launched:
         self.step, self.lane, self.verb, self.what, self.turn = step, lane, verb, what, turn
         self.begin_ns, self.end_ns, self.nbytes = begin_ns, -1, nbytes
 
+    def event(self) -> Event:
+        return Event(self.step, self.lane, self.verb, self.what, self.begin_ns, self.end_ns, self.nbytes, self.turn)
+
 
 class Recorder:
     """Keeps the last `limit` ops. Its methods may be called from any thread.
@@ -57,7 +60,7 @@ class Recorder:
     def __init__(self, limit: int = LIMIT) -> None:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ValueError(got("limit", limit, "a whole number of events from 1 on"))
-        self._kept: deque[Event | Launched] = deque(maxlen=limit)
+        self._kept: deque[Launched] = deque(maxlen=limit)
         self._step, self._turns = 1, Counter[tuple[str, str]]()
 
     def submitted(self, step: int) -> None:
@@ -79,7 +82,7 @@ class Recorder:
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0, turn: int = 0
     ) -> None:
         """Records an op that has ended."""
-        self._kept.append(Event(step, lane, verb, what, begin_ns, end_ns, nbytes, turn))
+        self.launched(step, lane, verb, what, begin_ns, nbytes, turn).end_ns = end_ns
 
     def launched(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0, turn: int = 0
@@ -101,19 +104,12 @@ class Recorder:
     @property
     def events(self) -> list[Event]:
         """The ops that have ended, sorted by their begin."""
-        return sorted(
-            (_event(entry) for entry in list(self._kept) if entry.end_ns >= 0), key=lambda event: event.begin_ns
-        )
+        ended = [entry.event() for entry in list(self._kept) if entry.end_ns >= 0]
+        return sorted(ended, key=lambda event: event.begin_ns)
 
     def clear(self) -> None:
         """Forgets all ops."""
         self._kept.clear()
-
-
-def _event(entry: Event | Launched) -> Event:
-    if isinstance(entry, Event):
-        return entry
-    return Event(entry.step, entry.lane, entry.verb, entry.what, entry.begin_ns, entry.end_ns, entry.nbytes, entry.turn)
 
 
 class SpanRecorder:
