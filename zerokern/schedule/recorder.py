@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from zerokern.core.errors import got
-
 __all__ = ["Event", "Launched", "Recorder", "SpanRecorder", "UpdateRecorder"]
 
 LIMIT = 1 << 16
@@ -46,7 +44,7 @@ class Launched:
 
 
 class Recorder:
-    """Keeps the last `limit` ops. Its methods may be called from any thread.
+    """Keeps the last `LIMIT` ops. Its methods may be called from any thread.
 
     A copy's times come from its ticket (`ticket.times()`, begin and end in ns); without them it counts as running from
     its launch until somebody sees that it has ended.
@@ -57,10 +55,8 @@ class Recorder:
     [Event(step=1, lane='cpu', verb='Step', what='head', begin_ns=1000, end_ns=5000, nbytes=0, turn=0)]
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ValueError(got("limit", limit, "a whole number of events from 1 on"))
-        self._kept: deque[Launched] = deque(maxlen=limit)
+    def __init__(self) -> None:
+        self._kept: deque[Launched] = deque(maxlen=LIMIT)
         self._step, self._turns = 1, Counter[tuple[str, str]]()
 
     def submitted(self, step: int) -> None:
