@@ -160,52 +160,29 @@ try:
 except PackageNotFoundError:  # a source tree on the path: only the installed package knows its number
     __version__ = "0+source"
 
-_HOMES = {
-    **dict.fromkeys(
-        (
-            "SGD",
-            "Adagrad",
-            "Adam",
-            "AdamW",
-            "ChainedOptimizer",
-            "Lion",
-            "Muon",
-            "clip_grad_norm_",
-            "convert_state",
-            "muon_groups",
-        ),
-        "zerokern.optim",
+_NAMES = {
+    "zerokern.optim": "SGD Adagrad Adam AdamW ChainedOptimizer Lion Muon clip_grad_norm_ convert_state muon_groups",
+    "zerokern.core.errors": (
+        "BackendError BudgetError CommError IoError KernelError ShardError StateError ZerokernError"
     ),
-    **dict.fromkeys(
-        (
-            "BackendError",
-            "BudgetError",
-            "CommError",
-            "IoError",
-            "KernelError",
-            "ShardError",
-            "StateError",
-            "ZerokernError",
-        ),
-        "zerokern.core.errors",
-    ),
-    **dict.fromkeys(("build", "gathered", "no_sync", "shard", "shards"), "zerokern.api"),
-    **dict.fromkeys(("Plan", "measure", "plan"), "zerokern.planner"),
-    "Saving": "zerokern.checkpoint.background",
-    "latest": "zerokern.checkpoint.folder",
-    "load": "zerokern.checkpoint.loader",
-    "save": "zerokern.checkpoint.saver",
-    "export": "zerokern.interop.exporter",
-    "load_pretrained": "zerokern.interop.pretrained",
-    "Nvme": "zerokern.io",
-    "from_deepspeed": "zerokern.integrations.deepspeed",
-    **dict.fromkeys(("get_include", "get_library", "info"), "zerokern.report"),
-    "Delayed": "zerokern.schedule",
-    "PipelineStage": "zerokern.parallel.pipelining",
-    "recompute": "zerokern.activations.recompute",
-    "tile": "zerokern.activations.tiles",
-    "trace": "zerokern.debug.tracing",
+    "zerokern.api": "build gathered no_sync shard shards",
+    "zerokern.planner": "Plan measure plan",
+    "zerokern.checkpoint.background": "Saving",
+    "zerokern.checkpoint.folder": "latest",
+    "zerokern.checkpoint.loader": "load",
+    "zerokern.checkpoint.saver": "save",
+    "zerokern.interop.exporter": "export",
+    "zerokern.interop.pretrained": "load_pretrained",
+    "zerokern.io": "Nvme",
+    "zerokern.integrations.deepspeed": "from_deepspeed",
+    "zerokern.report": "get_include get_library info",
+    "zerokern.schedule": "Delayed",
+    "zerokern.parallel.pipelining": "PipelineStage",
+    "zerokern.activations.recompute": "recompute",
+    "zerokern.activations.tiles": "tile",
+    "zerokern.debug.tracing": "trace",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -197,19 +198,8 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
     >>> model.weight.shape
     torch.Size([2, 4])
     """
-    settings: dict[str, Any] = {
-        "stage": 2,
-        "mesh": None,
-        "mp_policy": None,
-        "tier": "device",
-        "keep": None,
-        "micro": 1,
-        "replicated": None,
-        "units": None,
-        "bucket_bytes": BUCKET_BYTES,
-        "reduce": "mean",
-        "whole": None,
-    }
+    keywords = inspect.signature(shard).parameters.values()
+    settings = {one.name: one.default for one in keywords if one.kind is one.KEYWORD_ONLY}
     if isinstance(fn, nn.Module):
         do = "zk.build(lambda: Model()) makes it from the start; zk.shard(model) takes one that is there"
         raise TypeError(got("fn", f"a {type(fn).__name__}", "a function without arguments that makes the model", do))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,19 @@ def step(model: nn.Module, run: Callable[..., Tensor], x: Tensor, **kwargs: Any)
     loss = hidden.square().mean()
     loss.backward()
     return [loss.detach(), x.grad, *(param.grad for param in model.parameters())]
+
+
+def held_in(keeper: keeping.Keeper) -> dict[str, int]:
+    """Bytes at rest, or on their way there, by the kind of tier: "device", "cpu" or "disk"."""
+    with keeper.lock:
+        found = Counter(disk=sum(({} if keeper.opened is None else keeper.opened.held()).values()))
+        for tier in keeper._behind.values():
+            found["cpu"] += sum(tier.held_in_blocks().values())
+        for reference, number in keeper.resting.parts():
+            kept = reference()
+            if kept is not None and not kept.has_part:  # where it was
+                found[keeper._kinds[number]] += 0 if kept._here is None else kept._here.numel()
+        return dict(+found)
 
 
 def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:

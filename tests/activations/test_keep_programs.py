@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from keep_cases import Broken, by, layers, played, same
+from keep_cases import Broken, by, held_in, layers, played, same
 from torch import Tensor, nn
 
 import zerokern as zk
@@ -123,7 +123,7 @@ def kept_in(tiers: list[Any], events: list[Event], model: nn.ModuleList, expecte
     found = played_out(events, model, lambda layer, x, micro: by(keeper, micro)(layer, x), check)
     assert same(found, expected)
     gc.collect()
-    assert not keeper.held_in() and not any(map(keeper.resting.held, range(len(keeper._kinds))))
+    assert not held_in(keeper) and not any(map(keeper.resting.held, range(len(keeper._kinds))))
     return keeper.moved_nbytes
 
 

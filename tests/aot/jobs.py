@@ -27,7 +27,7 @@ from zerokern.kernels.triton import (
 )
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.rows import LAST_ROWS, NUM_WARPS, ROWS, SOME_ROWS, row_width
-from zerokern.kernels.triton.variants import DEFAULT, Config, Formats
+from zerokern.kernels.triton.variants import _MASTER_NBYTES, _STATE_NBYTES, DEFAULT, Config, Formats
 
 Job = dict[str, Any]
 FP32, BF16, FP16 = TYPES
@@ -354,6 +354,7 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
     coded = made.state == "int8"
     per_thread = config.rows * BLOCK // (32 * config.num_warps)
     bodies = 2  # for rows that are aligned, and for others
+    read_nbytes = max(made.grad.itemsize, _MASTER_NBYTES[made.master], _STATE_NBYTES[made.state])
     fmas = FMAS.get(made.algorithm, 0) * per_thread * bodies
     counted = not coded
     if scarce:
@@ -366,7 +367,7 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
         PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[coded],
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
-        wide=widest(16, made.read_nbytes * made.vector, made.written_nbytes * made.vector),
+        wide=widest(16, read_nbytes * made.vector, made.written_nbytes * made.vector),
         shared=4096,  # the scales of blocks, and rows that are not aligned, change threads
         # a word that the assembler spills to get by with a step of registers less: on sm_80 with fp32 gradients
         spilled=8 if coded else 0,

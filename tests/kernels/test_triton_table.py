@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 from zerokern.core.errors import BackendError
 from zerokern.kernels import reference
 from zerokern.kernels.reference_int8 import power, step_scalars, to_fp32
-from zerokern.kernels.triton.backend import INSTEAD, interpreted, refuse_before
+from zerokern.kernels.triton.backend import interpreted, refuse_before
 from zerokern.kernels.triton.codecs import INTERPRETED
 from zerokern.kernels.triton.table import Control, DeviceTable
 from zerokern.kernels.triton.upload import tile_map
@@ -219,7 +219,7 @@ def test_an_old_gpu_is_named_and_what_runs_there() -> None:
         BackendError,
         match=r"Tesla V100 is sm_70, and the kernels need sm_80 or newer; what runs instead: impl='reference'",
     ):
-        refuse_before((7, 0), "Tesla V100", "the kernels", f"what runs instead: {INSTEAD}")
+        refuse_before((7, 0), "Tesla V100")
 
 
 @each("off", [-2, -1, 0, 1, 2])

@@ -14,7 +14,7 @@ from waiting_device import HostComputes
 
 from zerokern.io import Faults, Nvme
 from zerokern.kernels import reference
-from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, orthogonalize_
+from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.optim import Muon
 from zerokern.optim.records import LEAST_SLOT
 
@@ -80,7 +80,7 @@ class Slowly:
             )  # fmt: skip
             direction = direction.view(height, width)
             how = {"coefficients": of["ns_coefficients"], "steps": of["ns_steps"], "eps": of["eps"]}
-            orthogonalize_(direction, sums, **how)
+            iterate_(direction, sums, **how)
             rate = adjusted_lr(of["lr"], of["adjust_lr_fn"], (height, width))
             rates = apply_settings(of["lr"], rate, of["weight_decay"])
             kept = {key: part[key] for key in ("remainder", "master") if key in part}

@@ -257,7 +257,7 @@ class TestPlanned:
         """Counted while they run, of three shapes."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        from zerokern.kernels.orthogonal import orthogonalize_
+        from zerokern.kernels.orthogonal import iterate_
 
         model = nn.ModuleList(
             [nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False), nn.Linear(32, 32, bias=False)]
@@ -265,7 +265,7 @@ class TestPlanned:
         counted = 0
         for layer in model:
             with FlopCounterMode(display=False) as counter:
-                orthogonalize_(layer.weight.detach().clone(), torch.ones(1, dtype=torch.float64), steps=3)
+                iterate_(layer.weight.detach().clone(), torch.ones(1, dtype=torch.float64), steps=3)
             counted += counter.get_total_flops()
         plan = zk.plan(model, optimizer="muon", ns_steps=3, units=list(model))
         assert plan.muon is not None and plan.muon.flops == counted

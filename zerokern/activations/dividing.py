@@ -62,9 +62,9 @@ class Dividing(Keeper):
 
     >>> x = torch.ones(1 << 19)
     >>> keeper = Dividing("device", Group(0, 1, x.device, "alone"), [0])
-    >>> packed = keeper.begin().pack(x); following = keeper.begin()
-    >>> keeper.held()
-    {'kept inputs': 2097152}
+    >>> turn = keeper.begin(); packed = turn.pack(x); following = keeper.begin()
+    >>> [part.piece.nbytes for part in turn.parts]
+    [2097152]
     """
 
     def __init__(self, keep: AnyTier | TierOrder, group: Group, ranks: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ class Keeper:
     ...     turn = keeper.begin()
     ...     packed = turn.pack(x)
     ...     following = keeper.begin()
-    ...     keeper.held(), turn.unpack(packed).sum()
+    ...     keeper.opened.held(), turn.unpack(packed).sum()
     ({'kept inputs': 2097152}, tensor(524288.))
     """
 
@@ -113,23 +113,6 @@ class Keeper:
     def _first(self, on_device: bool) -> int:
         """The first tier for a tensor: of one in host memory, beside others on a device, none that is on the device."""
         return int(self._is_apart and not on_device and self._kinds[0] == "device" and len(self._kinds) > 1)
-
-    def held(self) -> dict[str, int]:
-        """Bytes at rest, by role."""
-        nbytes = sum(self.held_in().values())
-        return {ROLE: nbytes} if nbytes else {}
-
-    def held_in(self) -> dict[str, int]:
-        """Bytes at rest, or on their way there, by the kind of tier: "device", "cpu" or "disk"."""
-        with self.lock:
-            found = Counter(disk=sum(({} if self.opened is None else self.opened.held()).values()))
-            for tier in self._behind.values():
-                found["cpu"] += sum(tier.held_in_blocks().values())
-            for reference, number in self.resting.parts():
-                kept = reference()
-                if kept is not None and not kept.has_part:  # where it was
-                    found[self._kinds[number]] += kept.here_nbytes
-            return dict(+found)
 
     @property
     def in_stream_order(self) -> bool:
@@ -227,11 +210,6 @@ class Kept:
     def has_part(self) -> bool:
         """Whether it has left its place."""
         return self._part is not None
-
-    @property
-    def here_nbytes(self) -> int:
-        """Bytes of what is where it was kept, or has been fetched."""
-        return 0 if self._here is None else self._here.numel()
 
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether it has these bytes of its memory, as they are now."""

@@ -22,7 +22,7 @@ from zerokern.activations.module_state import ModuleState
 from zerokern.activations.slices import KEPT_OUTSIDE, in_slices, refuse_statistics
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, got
+from zerokern.core.errors import ShardError, StateError, got, whole_number
 from zerokern.memory.order import TierOrder
 from zerokern.memory.tier import AnyTier
 from zerokern.zero import hooks
@@ -85,22 +85,11 @@ def recompute(
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
     order = TierOrder.of("keep", keep)
     module = module_of(fn)
-    plain = check_micro(micro) == 1 and order.tiers == ("device",) and replicated is None
+    plain = whole_number("micro", micro) == 1 and order.tiers == ("device",) and replicated is None
     if plain and (torch.compiler.is_compiling() or module is None or not ModuleState(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
     return recompute_with(_keeper(order, replicated), micro, fn, args, kwargs, settings, module)
-
-
-def check_micro(micro: object) -> int:
-    """Returns `micro`, or raises if it is no number of slices.
-
-    >>> check_micro(4)
-    4
-    """
-    if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
-        raise ValueError(got("micro", micro, "a whole number from 1 on"))
-    return micro
 
 
 class Repeated:
@@ -117,7 +106,7 @@ class Repeated:
     def __init__(
         self, keep: AnyTier | Sequence[AnyTier] | None, micro: int, replicated: DeviceMesh | Group | None = None
     ) -> None:
-        self.micro, self.replicated = check_micro(micro), replicated
+        self.micro, self.replicated = whole_number("micro", micro), replicated
         if keep is None and (micro > 1 or replicated is not None):
             keep = "device"
         self.keep = keep

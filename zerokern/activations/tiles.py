@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerokern.activations.tiled_weight import TiledWeight
-from zerokern.core.errors import ShardError, StateError, got
+from zerokern.core.errors import ShardError, StateError, got, whole_number
 from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.kinds import is_placed
@@ -56,8 +56,7 @@ def tile(module: nn.Module, *, tiles: int) -> nn.Module:
     >>> list(layer.state_dict())
     ['weight', 'bias']
     """
-    if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
-        raise ValueError(got("tiles", tiles, "a whole number from 1 on"))
+    whole_number("tiles", tiles)
     if not isinstance(module, nn.Module):
         raise TypeError(got("module", type(module).__name__, "an nn.Linear, or a module with some in it"))
     found = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)]
@@ -189,10 +188,6 @@ class Cut(Tiled):
         """As a Linear's own."""
         for one in self.tiles:
             cast("Tile", one).reset_parameters()
-        self.reset_bias()
-
-    def reset_bias(self) -> None:
-        """As a Linear's own."""
         if self.bias is not None and self.in_features:
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)

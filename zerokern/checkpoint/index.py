@@ -4,7 +4,6 @@ Line 1 is ``{"zerokern": 1, "crc32c": "<8 hex digits>"}``; the checksum is that 
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import re
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from zerokern.core import native
-from zerokern.core.errors import IoError
 from zerokern.core.units import itemsize
+from zerokern.io.advice import file_error
 
-__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "FileRow", "Index", "TensorRow", "refuse_uncovered"]
+__all__ = [
+    "BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "FileRow", "Index", "TensorRow", "file_error",
+    "refuse_uncovered",
+]  # fmt: skip
 
 NAME = "zerokern.json"
 FORMAT = 1
@@ -219,11 +221,6 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
         start, length = box.item
         if not 0 <= start <= box.offset <= box.offset + box.numel * each <= start + length <= file.table:
             raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
-
-
-def file_error(path: Path, says: str, number: int = errno.EBADMSG, **more: Any) -> IoError:
-    """Returns the IoError for a file whose content is wrong."""
-    return IoError(f"{path} {says}", path=str(path), errno=number, **more)
 
 
 def _crc32c(body: bytes) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
+from zerokern.core.errors import got, whole_number
 from zerokern.kernels.casts import add_up
 from zerokern.kernels.squares import Squares
 
@@ -298,8 +298,8 @@ class Group:
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
         """Broadcasts the values of rank `src`, in place."""
-        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.size:
-            raise ValueError(got("src", src, f"a rank of this group: 0 to {self.size - 1}"))
+        last = self.size - 1
+        whole_number("src", src, f"a rank of this group: 0 to {last}", least=0, most=last)
         tensor = self._flat("tensor", tensor)
         if self.rank == src:
             self.traffic.add("other", (self.size - 1) * tensor.numel() * tensor.element_size())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 from types import FrameType
 
 __all__ = [
     "BackendError", "BudgetError", "CommError", "IoError", "KernelError", "ShardError", "StateError", "ZerokernError",
-    "adapter_of_caller", "got", "say_once",
+    "adapter_of_caller", "got", "say_once", "whole_number",
 ]  # fmt: skip
 
 OURS = "zerokern.integrations."
@@ -115,6 +116,21 @@ def got(argument: str, value: object, allowed: str, advice: str = "") -> str:
     """
     message = f"{argument}={value!r}: must be {allowed}"
     return f"{message}. {advice}" if advice else message
+
+
+def whole_number(argument: str, value: object, allowed: str = "", *, least: int = 1, most: float = math.inf) -> int:
+    """Returns a whole number from `least` to `most`, or raises ValueError; `allowed`: these in the words of the error.
+
+    >>> whole_number("micro", 4)
+    4
+    >>> whole_number("micro", True)
+    Traceback (most recent call last):
+    ...
+    ValueError: micro=True: must be a whole number from 1 on
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(got(argument, value, allowed or f"a whole number from {least} on"))
+    return value
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from ctypes import (
 from pathlib import Path
 
 from zerokern.core import env
-from zerokern.core.errors import BackendError, KernelError, got
+from zerokern.core.errors import BackendError, KernelError, got, whole_number
 
 __all__ = [
     "ABI", "IO_DONE", "IO_IDLE", "IO_PADDED", "IO_PENDING", "IO_READ", "IO_THREADS", "IO_URING", "IO_WAITED",
@@ -302,9 +302,7 @@ def set_threads(count: int) -> None:
 
     >>> set_threads(threads())
     """
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
-        raise ValueError(f"count={count!r}: must be a whole number from 1 to 1024")
-    check(library().zk_threads_set(count))
+    check(library().zk_threads_set(whole_number("count", count, "a whole number from 1 to 1024", most=1024)))
 
 
 def cpus() -> tuple[int, ...] | None:

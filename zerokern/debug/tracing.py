@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from zerokern.core.errors import IoError, StateError
-from zerokern.io.advice import on_disk
+from zerokern.io.advice import file_error, on_disk
 
 __all__ = ["trace"]
 
@@ -55,8 +55,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Any]:
         try:
             place.open("x").close()
         except FileExistsError:
-            says = f"{place} exists already, and a trace is never overwritten; name another file"
-            raise IoError(says, path=str(place)) from None
+            raise file_error(place, "exists already, and a trace is never overwritten; name another file", 0) from None
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -68,4 +67,4 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Any]:
     finally:
         profile.export_chrome_trace(str(place))
     if not place.exists() or not place.stat().st_size:
-        raise IoError(f"{place} could not be written; torch's log says why", path=str(place))
+        raise file_error(place, "could not be written; torch's log says why", 0)

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
-from zerokern.io.advice import on_disk, refusing
+from zerokern.io.advice import file_error, on_disk, refusing
 from zerokern.io.files import make_folder, reserve
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder

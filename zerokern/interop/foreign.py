@@ -19,7 +19,7 @@ from torch import Tensor
 from zerokern.checkpoint.extra import encode
 from zerokern.checkpoint.folder import DATA, METADATA, fingerprint
 from zerokern.checkpoint.index import NAME as INDEX_NAME
-from zerokern.checkpoint.index import Box, TensorRow, file_error, refuse_uncovered
+from zerokern.checkpoint.index import Box, TensorRow, refuse_uncovered
 from zerokern.checkpoint.source import BoxRead, Items, Report, Source, box_reads, dtype_name, no_report
 from zerokern.core.errors import IoError
 from zerokern.core.units import itemsize
@@ -33,6 +33,7 @@ from zerokern.interop.torchfile import (
     dcp_metadata,
     load_restricted,
 )
+from zerokern.io.advice import file_error
 
 __all__ = ["Dcp", "Foreign", "TorchFile", "Universal", "open_foreign"]
 

@@ -12,7 +12,7 @@ from zerokern.checkpoint.progress import Progress
 from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.interop.tensorfile import header
-from zerokern.io.advice import on_disk
+from zerokern.io.advice import file_error, on_disk
 from zerokern.io.files import sync_folder
 from zerokern.memory.room import amount
 
@@ -45,9 +45,7 @@ def export_checkpoint(
     target = Path(out)
     _refuse_existing(target)
     if target.suffix != ".safetensors":
-        raise IoError(
-            f"{target} is no name of a safetensors file; name one that ends in .safetensors", path=str(target)
-        )
+        raise file_error(target, "is no name of a safetensors file; name one that ends in .safetensors", 0)
     if not target.resolve().parent.is_dir():
         raise IoError(f"{target}: there is no folder {target.resolve().parent}", path=str(target))
     source = open_checkpoint(checkpoint)
@@ -94,4 +92,4 @@ def _publish(waiting: Path, target: Path) -> None:
 
 def _refuse_existing(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise IoError(f"{target} exists already, and is never overwritten; name another file", path=str(target))
+        raise file_error(target, "exists already, and is never overwritten; name another file", 0)

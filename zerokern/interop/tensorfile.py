@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerokern.checkpoint.index import file_error
 from zerokern.core.errors import IoError, got
-from zerokern.io.advice import on_disk
+from zerokern.io.advice import file_error, on_disk
 
 __all__ = [
     "DTYPES", "FLOATS", "INDEX", "SINGLE", "Header", "TensorBytes", "code_of", "header", "read_header", "read_index",

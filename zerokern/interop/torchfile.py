@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.index import file_error
 from zerokern.checkpoint.torch_zip import STORAGES
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.core.units import itemsize
+from zerokern.io.advice import file_error
 from zerokern.memory.room import amount, memory_left
 
 __all__ = [

@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from zerokern.core.errors import IoError
 
-__all__ = ["because", "failed", "failing", "on_disk", "refused", "refusing"]
+__all__ = ["because", "failed", "failing", "file_error", "on_disk", "refused", "refusing"]
 
 ADVICE = {
     errno.EROFS: "The file system is read-only: choose another folder",
@@ -35,6 +36,15 @@ def because(number: int, advice: str = "") -> str:
     """
     advice = ADVICE.get(number, advice)
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})" + (f". {advice}" if advice else "")
+
+
+def file_error(path: Path, says: str, number: int = errno.EBADMSG, **more: Any) -> IoError:
+    """Returns the error for a file or a folder; without a number for one whose content is wrong.
+
+    >>> str(file_error(Path("swap"), "is damaged"))
+    'swap is damaged'
+    """
+    return IoError(f"{path} {says}", path=str(path), errno=number, **more)
 
 
 def refused(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokern.core import native
-from zerokern.core.errors import BudgetError, IoError, say_once
-from zerokern.io.advice import because, refused, refusing
+from zerokern.core.errors import BudgetError, say_once
+from zerokern.io.advice import because, file_error, refused, refusing
 from zerokern.io.engine import Engine
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
@@ -215,10 +215,11 @@ class Files:
         """Makes a file longer; a failure leaves it as it was."""
         found = os.fstat(file.fd).st_size
         if found < file.nbytes:  # what would be added now reads as zeros where somebody's data were
-            raise IoError(
-                f"{file.path} has {found} bytes, {file.nbytes} were there: something has truncated it. "
+            raise file_error(
+                file.path,
+                f"has {found} bytes, {file.nbytes} were there: something has truncated it. "
                 "Keys in the part that is gone are lost; put them into another store",
-                path=str(file.path), offset=found, nbytes=file.nbytes - found, errno=errno.ENODATA,
+                errno.ENODATA, offset=found, nbytes=file.nbytes - found,
             )  # fmt: skip
         self._allocate(file.fd, file.nbytes, nbytes - file.nbytes)
         file.nbytes = nbytes
@@ -290,11 +291,10 @@ def refuse_unusable(folder: Path, budget: int | None) -> None:
     except OSError as error:
         number = error.errno or errno.EIO
     if number == errno.ENOENT and there is not folder:
-        says = f"{folder} cannot be made: there is no folder {there}. Make it, or correct the path"
-        raise IoError(says, path=str(folder), errno=number)
+        raise file_error(folder, f"cannot be made: there is no folder {there}. Make it, or correct the path", number)
     if number:
         made = "written to" if there is folder else f"made in {there}"
-        raise IoError(f"{folder} cannot be {made}: {because(number)}", path=str(folder), errno=number)
+        raise file_error(folder, f"cannot be {made}: {because(number)}", number)
     size = found.f_blocks * found.f_frsize
     if budget is not None and 0 < size < budget:  # some file systems do not say
         raise BudgetError(

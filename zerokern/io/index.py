@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerokern.core import native
-from zerokern.core.errors import IoError, got
+from zerokern.core.errors import got
+from zerokern.io.advice import file_error
 from zerokern.io.renaming import Folder
 from zerokern.io.space import Extent
 
@@ -59,11 +59,10 @@ def read(folder: Path) -> tuple[list[str], list[Entry]] | None:
         return None
     head, _, body = text.partition(b"\n")
     if head != b"%s %08x" % (FORMAT, _crc(body[:-1])) or body[-1:] != b"\n":
-        raise IoError(
-            f"{path} is damaged: its checksum does not fit, or another version wrote it. The data files are untouched; "
+        raise file_error(
+            path,
+            "is damaged: its checksum does not fit, or another version wrote it. The data files are untouched; "
             "restore the index, or remove the folder's files to begin anew",
-            path=str(path),
-            errno=errno.EBADMSG,
         )
     found = json.loads(body)
     entries = [

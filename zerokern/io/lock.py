@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from zerokern.core.errors import IoError
-from zerokern.io.advice import refused
+from zerokern.io.advice import file_error, refused
 
 __all__ = ["FolderLock", "Use", "let_go_in_child"]
 
@@ -168,11 +168,11 @@ class FolderLock:
         fd = os.open(NAME, flags, 0o600, dir_fd=self.folder_fd)
         if os.fstat(fd).st_nlink > 1:  # what is written into it would be written into another file
             os.close(fd)
-            raise IoError(
-                f"{self.path} is another file's second name, which somebody who may write to the folder has put there; "
+            raise file_error(
+                self.path,
+                "is another file's second name, which somebody who may write to the folder has put there; "
                 "nothing was written: remove it",
-                path=str(self.path),
-                errno=errno.EMLINK,
+                errno.EMLINK,
             )
         return fd
 
@@ -208,11 +208,8 @@ class FolderLock:
         if not do:
             return refused(error, self.path.parent, f"Locking {NAME}")
         number = error.errno or 0
-        return IoError(
-            f"{self.path} cannot be locked: {os.strerror(number)} ({errno.errorcode.get(number, number)}); {do}",
-            path=str(self.path),
-            errno=number,
-        )
+        code = errno.errorcode.get(number, number)
+        return file_error(self.path, f"cannot be locked: {os.strerror(number)} ({code}); {do}", number)
 
     def _refusal(self, holder: Holder | str) -> IoError:
         use = self._use

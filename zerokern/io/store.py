@@ -16,7 +16,7 @@ from zerokern.core import native
 from zerokern.core.errors import IoError, KernelError, got
 from zerokern.core.units import parse_nbytes
 from zerokern.io import index
-from zerokern.io.advice import refusing
+from zerokern.io.advice import file_error, refusing
 from zerokern.io.engine import Engine, Faults, check_settings
 from zerokern.io.files import Files, make_folder, remains
 from zerokern.io.index import Entry, mismatch, span_of
@@ -428,11 +428,11 @@ class Resources:
         """Returns the entries of a durable store that was here before."""
         found = index.read(self.folder)
         if found is not None and not self.durable:
-            raise IoError(
-                f"{self.folder} holds a durable store with {len(found[1])} keys; durable=False would remove it. "
+            raise file_error(
+                self.folder,
+                f"holds a durable store with {len(found[1])} keys; durable=False would remove it. "
                 "Open it with durable=True, choose another folder, or remove its files yourself",
-                path=str(self.folder),
-                errno=errno.EEXIST,
+                errno.EEXIST,
             )
         self._names = found[0] if found else []
         return found[1] if found else []
@@ -450,13 +450,10 @@ class Resources:
             try:
                 self.files.reopen(name)
             except FileNotFoundError:
-                path = self.folder / name
-                raise IoError(
-                    f"{path} is named by {index.NAME} and is not there; restore it, or remove the folder's files to "
-                    "begin anew",
-                    path=str(path),
-                    errno=errno.ENOENT,
-                ) from None
+                says = (
+                    f"is named by {index.NAME} and is not there; restore it, or remove the folder's files to begin anew"
+                )
+                raise file_error(self.folder / name, says, errno.ENOENT) from None
         # A longer file would read as zeros where bytes are missing: what is lost is written down before any is made so.
         for entry in self.entries:
             self._check_length(entry)

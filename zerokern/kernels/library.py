@@ -71,13 +71,6 @@ def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
     """
     _LIBRARY.define(f"{name}{schema}")
     made: OpOverload = getattr(torch.ops.zerokern, name).default
-    grads_at = [argument.name for argument in made._schema.arguments].index("grads")
-
-    def counted(*tensors: Tensors | None, **given: Any) -> None:
-        run(*tensors, **given)
-        for at, some in enumerate(tensors):
-            if at != grads_at and some is not None:
-                torch.autograd.graph.increment_version([one for one in some if not one.is_inference()])
 
     def below(keyset: Any, /, *tensors: Tensors | None, **given: Any) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -86,7 +79,7 @@ def _writing(name: str, run: Callable[..., None], schema: str) -> OpOverload:
             made.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **given)
 
     for key in _DEVICES:
-        _LIBRARY.impl(name, counted, key.upper())
+        _LIBRARY.impl(name, run, key.upper())
     _LIBRARY.impl(name, below, "Autograd", with_keyset=True)
     torch.library.register_fake(f"zerokern::{name}", _nothing, lib=_LIBRARY)
     return made

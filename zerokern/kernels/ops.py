@@ -185,7 +185,7 @@ def muon(
 ) -> None:
     """The element-wise half of one Muon step: moves the average, and writes the matrix that is to be orthogonalized.
 
-    No parameter is read or written: `orthogonal.orthogonalize_` takes ``out`` (fp32 or bf16) and ``sums``, and its
+    No parameter is read or written: `orthogonal.iterate_` takes ``out`` (fp32 or bf16) and ``sums``, and its
     result is applied as `orthogonal.apply_settings` says. ``sums`` gets the sum of squares of each started chunk of
     65536 elements of ``out`` as it was rounded, in float64, with the bits of `sumsq`.
 

@@ -1,6 +1,6 @@
 """Muon's whole-matrix half: the Newton-Schulz iteration by torch's matmul, and how its result is applied.
 
-`ops.muon` writes a matrix and the sums of its squares; `orthogonalize_` replaces the matrix by its orthogonal factor,
+`ops.muon` writes a matrix and the sums of its squares; `iterate_` replaces the matrix by its orthogonal factor,
 roughly; the existing rule `sgd` applies that, with the two settings of `apply_settings`.
 """
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels import checks, reference
 from zerokern.kernels.products import add_product, multiply
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "adjusted_lr",
     "apply_settings",
     "iterate_",
-    "orthogonalize_",
     "workspace_numel",
 ]
 
@@ -32,77 +30,44 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
 STEPS = 5
 """as `torch.optim.Muon` has them unless told otherwise"""
-_MOST_STEPS = 99
 _RULES = (None, "original", "match_rms_adamw")
-
-
-def orthogonalize_(
-    x: Tensor,
-    sums: Tensor,
-    *,
-    coefficients: Sequence[float] = COEFFICIENTS,
-    steps: int = STEPS,
-    eps: float = EPS,
-    workspace: Tensor | None = None,
-) -> Tensor:
-    """Replaces a matrix, or each of a batch of equal ones, by what the iteration makes of it; returns `x`.
-
-    X = x / max(norm, eps); then `steps` times A = X X^T, X = a X + (b A + c A A) X, of the transpose where a matrix has
-    more rows than columns. All products are torch's, in the dtype of `x`: on one device they have the bits of
-    `torch.optim.Muon`'s iteration from the same X. X itself differs: torch rounds the norm to bf16, here it is the root
-    of `sums` in fp32, which is nearer to the truth. Nothing waits for a GPU.
-
-    Args:
-        x: (rows, cols), or (k, rows, cols), contiguous, in fp32 or bf16.
-        sums: float64 sums of squares of the chunks of each matrix, as `ops.muon` writes them: (chunks,) or (k, chunks).
-        workspace: memory for the iteration, of the dtype of `x`, at least `workspace_numel` elements, which must not
-            be part of `x`; None allocates it.
-
-    >>> x, sums = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([25.0], dtype=torch.float64)
-    >>> orthogonalize_(x, sums, coefficients=(1.5, -0.5, 0.0), steps=20)
-    tensor([[1., 0.],
-            [0., 1.]])
-    """
-    _check(x, sums)
-    by = _coefficients(coefficients)
-    if checks.count("steps", steps, 0) > _MOST_STEPS:
-        raise ValueError(got("steps", steps, f"a whole number up to {_MOST_STEPS}"))
-    least = checks.number("eps", eps, 0.0)
-    room = _room(x, workspace)
-    if x.numel():
-        iterate_(x.detach(), sums, by, steps, least, room=room)
-    return x
 
 
 def iterate_(
     x: Tensor,
     sums: Tensor,
-    coefficients: tuple[float, float, float],
-    steps: int,
-    least: float,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = STEPS,
+    eps: float = EPS,
     halfway: Callable[[], None] | None = None,
-    room: Tensor | None = None,
 ) -> None:
-    """Does what `orthogonalize_` does, and checks nothing: for tables, whose rows have been checked.
+    """Replaces a matrix, or each of a batch of equal ones, by what the iteration makes of it. Nothing is checked.
 
-    All of a batch is multiplied at once where that leaves the bits as they are (`products`). `halfway` is called in the
-    middle of the steps: for what goes on beside them.
+    X = x / max(norm, eps); then `steps` times A = X X^T, X = a X + (b A + c A A) X, of the transpose where a matrix has
+    more rows than columns. All products are torch's, in the dtype of `x`: on one device they have the bits of
+    `torch.optim.Muon`'s iteration from the same X. X itself differs: torch rounds the norm to bf16, here it is the root
+    of `sums` in fp32, which is nearer to the truth. Nothing waits for a GPU. All of a batch is multiplied at once where
+    that leaves the bits as they are (`products`).
+
+    Args:
+        x: (rows, cols), or (k, rows, cols), contiguous, in fp32 or bf16.
+        sums: float64 sums of squares of the chunks of each matrix, as `ops.muon` writes them: (chunks,) or (k, chunks).
+        halfway: is called in the middle of the steps: for what goes on beside them.
 
     >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    >>> iterate_(x, torch.tensor([25.0], dtype=torch.float64), (1.5, -0.5, 0.0), 20, 1e-7); x
+    >>> iterate_(x, torch.tensor([25.0], dtype=torch.float64), (1.5, -0.5, 0.0), 20); x
     tensor([[1., 0.],
             [0., 1.]])
     """
     torch.get_num_threads()  # sets this thread up as the program has asked: else MKL multiplies with its own default
-    if room is None:
-        room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
     norm: float | list[float] | Tensor
     if x.device.type != "cpu":
-        norm = _norms(sums, least)
+        norm = _norms(sums, eps)
     elif x.dim() == 2:
-        norm = _norm(sums.tolist(), least)
+        norm = _norm(sums.tolist(), eps)
     else:
-        norm = [_norm(some, least) for some in sums.tolist()]
+        norm = [_norm(some, eps) for some in sums.tolist()]
+    room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
     _iterate(x, norm, room, steps, coefficients, halfway)
 
 
@@ -145,42 +110,6 @@ def apply_settings(lr: float, adjusted: float, weight_decay: float) -> dict[str,
     {'lr': 0.2, 'weight_decay': 0.25}
     """
     return {"lr": adjusted, "weight_decay": weight_decay * lr / adjusted if adjusted else 0.0}
-
-
-def _check(x: Tensor, sums: Tensor) -> None:
-    checks.tensor("x", x, (torch.float32, torch.bfloat16))
-    if x.dim() not in (2, 3):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}; allowed: a matrix (rows, cols) or a batch (k, rows, cols) of them"
-        )
-    chunks = -(-x.shape[-1] * x.shape[-2] // reference.SUMSQ_CHUNK)
-    wanted = (chunks,) if x.dim() == 2 else (x.shape[0], chunks)
-    checks.tensor("sums", sums, (torch.float64,))
-    if tuple(sums.shape) != wanted:
-        raise ValueError(
-            f"sums has shape {tuple(sums.shape)}; allowed: {wanted}, one for each started chunk of "
-            f"{reference.SUMSQ_CHUNK} elements of each matrix"
-        )
-    checks.one_device([("x", x), ("sums", sums)])
-
-
-def _coefficients(values: Sequence[float]) -> tuple[float, float, float]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or len(values) != 3:
-        raise ValueError(got("coefficients", values, "three numbers (a, b, c)"))
-    a, b, c = (checks.number(f"coefficients[{i}]", value) for i, value in enumerate(values))
-    return a, b, c
-
-
-def _room(x: Tensor, workspace: Tensor | None) -> Tensor:
-    numel = workspace_numel(x)
-    if workspace is None:
-        return torch.empty(numel, dtype=x.dtype, device=x.device)
-    checks.tensor("workspace", workspace, (x.dtype,))
-    if workspace.numel() < numel:
-        raise ValueError(f"workspace has {workspace.numel()} elements; allowed: at least {numel}")
-    checks.one_device([("x", x), ("workspace", workspace)])
-    checks.no_overlap([("x", x), ("workspace", workspace)])
-    return workspace.detach().view(-1)
 
 
 def _norm(chunk_sums: Sequence[float], least: float) -> float:

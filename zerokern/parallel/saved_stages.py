@@ -88,18 +88,20 @@ class Stages(PartialModel):
     def merge_saved(self, ranks: Ranks, digest: Mapping[str, str], found: Mapping[str, Any], nbytes: int) -> Any:
         def mine() -> dict[str, Any]:
             names = [key for key in found["items"] if key.startswith("model.")]
-            own = {"values": found["values"], "places": found["places"], "names": names, "nbytes": nbytes}
-            return {"numbers": self.numbers, "count": self.count, "digest": digest, **own}
+            return self._part(digest, names, values=found["values"], places=found["places"], nbytes=nbytes)
 
         told = ranks.all_gather("stages", mine)
         return ranks.all_gather("one model", lambda: _merged(told))[0]
 
     def merge_rows(self, ranks: Ranks, digest: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Any]:
         def mine() -> dict[str, Any]:
-            names = [name for name, *_ in rows]
-            return {"numbers": self.numbers, "count": self.count, "digest": digest, "names": names, "rows": rows}
+            return self._part(digest, [name for name, *_ in rows], rows=rows)
 
         return [row for part in parts_of_one_model(ranks.all_gather("stages", mine)) for row in part["rows"]]
+
+    def _part(self, digest: Any, names: Sequence[str], **more: Any) -> dict[str, Any]:
+        """What this rank says of its stages, for `parts_of_one_model`."""
+        return {"numbers": self.numbers, "count": self.count, "digest": digest, "names": names, **more}
 
 
 def parts_of_one_model(each: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

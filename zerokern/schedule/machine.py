@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 
-from zerokern.core.errors import got
+from zerokern.core.errors import got, whole_number
 from zerokern.schedule.program import Op
 
 __all__ = ["Machine", "machine_of", "shipped"]
@@ -149,9 +149,7 @@ class Machine:
         >>> whole.shared_by(16).down_gb_s, whole.shared_by(16).cores, whole.shared_by(1) == whole
         (3.0, 3, True)
         """
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-            raise ValueError(got("ranks", ranks, "a whole number from 1 on"))
-        together = min(ranks, self.devices)
+        together = min(whole_number("ranks", ranks), self.devices)
         if together == 1:
             return self
         rates: dict[str, float | None] = {}

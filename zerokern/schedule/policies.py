@@ -9,7 +9,7 @@ from zerokern.core.errors import got
 
 from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
-from .resting import compute_resting, gradients, spilled
+from .resting import Resting, gradients, spilled
 
 __all__ = ["Delayed", "check_schedule", "program_of", "resident"]
 
@@ -147,7 +147,7 @@ def _sync(spans: Sequence[Span], on_disk: bool, resting: int) -> StepProgram:
     last: list[OpKey] = [reduced(span) for span in spans]
     if resting:
         begin += [OpKey("Store", f"{span.name} record", 1) for span in spans if span.numel and span.written_nbytes]
-        compute_resting(builder, spans, lambda place: begin if place == 0 else [], resting)
+        Resting(builder, spans, lambda place: begin if place == 0 else [], resting).compute()
         last = list(gradients(spans, resting))
     else:
         builder.compute(spans, lambda place: begin if place == 0 else [])
@@ -180,7 +180,7 @@ def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool, resting: int) 
 
     builder = ProgramBuilder("overlap", on_disk)
     if resting:
-        compute_resting(builder, spans, begin, resting, hands_over=True)
+        Resting(builder, spans, begin, resting, hands_over=True).compute()
     else:
         builder.compute(spans, begin, fetched=not at_once)
         left = [reduced(span) for span in spans]
@@ -207,7 +207,7 @@ def _delayed(spans: Sequence[Span], shadow: bool, at_once: bool, on_disk: bool, 
     stored = [OpKey("Store" if span.param_nbytes else "Step", span.names[-1], 1) for span in spans if span.is_updated]
     builder = ProgramBuilder("delayed", on_disk)
     if resting:
-        compute_resting(builder, spans, lambda place: seen if place == 0 else [], resting, behind=2)
+        Resting(builder, spans, lambda place: seen if place == 0 else [], resting, behind=2).compute()
     else:
         builder.compute(spans, lambda place: seen if place == 0 else [], fetched=not at_once)
     # All of it is stored before the first is published. The others follow that one, so that edges stay linear.

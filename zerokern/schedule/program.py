@@ -16,7 +16,6 @@ from zerokern.core.errors import got
 __all__ = [
     "LANES",
     "PIECE_NBYTES",
-    "VERBS",
     "Key",
     "Op",
     "Reach",
@@ -36,7 +35,6 @@ LANES = ("device", "net", "down", "cpu", "up", "read", "write")
 """compute stream | collectives | device to host | the CPU's worker | host to device | disk to host | host to disk"""
 PIECE_NBYTES = 64 << 20
 """of parameters: more of them that are fetched, updated and stored together go in pieces, beside each other"""
-VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gather", "Publish", "Release")
 
 
 def names_of_pieces(name: str, count: int) -> list[str]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from zerokern.core.errors import got
-
 __all__ = ["Event", "Launched", "Recorder", "SpanRecorder", "UpdateRecorder"]
 
 LIMIT = 1 << 16
@@ -41,9 +39,12 @@ class Launched:
         self.step, self.lane, self.verb, self.what, self.turn = step, lane, verb, what, turn
         self.begin_ns, self.end_ns, self.nbytes = begin_ns, -1, nbytes
 
+    def event(self) -> Event:
+        return Event(self.step, self.lane, self.verb, self.what, self.begin_ns, self.end_ns, self.nbytes, self.turn)
+
 
 class Recorder:
-    """Keeps the last `limit` ops. Its methods may be called from any thread.
+    """Keeps the last `LIMIT` ops. Its methods may be called from any thread.
 
     A copy's times come from its ticket (`ticket.times()`, begin and end in ns); without them it counts as running from
     its launch until somebody sees that it has ended.
@@ -54,10 +55,8 @@ class Recorder:
     [Event(step=1, lane='cpu', verb='Step', what='head', begin_ns=1000, end_ns=5000, nbytes=0, turn=0)]
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ValueError(got("limit", limit, "a whole number of events from 1 on"))
-        self._kept: deque[Event | Launched] = deque(maxlen=limit)
+    def __init__(self) -> None:
+        self._kept: deque[Launched] = deque(maxlen=LIMIT)
         self._step, self._turns = 1, Counter[tuple[str, str]]()
 
     def submitted(self, step: int) -> None:
@@ -79,7 +78,7 @@ class Recorder:
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0, turn: int = 0
     ) -> None:
         """Records an op that has ended."""
-        self._kept.append(Event(step, lane, verb, what, begin_ns, end_ns, nbytes, turn))
+        self.launched(step, lane, verb, what, begin_ns, nbytes, turn).end_ns = end_ns
 
     def launched(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0, turn: int = 0
@@ -101,19 +100,12 @@ class Recorder:
     @property
     def events(self) -> list[Event]:
         """The ops that have ended, sorted by their begin."""
-        return sorted(
-            (_event(entry) for entry in list(self._kept) if entry.end_ns >= 0), key=lambda event: event.begin_ns
-        )
+        ended = [entry.event() for entry in list(self._kept) if entry.end_ns >= 0]
+        return sorted(ended, key=lambda event: event.begin_ns)
 
     def clear(self) -> None:
         """Forgets all ops."""
         self._kept.clear()
-
-
-def _event(entry: Event | Launched) -> Event:
-    if isinstance(entry, Event):
-        return entry
-    return Event(entry.step, entry.lane, entry.verb, entry.what, entry.begin_ns, entry.end_ns, entry.nbytes, entry.turn)
 
 
 class SpanRecorder:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from .builder import OpKey, ProgramBuilder, fetched
 from .program import Span
 
-__all__ = ["compute_resting", "gradients", "spilled"]
+__all__ = ["Resting", "gradients", "spilled"]
 
 _BACK = {"up": "down", "read": "write"}
 _ON = {"up": "", "read": " on disk"}
@@ -31,23 +33,6 @@ class _Use(NamedTuple):
     turn: int
 
 
-def compute_resting(
-    builder: ProgramBuilder,
-    spans: Sequence[Span],
-    begin: Begin,
-    passes: int,
-    *,
-    hands_over: bool = False,
-    behind: int = 1,
-) -> None:
-    """Adds forward and backward of spans in forward order, of which some are fetched.
-
-    `passes`: micro-batches, one after the other. `hands_over`: updated parameters stay in memory for the next forward.
-    `behind`: how many steps ago the update was that compute sees.
-    """
-    _Resting(builder, spans, begin, passes, hands_over, behind).add()
-
-
 def gradients(spans: Sequence[Span], passes: int) -> Iterator[OpKey]:
     """Yields the ops after which gradients of the last pass are where they wait for the update."""
     for span in spans:
@@ -60,28 +45,36 @@ def spilled(span: Span, passes: int) -> list[OpKey]:
     return [OpKey("Store", f"{span.name} gradients", turn=passes - 1)] if span.spill_nbytes and passes else []
 
 
-class _Resting:
-    def __init__(
-        self,
-        builder: ProgramBuilder,
-        spans: Sequence[Span],
-        begin: Begin,
-        passes: int,
-        hands_over: bool,
-        behind: int,
-    ) -> None:
-        self.builder, self.spans, self.begin, self.passes = builder, spans, begin, passes
-        self.hands_over, self.behind = hands_over, behind
-        order = range(len(spans))
-        self.uses = [
+@dataclass
+class Resting:
+    """Forward and backward of spans in forward order, of which some are fetched.
+
+    `passes`: micro-batches, one after the other. `hands_over`: updated parameters stay in memory for the next forward.
+    `behind`: how many steps ago the update was that compute sees.
+    """
+
+    builder: ProgramBuilder
+    spans: Sequence[Span]
+    begin: Begin
+    passes: int
+    hands_over: bool = False
+    behind: int = 1
+    fetched: Counter[int] = field(default_factory=Counter)
+    """by place of a span, how often in this step"""
+
+    @cached_property
+    def uses(self) -> list[_Use]:
+        """All of them, in the order in which they compute."""
+        order = range(len(self.spans))
+        return [
             _Use(verb, place, turn)
-            for turn in range(passes)
+            for turn in range(self.passes)
             for verb, places in (("Forward", order), ("Backward", order[::-1]))
             for place in places
         ]
-        self.fetched: Counter[int] = Counter()  # by place of a span, how often in this step
 
-    def add(self) -> None:
+    def compute(self) -> None:
+        """Adds them to the program, with what is fetched, kept and reduced beside them."""
         for number, use in enumerate(self.uses):
             span = self.spans[use.place]
             ready = self.begin(use.place) if number == use.place else []

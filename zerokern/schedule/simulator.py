@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zerokern.core.errors import got
+from zerokern.core.errors import whole_number
 from zerokern.schedule.intervals import Interval, common, length, union
 from zerokern.schedule.machine import Machine
 from zerokern.schedule.program import Op, StepProgram
@@ -53,8 +53,7 @@ def simulate(program: StepProgram, machine: Machine, steps: int = 4) -> Timeline
     >>> simulate(program_of("sync", [span]), machine).step_seconds  # 3 compute, 1 down, 1 norm, 2 update, 1 up
     8.0
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(got("steps", steps, "a whole number from 1 on"))
+    whole_number("steps", steps)
     if not program.ops:
         raise ValueError(f"program {program.name!r} has no ops, so that there is nothing to time")
     # the last steps lack what would run beside them

@@ -150,14 +150,14 @@ def _check_gpu(index: int) -> None:
             f"triton is not installed, and tensors on cuda need it; do: {INSTALL}; what runs instead: {INSTEAD}"
         )
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    refuse_before(capability, name, "the kernels", f"what runs instead: {INSTEAD}")
+    refuse_before(capability, name)
 
 
-def refuse_before(found: tuple[int, int], name: str, what: str, instead: str) -> None:
+def refuse_before(found: tuple[int, int], name: str) -> None:
     """Raise where a GPU is of an older architecture than the kernels are for.
 
-    >>> refuse_before((9, 0), "NVIDIA H200", "the kernels", "")
+    >>> refuse_before((9, 0), "NVIDIA H200")
     """
     if found < OLDEST:
         have, need = ("sm_{}{}".format(*version) for version in (found, OLDEST))
-        raise BackendError(f"{name} is {have}, and {what} need {need} or newer; {instead}")
+        raise BackendError(f"{name} is {have}, and the kernels need {need} or newer; what runs instead: {INSTEAD}")

@@ -68,11 +68,6 @@ class Formats:
         return max(_MASTER_NBYTES[self.master], _STATE_NBYTES[self.state], wide)
 
     @property
-    def read_nbytes(self) -> int:
-        """Of an element of the widest array that is read."""
-        return max(self.grad.itemsize, _MASTER_NBYTES[self.master], _STATE_NBYTES[self.state])
-
-    @property
     def vector(self) -> int:
         """Elements per thread and access: as many as fill 16 bytes of the widest array."""
         return 16 // max(self.grad.itemsize, self.written_nbytes)
