@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.storage import OnDiskPart, SavePlanner
+from zerokern.checkpoint.storage import Column, SavePlanner
 from zerokern.core.errors import BudgetError
 from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
@@ -274,7 +274,7 @@ class StagedPlanner(SavePlanner):
             raise interrupt
 
     def _copy(self, items: Sequence[WriteItem]) -> None:
-        self._streams = {item.index for item in items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)}
+        self._streams = {item.index for item in items if isinstance(self.state_dict[item.index.fqn], Column)}
         near = [item for item in items if item.index not in self._streams]
         live = [self.lookup_object(item.index).detach() for item in near]
         copies = self._room(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,11 @@ from zerokern.checkpoint.torch_zip import ALIGN, zip_around
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
 from zerokern.memory.here import Here, write_items
+from zerokern.memory.stream import Record
+from zerokern.optim.disk import OnDisk, RecordReader
+from zerokern.optim.records import RecordSpan
 
-__all__ = ["OnDiskPart", "SavePlanner", "Writer"]
+__all__ = ["Column", "SavePlanner", "Writer"]
 
 STATE = "optim.state."
 AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
@@ -41,44 +45,43 @@ _Boxes = set[tuple[tuple[int, ...], tuple[int, ...]]]
 """Where boxes begin, and their sizes."""
 
 
-class OnDiskPart:
-    """A tensor of optimizer state that lies on disk. It is read box by box while it is saved, never as a whole.
+class Column:
+    """One tensor of a parameter's state on disk. It is read place by place while it is saved, never as a whole."""
 
-    Items are best read in the order of `order`, so that each record is read once.
-    """
-
-    def __init__(self, here: Here, key: str, column: Any) -> None:
-        self.column, self.dtype, self.shape = column, column.dtype, here.of(key).shape
-        self._places = {
+    def __init__(self, here: Here, reader: RecordReader, owner: OnDisk, key: str) -> None:
+        self.reader, self._owner, self._key = reader, owner, key
+        self._number, slot = next((i, slot) for i, slot in enumerate(owner.slots) if slot.key == key)
+        self.dtype, self.shape = slot.dtype, here.of(key).shape
+        self.places = [place for place in owner.places if slot in place.slots]
+        self._boxes = {
             at: (place, first, sizes)
-            for place in column.places
+            for place in self.places
             for at, sizes, first in here.within(place.start, place.numel).of(key).boxes()
         }
 
     def size(self) -> torch.Size:
         return self.shape
 
-    def or_empty(self) -> OnDiskPart | Tensor:
-        """Returns itself, or an empty tensor if it has no elements and so lies nowhere on disk."""
-        return self if self.shape.numel() else torch.empty(self.shape, dtype=self.dtype, device="cpu")
+    def read(self, place: RecordSpan) -> Tensor:
+        """Returns its part in a place, 1-D: a view of the ring, valid until later records are read."""
+        return self._owner.cells(place, self.reader.cell(place.record))[self._key]
+
+    def order(self, place: RecordSpan) -> tuple[int, int, int]:
+        """Returns a sort key: parts in this order are read with one read per record."""
+        return self.reader.number(place.record), place.offset, self._number
+
+    def box(self, index: MetadataIndex) -> tuple[RecordSpan, int, tuple[int, ...]]:
+        """Returns the place that holds a box, the box's first element there, and its sizes."""
+        return self._boxes[tuple(index.offset or ())]
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        cuboids = [(at, sizes, first) for at, (_, first, sizes) in self._places.items()]
+        cuboids = [(at, sizes, first) for at, (_, first, sizes) in self._boxes.items()]
         return write_items(fqn, self.shape, self.dtype, cuboids)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Returns a view of a box in the ring buffer; it is valid until a few more boxes have been read."""
-        place, first, sizes = self._places[tuple(index.offset or ())]
-        return self.column.read(place)[first : first + prod(sizes)].view(sizes)
-
-    def record(self, index: MetadataIndex) -> Any:
-        """Returns the record that holds a box."""
-        return self._places[tuple(index.offset or ())][0].record
-
-    def order(self, index: MetadataIndex) -> tuple[int, ...]:
-        """Returns a sort key: the position of a box on disk."""
-        place, first, _ = self._places[tuple(index.offset or ())]
-        return (id(self.column.disk), *self.column.order(place), first)
+        place, first, sizes = self.box(index)
+        return self.read(place)[first : first + prod(sizes)].view(sizes)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -97,22 +100,27 @@ class SavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Sorts the items of this rank into the order in which they are written."""
         plan = super().finish_plan(new_plan)
-        far = [item for item in plan.items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
-        near = [item for item in plan.items if not isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
-        asked: dict[Any, list[Any]] = {}
-        for item in far:
-            part = self.state_dict[item.index.fqn]
-            asked.setdefault(part.column.reader, []).append(part.record(item.index))
+        far: list[tuple[tuple[int, ...], WriteItem]] = []
+        near: list[WriteItem] = []
+        asked: dict[RecordReader, list[Record]] = {}
+        for item in plan.items:
+            column = self.state_dict[item.index.fqn]
+            if not isinstance(column, Column):
+                near.append(item)
+                continue
+            place, first, _ = column.box(item.index)
+            asked.setdefault(column.reader, []).append(place.record)
+            far.append(((id(column.reader.disk), *column.order(place), first), item))
         for reader, records in asked.items():  # replicated state is written by one of those who have it
             reader.expect(records)
-        far.sort(key=lambda item: self.state_dict[item.index.fqn].order(item.index))
-        self.plan = replace(plan, items=far + near)
+        far.sort(key=itemgetter(0))
+        self.plan = replace(plan, items=[item for _, item in far] + near)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the tensor of an item."""
         item = self.state_dict[index.fqn]
-        if isinstance(item, OnDiskPart):
+        if isinstance(item, Column):
             return item.__get_tensor_shard__(index)
         return find_state_dict_object(self.state_dict, index).detach()
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from zerokern.checkpoint.layout import SavedLayout
 from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, to_plain
 from zerokern.checkpoint.partial import PartialModel
-from zerokern.checkpoint.storage import OnDiskPart
+from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.core.ports import plugs
 from zerokern.optim.chained import unchained
-from zerokern.optim.exchange import Column
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
-from zerokern.zero.shard import here_of_state, shard_of
+from zerokern.zero.shard import shard_of
 
 __all__ = [
     "WRAPPERS", "NamedSpan", "TrainingState", "aliases", "announce_writes", "extra_states", "finish_updates",
@@ -268,11 +267,11 @@ class TrainingState:
     def _describe_state(self, optimizer: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
         """Adds the state tensors of an optimizer to `items`; returns its other state, by parameter."""
         beside: dict[str, dict[str, Any]] = {}
-        for name, param, entry in zip(names, optimizer.params, optimizer.entries(), strict=True):
+        for name, entry in zip(names, optimizer.entries(), strict=True):
             for key, value in (entry or {}).items():
-                if isinstance(value, Column):
-                    value = OnDiskPart(here_of_state(param), key, value).or_empty()
-                if isinstance(value, (Tensor, OnDiskPart)):
+                if isinstance(value, Column) and not value.shape.numel():  # it lies nowhere
+                    value = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                if isinstance(value, (Tensor, Column)):
                     items[f"optim.state.{name}.{key}"] = value
                     continue
                 said = to_plain(value, f"the optimizer's state {key!r} of {name}")
