@@ -27,7 +27,7 @@ from zerokern.checkpoint.files import BLOCK
 from zerokern.checkpoint.folder import Draft, Published
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Saved, no_report
-from zerokern.checkpoint.storage import Writer
+from zerokern.checkpoint.storage import write_checkpoint
 from zerokern.core import native
 from zerokern.core.errors import IoError, StateError
 from zerokern.io import Faults
@@ -105,8 +105,8 @@ def without_a_group(nothing_left_open: None) -> Iterator[None]:
 def save(folder: Path, items: dict[str, Any], values: dict[str, Any] | None = None, **settings: Any) -> Published:
     draft = Draft.begin(folder, 0)
     try:
-        writer = Writer(draft, values or {}, settings.pop("told", no_report))
-        writer(items, settings.pop("planner", dcp.DefaultSavePlanner(flatten_state_dict=False)), Ranks.of(None))
+        planner = settings.pop("planner", dcp.DefaultSavePlanner(flatten_state_dict=False))
+        write_checkpoint(draft, items, values or {}, planner, Ranks.of(None), settings.pop("told", no_report))
     except BaseException:
         draft.abandon()
         raise
@@ -278,7 +278,7 @@ def save_by_ranks(world: World, folder: str) -> list[str]:
     items = {"divided": Boxed.of(whole, mine), "same": torch.full((7,), 5.0)}
     if world.rank == 1:
         items["only 1"] = Boxed.of(torch.ones(3), [((0,), (3,))])
-    Writer(draft, {"rank": world.rank})(items, dcp.DefaultSavePlanner(False), Ranks.of(None))
+    write_checkpoint(draft, items, {"rank": world.rank}, dcp.DefaultSavePlanner(False), Ranks.of(None))
     world.exchange(None)
     published = Published.open(folder)
     halves = [((0, 500 * world.rank), (60, 500))]

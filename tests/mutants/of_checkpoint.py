@@ -92,9 +92,9 @@ MUTANTS = (
     ),
     Mutant(
         "counters_of_an_optimizer_not_restored",
-        "zerokern/optim/exchange.py",
-        "if counters is not None:\n            self.opt.decision.begin(**counters)",
-        "if counters is None:\n            self.opt.decision.begin(None, 0)",
+        "zerokern/checkpoint/optimizers.py",
+        "if self._counters is not None:\n            self.opt.decision.begin(**self._counters)",
+        "if self._counters is None:\n            self.opt.decision.begin(None, 0)",
         "A load does not bring back how many steps were skipped, nor the last norm.",
         ("tests/checkpoint/test_save_load.py",),
     ),

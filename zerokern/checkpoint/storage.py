@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from zerokern.checkpoint.files import BLOCK, FileWriter
@@ -35,7 +33,7 @@ from zerokern.memory.stream import Record
 from zerokern.optim.disk import OnDisk, RecordReader
 from zerokern.optim.records import RecordSpan
 
-__all__ = ["Column", "SavePlanner", "Writer"]
+__all__ = ["Column", "SavePlanner", "write_checkpoint", "write_data"]
 
 STATE = "optim.state."
 AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
@@ -100,7 +98,7 @@ class SavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Sorts the items of this rank into the order in which they are written."""
         plan = super().finish_plan(new_plan)
-        far: list[tuple[tuple[int, ...], WriteItem]] = []
+        far: list[tuple[Column, RecordSpan, int, WriteItem]] = []
         near: list[WriteItem] = []
         asked: dict[RecordReader, list[Record]] = {}
         for item in plan.items:
@@ -110,11 +108,12 @@ class SavePlanner(DefaultSavePlanner):
                 continue
             place, first, _ = column.box(item.index)
             asked.setdefault(column.reader, []).append(place.record)
-            far.append(((id(column.reader.disk), *column.order(place), first), item))
+            far.append((column, place, first, item))
         for reader, records in asked.items():  # replicated state is written by one of those who have it
             reader.expect(records)
-        far.sort(key=itemgetter(0))
-        self.plan = replace(plan, items=[item for _, item in far] + near)
+        turns = {reader: turn for turn, reader in enumerate(asked)}
+        far.sort(key=lambda part: (turns[part[0].reader], *part[0].order(part[1]), part[2]))
+        self.plan = replace(plan, items=[item for *_, item in far] + near)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -174,105 +173,99 @@ def _holds(box: tuple[tuple[int, ...], tuple[int, ...]], place: tuple[int, ...])
     return all(at <= here < at + size for at, size, here in zip(*box, place, strict=True))
 
 
-class Written(NamedTuple):
-    """Where an item was written: file, offset of its bytes, sizes, and the zip around it as in `Box`."""
+class Placed(NamedTuple):
+    """Where an item was written in its rank's file: offset of its bytes, sizes, and the zip around it as in `Box`."""
 
-    file: FileRow
+    where: MetadataIndex
     offset: int
     sizes: tuple[int, ...]
     item: tuple[int, int]
 
 
-class Writer:
-    """Writes this rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
+_Data = tuple[FileRow, list[Placed]] | None
+"""The data file of a rank, and what is in it."""
 
-    Each item is requested and written before the next one, in the order of the plan. `within`: the places of items that
-    are parts of larger tensors.
+
+def write_checkpoint(
+    draft: Draft,
+    items: dict[str, Any],
+    values: dict[str, Any],
+    planner: AnyPlanner,
+    ranks: Ranks,
+    report: Report = no_report,
+    within: Mapping[str, PartOf] | None = None,
+) -> None:
+    """Writes each rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
+
+    Every rank calls this. Each item is requested and written before the next one, in the order of the plan. `within`:
+    the places of items that are parts of larger tensors.
     """
+    described: list[Metadata] = []
 
-    def __init__(
-        self,
-        draft: Draft,
-        values: dict[str, Any],
-        report: Report = no_report,
-        within: Mapping[str, PartOf] | None = None,
-    ) -> None:
-        self.draft, self.values, self._report, self._within = draft, values, report, within or {}
+    def plan() -> SavePlan:
+        planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
+        return planner.create_local_plan()
 
-    def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
-        """Writes the items of all ranks, and publishes them once they are on disk. Every rank calls this."""
-        described: list[Metadata] = []
+    def scatter(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        described.append(metadata)
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]  # it names the rank's file
 
-        def plan() -> SavePlan:
-            planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
-            return planner.create_local_plan()
+    mine = ranks.scatter("plan", plan, scatter)
+    ranks.gather_to_first(
+        "writing",
+        lambda: write_data(draft, planner.finish_plan(mine), planner, report),
+        lambda files: _publish(draft, described[0], files, values, within or {}),
+    )
 
-        def scatter(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, metadata = planner.create_global_plan(plans)
-            described.append(metadata)
-            return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]  # it names the rank's file
 
-        mine = ranks.scatter("plan", plan, scatter)
-        ranks.gather_to_first(
-            "writing",
-            lambda: self.write_data(planner.finish_plan(mine), planner),
-            lambda results: self._publish(described[0], results),
-        )
+def write_data(draft: Draft, plan: SavePlan, planner: AnyPlanner, report: Report) -> _Data:
+    """Writes the items of the plan and syncs the file. A rank without items makes no file."""
+    if not plan.items:
+        return None
+    placed: list[Placed] = []
+    expected = sum(_nbytes(item) + AROUND for item in plan.items)
+    expected += 4 * (expected // BLOCK + 1)
+    with FileWriter(draft.file(plan.storage_data), expected=expected) as writer:
+        item = plan.items[0]
+        try:
+            for item in plan.items:
+                tensor = _resolve_tensor(item, planner)
+                before, after = zip_around(tensor.dtype, tensor.shape)
+                writer.align(ALIGN)
+                begin = writer.append(before)
+                offset = writer.append(tensor, report)
+                writer.append(after)
+                placed.append(Placed(item.index, offset, tuple(tensor.shape), (begin, writer.nbytes - begin)))
+            return writer.finish(), placed
+        except IoError as error:
+            if error.path != str(writer.path):  # state that could not be read from its own disk
+                raise
+            there = (one.where for one in placed if one.item[0] <= error.offset < sum(one.item))
+            key = next(there, item.index).fqn
+            raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
 
-    def write_data(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
-        """Writes the items of the plan and syncs the file. A rank without items makes no file."""
-        if not plan.items:
-            return []
-        placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
-        expected = sum(_nbytes(item) + AROUND for item in plan.items)
-        expected += 4 * (expected // BLOCK + 1)
-        with FileWriter(self.draft.file(plan.storage_data), expected=expected) as writer:
-            item = plan.items[0]
-            try:
-                for item in plan.items:
-                    tensor = _resolve_tensor(item, planner)
-                    before, after = zip_around(tensor.dtype, tensor.shape)
-                    writer.align(ALIGN)
-                    begin = writer.append(before)
-                    offset = writer.append(tensor, self._report)
-                    writer.append(after)
-                    placed.append((item, offset, (begin, writer.nbytes - begin)))
-                file = writer.finish()
-            except IoError as error:
-                if error.path != str(writer.path):  # state that could not be read from its own disk
-                    raise
-                there = (item for item, _, (begin, length) in placed if begin <= error.offset < begin + length)
-                key = next(there, item).index.fqn
-                raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
-        return [
-            WriteResult(item.index, whole[1], Written(file, offset, tuple(item.tensor_data.chunk.sizes), whole))
-            for item, offset, whole in placed
-            if item.tensor_data is not None  # `_resolve_tensor` refuses all else
-        ]
 
-    def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes our index and torch's, on the first rank, once all ranks have written."""
-        index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
-        saved = {
-            key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)
-        }
-        whole = merge_parts(saved, self._within)  # _resolved refuses all else
-        metadata.state_dict_metadata = dict(whole)
-        for key, tensor in whole.items():
-            index.tensors[key] = TensorRow(dtype_name(tensor.properties.dtype), tuple(tensor.size))
-        storage = {}
-        for result in (result for of_rank in results for result in of_rank):
-            placed: Written = result.storage_data
-            if not index.files or index.files[-1] != placed.file:
-                index.files.append(placed.file)
-            where = index_of(result.index, self._within)
-            offsets = tuple(where.offset or (0,) * len(placed.sizes))
-            box = Box(len(index.files) - 1, placed.offset, offsets, placed.sizes, placed.item)
-            index.tensors[where.fqn].boxes.append(box)
-            storage[where] = _StorageInfo(placed.file.name, *placed.item)
-        metadata.storage_data = storage
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.draft.folder), save_id=self.draft.save_id)
-        self.draft.publish(index, pickle.dumps(metadata))
+def _publish(
+    draft: Draft, metadata: Metadata, files: Sequence[_Data], values: dict[str, Any], within: Mapping[str, PartOf]
+) -> None:
+    """Publishes our index and torch's, on the first rank, once all ranks have written."""
+    index = Index(draft.save_id, len(files), [], {}, values, _versions())
+    saved = {key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)}
+    whole = merge_parts(saved, within)  # `_resolve_tensor` refuses all else
+    metadata.state_dict_metadata = dict(whole)
+    for key, tensor in whole.items():
+        index.tensors[key] = TensorRow(dtype_name(tensor.properties.dtype), tuple(tensor.size))
+    metadata.storage_data = {}
+    for number, (file, placed) in enumerate(filter(None, files)):
+        index.files.append(file)
+        for one in placed:
+            where = index_of(one.where, within)
+            offsets = tuple(where.offset or (0,) * len(one.sizes))
+            index.tensors[where.fqn].boxes.append(Box(number, one.offset, offsets, one.sizes, one.item))
+            metadata.storage_data[where] = _StorageInfo(file.name, *one.item)
+    metadata.storage_meta = StorageMeta(checkpoint_id=str(draft.folder), save_id=draft.save_id)
+    draft.publish(index, pickle.dumps(metadata))
 
 
 def _resolve_tensor(item: WriteItem, planner: AnyPlanner) -> Tensor:
