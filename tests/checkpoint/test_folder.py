@@ -47,7 +47,7 @@ def bytes_of(folder: Path) -> int:
     """The byte that all of a published checkpoint is full of."""
     source = open_checkpoint(folder)
     published = Published.open(folder)
-    data = b"".join(published.path(file).read_bytes()[:NBYTES] for file in published.index.files)
+    data = b"".join((published.folder / file.name).read_bytes()[:NBYTES] for file in published.index.files)
     assert source.values == published.index.values
     assert data == bytes([source.values["byte"]]) * len(data) and len(data) == 2 * NBYTES
     return source.values["byte"]

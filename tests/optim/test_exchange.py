@@ -56,7 +56,7 @@ def test_columns_are_what_a_state_dict_shows(order: str, state_format: str, tier
     columns = {
         (number, key): value
         for number, entry in enumerate(exchange.entries())
-        for key, value in (entry or {}).items()
+        for key, value in entry.items()
         if isinstance(value, Column)
     }
     parts = [(column.order(place), name, place) for name, column in columns.items() for place in column.places]
@@ -73,7 +73,7 @@ def test_columns_are_what_a_state_dict_shows(order: str, state_format: str, tier
 
 def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monkeypatch: pytest.MonkeyPatch) -> None:
     _, opt = begun(tier())
-    columns = [c for e in OurOptimizer(opt).entries() for c in (e or {}).values() if isinstance(c, Column)]
+    columns = [c for e in OurOptimizer(opt).entries() for c in e.values() if isinstance(c, Column)]
     reads: list[str] = []
     store = opt.holdings.disk.tier.swap
     get = store.get
@@ -93,7 +93,7 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
 def test_a_step_between_is_refused_and_reads_nothing_wrong(tier: Callable[..., Nvme]) -> None:
     params, opt = begun(tier())
     plain, other = begun("device")
-    column = next(c for e in OurOptimizer(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
+    column = next(c for e in OurOptimizer(opt).entries() for c in e.values() if isinstance(c, Column))
     column.read(column.places[0])
     generator, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     go_on(params, opt, generator)  # the ring is the step's, whatever was read ahead
@@ -109,10 +109,10 @@ def test_a_moment_that_nothing_has_started_is_not_saved(tier: Callable[..., Nvme
     weight.grad = torch.ones_like(weight)
     opt.step()
     (entry,) = OurOptimizer(opt).entries()
-    assert entry is not None and entry.keys() == {"momentum_buffer", "remainder"}
+    assert entry.keys() == {"momentum_buffer", "remainder"}
     opt.state[weight]["on_disk"].first = frozenset({"momentum_buffer"})
     (entry,) = OurOptimizer(opt).entries()
-    assert entry is not None and entry.keys() == {"remainder"}
+    assert entry.keys() == {"remainder"}
 
 
 def test_room_for_a_load_is_neither_moved_nor_written() -> None:
@@ -132,7 +132,7 @@ def test_room_for_a_load_is_neither_moved_nor_written() -> None:
 
 def test_what_cannot_be_read_says_so(tier: Callable[..., Nvme]) -> None:
     _, opt = begun(tier(faults=Faults(fail_op=1, fail_end=1 << 40)), steps=1)
-    column = next(c for e in OurOptimizer(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
+    column = next(c for e in OurOptimizer(opt).entries() for c in e.values() if isinstance(c, Column))
     with pytest.raises(IoError, match="state/"):
         column.read(column.places[0])
 

@@ -75,6 +75,10 @@ class OpenFiles:
             self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._fds[path]
 
+    def holds(self, path: Path) -> bool:
+        """Returns whether the file stays open."""
+        return path in self._fds
+
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
         """Context manager that yields a file descriptor."""
@@ -151,27 +155,23 @@ def list_files(folder: Path) -> list[Path]:
 @dataclass(frozen=True)
 class Published:
     """A published checkpoint: its folder and its index. Its data files are there, with the lengths that the index
-    says."""
+    says, and stay open until `close`, whatever is saved into the folder meanwhile."""
 
     folder: Path
     index: Index
-    files: OpenFiles | None = field(default=None, compare=False, repr=False)
+    files: OpenFiles = field(compare=False, repr=False)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
-        """Reads the index and checks the data files. The error says what is there, and what could be loaded instead.
-
-        `hold`: keeps the files open until `close`, whatever is saved into the folder meanwhile.
-        """
+    def open(cls, path: str | os.PathLike[str]) -> Published:
+        """Reads the index and checks the data files. The error says what is there, and what could be loaded instead."""
         folder = Path(path)
         index = _read(folder)
         while True:
-            files = OpenFiles() if hold else None
+            files = OpenFiles()
             broken = _length_errors(folder, index, files)
             if not broken:
                 return cls(folder, index, files)
-            if files is not None:
-                files.close()
+            files.close()
             # A save may have replaced the checkpoint meanwhile: then there is another index now.
             newer = _read(folder)
             if newer.save_id == index.save_id:
@@ -183,13 +183,8 @@ class Published:
             index = newer
 
     def close(self) -> None:
-        """Closes the files that were held open."""
-        if self.files is not None:
-            self.files.close()
-
-    def path(self, file: FileRow | int) -> Path:
-        """Returns the path of one of its data files."""
-        return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
+        """Closes the data files."""
+        self.files.close()
 
 
 def latest(run: str | os.PathLike[str]) -> Path | None:
@@ -238,8 +233,12 @@ def _id_of(folder: Path) -> str:
     with suppress(OSError), open(folder / NAME, "rb") as file:
         if match := ID_WITHIN.search(file.read(HEAD)):
             return match[1].decode()
-    ids = [match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match]
-    return max(ids, default="")
+    return max(_save_ids(folder), default="")
+
+
+def _save_ids(folder: Path) -> list[str]:
+    """Returns the ids of the saves that data files in the folder are of."""
+    return [match[1] for path in list_files(folder) if (match := DATA.fullmatch(path.name))]
 
 
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
@@ -251,10 +250,10 @@ def leftovers(folder: Path, keep: Index | None) -> list[Path]:
 
 def describe_unfinished(folder: Path) -> str:
     """Describes an unfinished save into the folder in words; returns "" if there is none."""
-    ids = sorted(match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match)
+    ids = _save_ids(folder)
     if not ids and not (folder / LOCK).exists():
         return ""
-    since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(ids[-1]))) if ids else ""
+    since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(max(ids)))) if ids else ""
     holder = _holder(folder)
     return f"a save{since} {f'is being written by {holder}' if holder else 'was begun and never published'}"
 

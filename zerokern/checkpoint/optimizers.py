@@ -72,9 +72,9 @@ class AnyOptimizer:
         if getattr(self.opt, "_zk_half_loaded", None) is not None:
             _refuse_half_loaded()
 
-    def entries(self) -> list[dict[str, Any] | None]:
+    def entries(self) -> list[dict[str, Any]]:
         """Returns the state of each parameter."""
-        entries: list[dict[str, Any] | None] = []
+        entries: list[dict[str, Any]] = []
         made = [self.opt.state.get(param) for param in self.params] if self._ready is None else self._ready
         for param, own in zip(self.params, made, strict=True):
             home = shard_of(param)
@@ -86,7 +86,7 @@ class AnyOptimizer:
                     else value
                     for key, value in entry.items()
                 }
-            entries.append(entry or None)
+            entries.append(entry)
         return entries
 
     def values(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class AnyOptimizer:
         self._ready = self._allocate(entries)
 
     def give_up(self) -> None:
-        """Frees what was prepared and not taken by `lay_out`."""
+        """Frees what was prepared and not taken by `lay_out`, and the room on disk that `hold` has reserved."""
         self._ready = None
 
     def _allocate(self, entries: Sequence[Wanted | None]) -> list[dict[str, Tensor]]:
@@ -224,25 +224,24 @@ class OurOptimizer(AnyOptimizer):
             found.append((param, piece, plain_shard("", param) if shard is None else shard, entry))
         return found
 
-    def entries(self) -> list[dict[str, Any] | None]:
+    def entries(self) -> list[dict[str, Any]]:
         """Returns the state of each parameter: tensors in memory as users see them, those on disk as columns."""
         here, (_, held) = self._here, self._shown()
         owners = all_on_disk(held)
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
         binding = here.bound.binding if self._ready is None else None
         made = dict(held) if binding is None else dict(binding.shown(held))
-        found: list[dict[str, Any] | None] = []
+        found: list[dict[str, Any]] = []
         for param, piece, home, own in self.held():
             shown: dict[str, Any] = {}
             for key, value in (made.get(piece, own) or {}).items():
                 if isinstance(value, OnDisk):
                     assert stream is not None
-                    span = here_of_state(param)
                     begun = [slot.key for slot in value.slots if slot.key not in value.first]
-                    shown.update((name, Column(span, stream, value, name)) for name in begun)
+                    shown.update((name, Column(here_of_state(param), stream, value, name)) for name in begun)
                 elif key != PENDING or self.late:
                     shown[key] = home.show(key, value)
-            found.append(shown or None)
+            found.append(shown)
         return found
 
     def values(self) -> dict[str, Any]:
@@ -298,6 +297,8 @@ class OurOptimizer(AnyOptimizer):
         ready, self._ready = self._ready, None
         if ready is not None:
             forget(self._here, ready)
+        if self.disk is not None and self.disk.is_open:
+            self.disk.hold([])
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
         """Takes over groups and room for state: what is ready, with what is in it, or new room, undefined.
