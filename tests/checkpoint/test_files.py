@@ -18,7 +18,17 @@ from raw_cases import flip
 from torch import Tensor
 from worlds import World, ranked
 
-from zerokern.checkpoint.files import BLOCK, SLOTS, FileReader, FileWriter, PartsWriter, Slots, SlotWriter, Span
+from zerokern.checkpoint.files import (
+    BLOCK,
+    SLOTS,
+    FileReader,
+    FileWriter,
+    PartsWriter,
+    Slots,
+    SlotWriter,
+    Span,
+    copy_into,
+)
 from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.index import Box, FileRow, TensorRow
 from zerokern.checkpoint.source import BoxTargets, box_reads
@@ -325,6 +335,14 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
         assert caught.value.offset == begin
         assert [one.errno for one in reader.find_damage(range(row.blocks))] == [errno.EIO]
         assert not list(reader.find_damage(range(4)))
+
+
+def test_what_is_on_no_host_is_copied_by_torch() -> None:
+    """By its address a copy of memory would end the process."""
+    copy_into(torch.empty(3, device="meta"), torch.ones(3))
+    turned = torch.zeros(2, 3).t()
+    copy_into(turned, torch.arange(6.0).view(3, 2))
+    assert torch.equal(turned, torch.arange(6.0).view(3, 2))
 
 
 @ranked

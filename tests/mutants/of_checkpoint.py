@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "index_not_checked",
         "zerokern/checkpoint/index.py",
-        'if f"{_crc32c(body):08x}" != crc:',
+        'if f"{crc32c(body, len(body)):08x}" != crc:',
         "if len(crc) != 8:",
         "An index that was edited or damaged is believed as long as it can be parsed.",
         ("tests/checkpoint/test_index.py",),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
+from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, crc32c, file_error
 from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io.advice import failed, failing
@@ -34,7 +34,6 @@ from zerokern.memory import Arena, Ring, Slot
 
 __all__ = [
     "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_into",
-    "crc32c",
 ]  # fmt: skip
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
@@ -177,16 +176,17 @@ class FileWriter(SlotWriter):
         self._sum = 0  # of the block under way
         self._written = 0
         self._filled = 0  # bytes so far of the slot that is being filled
-        self._own: Slots | None = None
+        self._open = ExitStack()
         self._fd = -1
         with failing("Making", path, 0, expected):
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(path, flags, MODE)
+                self._open.callback(os.close, self._fd)
                 if expected:
                     reserve(self._fd, expected)
-                self._own = Slots(path.parent, **engine)  # type: ignore[arg-type]
-                super().__init__(self._own, self._fd, path)
+                slots = self._open.enter_context(Slots(path.parent, **engine))  # type: ignore[arg-type]
+                super().__init__(slots, self._fd, path)
             except BaseException:
                 self.abandon()
                 raise
@@ -283,11 +283,8 @@ class FileWriter(SlotWriter):
         self._filled = 0
 
     def _close(self) -> None:
-        if self._own is not None:
-            self._own.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self._open.close()
 
 
 class PartsWriter(SlotWriter):
@@ -498,11 +495,6 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 def _address_of(data: bytes) -> int:
     """Returns the address of the bytes, valid as long as the object lives."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-
-
-def crc32c(address: int, nbytes: int, before: int = 0) -> int:
-    """Returns the CRC32C of bytes in memory, continuing from `before`."""
-    return int(native.library().zk_crc32c(before, address, nbytes))
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:

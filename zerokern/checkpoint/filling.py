@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.files import copy_into
-from zerokern.checkpoint.formats import (
-    MASTERS,
-    convert_exact,
-    convert_moment,
-    exact_values,
-    is_coded,
-    master_kind,
-    refuse_infinite,
-)
+from zerokern.checkpoint.formats import MASTERS, convert_exact, exact_values, master_kind, refuse_infinite
 from zerokern.checkpoint.load_plan import LoadPlan, StatePlan, TensorPlan
 from zerokern.checkpoint.optimizers import AnyOptimizer
-from zerokern.checkpoint.source import BoxTargets, Report, Source, boxes_of, no_report
+from zerokern.checkpoint.source import BoxTargets, Report, Source, boxes_of
 from zerokern.checkpoint.training_state import (
     TrainingState,
     announce_writes,
@@ -40,6 +32,7 @@ from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
 from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.optim.disk import RecordWriter
+from zerokern.optim.formats import convert_moment, is_coded
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
 from zerokern.zero.shard import Shard, here_of_state, shard_of
@@ -123,10 +116,10 @@ class Restore:
         self._apart: dict[tuple[str, int], list[Tensor]] = {}  # copies of parameters, box by box
         self._extra_tensors: dict[str, Tensor] = {}
         self._initials: list[tuple[Shard, Tensor, Tensor]] = []
-        self._has_extra = False
+        self._extra = self._read_extra()
 
     @resident_later()
-    def read_ahead(self, report: Report = no_report) -> None:
+    def read_ahead(self, report: Report) -> None:
         """Reads what goes into memory or records that nobody uses yet: nothing has changed, and `give_up` frees it.
 
         That is the state of optimizers that have none, and, where memory allows, a copy of the parameters.
@@ -136,8 +129,7 @@ class Restore:
             if plans and not (optimizer.has_state or waits):
                 optimizer.prepare(groups, self._wanted(optimizer, plans))
                 self._ahead[id(optimizer)] = optimizer.entries()
-        batch = Batch()
-        self._read_extra(batch)
+        batch, self._extra = self._extra, Batch()
         copied = [(plan, list(boxes_of(plan.source, plan.tensor))) for plan in self._plans_apart()]
         wanted = [Wanted("copies", one.shape, one.dtype) for _, parts in copied for _, one in parts]
         made = iter(DeviceTier(torch.device("cpu"), "copies of parameters").lay_out(wanted))
@@ -156,7 +148,7 @@ class Restore:
         self._apart.clear()
         self._ahead.clear()
 
-    def fill(self, report: Report = no_report) -> None:
+    def fill(self, report: Report) -> None:
         """Reads everything else into place. From here to `finish`, the optimizers refuse to step."""
         self._carry_out(self.batches(), report)
 
@@ -184,11 +176,9 @@ class Restore:
         nbytes = sum(local_of(part.tensor).nbytes for part in plans)
         return [] if exceeds_half_of_memory(nbytes) else plans
 
-    def _read_extra(self, batch: Batch) -> None:
-        """Reads what modules and shards keep besides; it is handed over at the end."""
-        if self._has_extra:
-            return
-        self._has_extra = True
+    def _read_extra(self) -> Batch:
+        """Returns a batch of what modules and shards keep besides; it is handed over at the end."""
+        batch = Batch()
         for name, (dtype, shape) in self._plan.extra_tensors.items():
             kept = self._extra_tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             batch.items.append((f"model.{name}", kept))
@@ -199,12 +189,13 @@ class Restore:
             lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
             batch.items.append((key, home.here.show(lost, name=home.name)))
             self._initials.append((home, tensor, lost))
+        return batch
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches in order; the caller reads each one, and makes its calls, before it asks for the next."""
         plan, target = self._plan, self._target
         finish_updates(target.model, replaced=True)
-        direct = {0: Batch()}  # grouped by resting memory, so that only one group has to be fetched at a time
+        direct = {0: self._extra}  # grouped by resting memory, so that only one group has to be fetched at a time
         for part in plan.tensors:
             if part.converts:
                 continue
@@ -214,7 +205,6 @@ class Restore:
                 batch.then(partial(_copy_boxes, part.source, part.tensor, apart))
             else:
                 batch.items.append((part.source, part.tensor.detach() if rest is None else part.tensor))
-        self._read_extra(direct[0])
         states = []
         for optimizer, plans, groups in self._disk_first():
             optimizer.lay_out(groups, self._wanted(optimizer, plans))

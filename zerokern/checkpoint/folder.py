@@ -20,7 +20,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokern.checkpoint.index import NAME, SAVE_ID, FileRow, Index, file_error
@@ -32,8 +31,8 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "describe_unfinished", "fingerprint", "latest",
-    "leftovers", "list_files", "saved_at",
+    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "describe_unfinished", "fingerprint", "latest", "leftovers",
+    "list_files", "read_published", "saved_at",
 ]  # fmt: skip
 
 METADATA = ".metadata"  # torch's name for its own index
@@ -152,39 +151,26 @@ def list_files(folder: Path) -> list[Path]:
         return []
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published checkpoint: its folder and its index. Its data files are there, with the lengths that the index
-    says, and stay open until `close`, whatever is saved into the folder meanwhile."""
+def read_published(folder: Path, files: OpenFiles | None = None) -> Index:
+    """Returns the index of a published checkpoint, whose data files are there, with the lengths that the index says.
 
-    folder: Path
-    index: Index
-    files: OpenFiles = field(compare=False, repr=False)
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Published:
-        """Reads the index and checks the data files. The error says what is there, and what could be loaded instead."""
-        folder = Path(path)
-        index = _read(folder)
-        while True:
-            files = OpenFiles()
-            broken = _length_errors(folder, index, files)
-            if not broken:
-                return cls(folder, index, files)
+    `files` keeps them open from here on, whatever is saved into the folder meanwhile. The error says what is there, and
+    what could be loaded instead.
+    """
+    index = _read(folder)
+    while broken := _length_errors(folder, index, files):
+        if files is not None:
             files.close()
-            # A save may have replaced the checkpoint meanwhile: then there is another index now.
-            newer = _read(folder)
-            if newer.save_id == index.save_id:
-                raise IoError(
-                    f"{folder} is not whole: {broken}. {_suggest_other(folder)}",
-                    path=str(folder / index.files[0].name),
-                    errno=errno.ENODATA,
-                )
-            index = newer
-
-    def close(self) -> None:
-        """Closes the data files."""
-        self.files.close()
+        # A save may have replaced the checkpoint meanwhile: then there is another index now.
+        newer = _read(folder)
+        if newer.save_id == index.save_id:
+            raise IoError(
+                f"{folder} is not whole: {broken}. {_suggest_other(folder)}",
+                path=str(folder / index.files[0].name),
+                errno=errno.ENODATA,
+            )
+        index = newer
+    return index
 
 
 def latest(run: str | os.PathLike[str]) -> Path | None:

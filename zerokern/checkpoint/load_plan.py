@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.formats import MASTERS, is_coded, master_kind, rounds_master, rounds_moment
+from zerokern.checkpoint.formats import MASTERS, master_kind, rounds_master, rounds_moment
 from zerokern.checkpoint.optimizers import AnyOptimizer, Wanted, from_plain
 from zerokern.checkpoint.source import Source, reject_invalid
 from zerokern.checkpoint.training_state import TrainingState, aliases, extra_states
 from zerokern.core.errors import StateError
+from zerokern.optim.formats import is_coded
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import local_of
 from zerokern.zero.shard import here_of_state, shard_of

@@ -76,7 +76,7 @@ def load(
         stages = {"stages": isinstance(model, PartialModel)}
         return {"path": str(absolute_path(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 
-    ranks.check_same("zk.load", given)
+    ranks.check_same(given)
     ranks.all_gather("the save before", PendingSaves.of(ranks, model).wait)
     loading = Loading(absolute_path(path), ranks)
     try:

@@ -15,13 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.formats import is_coded
 from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk, OnDisk, RecordReader, all_on_disk, on_disk_of
 from zerokern.optim.exchange import forget, make_ready, merged_groups, publish, take_over
-from zerokern.optim.formats import Layout
+from zerokern.optim.formats import Layout, is_coded
 from zerokern.optim.matrices import state_span
 from zerokern.optim.parts import needed_first
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING, Shards
@@ -269,16 +268,17 @@ class OurOptimizer(AnyOptimizer):
         """Returns the layouts of parameters, by number, that are loaded with these keys."""
         algorithm = self._here.algorithm
         moments = {key for key, _ in algorithm.moments}
-        owners = [group for group in self._merged for _ in group["params"]]
+        owners, params = [group for group in self._merged for _ in group["params"]], self.params
         return {
-            number: algorithm.layout(owners[number], self.params[number].dtype, not moments.isdisjoint(mine))
+            number: algorithm.layout(owners[number], params[number].dtype, not moments.isdisjoint(mine))
             for number, mine in keys.items()
         }
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
         made: list[tuple[Wanted, frozenset[str]]] = [({}, frozenset())] * len(saved)
+        params = self.params
         for number, layout in self._layouts({n: there for n, there in enumerate(saved) if there}).items():
-            param = self.params[number]
+            param = params[number]
             like = torch.empty(here_of_state(param).shape, dtype=param.dtype, device="meta")
             slots = {slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}
             made[number] = slots, self._here.algorithm.optional

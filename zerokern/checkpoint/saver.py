@@ -75,7 +75,7 @@ def save(
         _refuse_unusable(model, wait, rng, staging_budget, progress)
         return {"path": str(absolute_path(path)), "wait": wait, "rng": rng, "stages": isinstance(model, PartialModel)}
 
-    ranks.check_same("zk.save", given)
+    ranks.check_same(given)
     folder = absolute_path(path)  # os.chdir while it is written changes nothing
     saves = PendingSaves.of(ranks, model)
     ranks.all_gather("the save before", saves.finish)

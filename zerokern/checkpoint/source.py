@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerokern.checkpoint.files import BLOCK, FileReader, Slots, Span, copy_into
-from zerokern.checkpoint.folder import Published
+from zerokern.checkpoint.folder import OpenFiles, read_published
 from zerokern.checkpoint.index import NAME, Box, TensorRow, file_error
 from zerokern.core.errors import IoError, StateError, ZerokernError, got
 from zerokern.core.ports import plugs
@@ -77,7 +77,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
         opened = (open_foreign(folder) for open_foreign in foreign)
         source: Source | None = next((source for source in opened if source is not None), None)
         if source is None:
-            source = Saved(Published.open(folder))
+            source = Saved(folder)
     return source
 
 
@@ -174,10 +174,11 @@ class Saved(Source):
     kind = "zerokern"
     counts_checked = True
 
-    def __init__(self, published: Published) -> None:
-        self.published, self.path, self.index = published, published.folder, published.index
-        self.tensors, self.values = self.index.tensors, self.index.values
+    def __init__(self, folder: Path) -> None:
         self._slots: Slots | None = None  # that it all passes through, until `close`
+        self.path, self._files = folder, OpenFiles()
+        self.index = read_published(folder, self._files)
+        self.tensors, self.values = self.index.tensors, self.index.values
         ends = list(itertools.accumulate(file.blocks for file in self.index.files))
         self._begins = [0, *ends]  # of each file, its first block among all
         self._checked = bytearray(self._begins[-1])  # by block: 1 once it has been read whole
@@ -200,7 +201,7 @@ class Saved(Source):
 
     def _reader(self, number: int) -> FileReader:
         self._slots = self._slots or Slots(self.path)
-        return FileReader(self.path, self.index.files[number], self._slots, self.published.files)
+        return FileReader(self.path, self.index.files[number], self._slots, self._files)
 
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         """Yields an error for each damaged block of this rank's share, with file, offset and keys."""
@@ -249,7 +250,7 @@ class Saved(Source):
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
-        self.published.close()
+        self._files.close()
 
     def __del__(self) -> None:
         self.close()

@@ -6,9 +6,10 @@ import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from zerokern.checkpoint.files import BLOCK, FileWriter
 from zerokern.checkpoint.folder import Draft
-from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
+from zerokern.checkpoint.index import Box, Cuboid, FileRow, Index, TensorRow
 from zerokern.checkpoint.layout import PartOf, index_of, merge_parts
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Report, dtype_name, no_report
@@ -39,22 +40,22 @@ STATE = "optim.state."
 AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
 
 
-_Boxes = set[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Where boxes begin, and their sizes."""
-
-
 class Column:
     """One tensor of a parameter's state on disk. It is read place by place while it is saved, never as a whole."""
 
     def __init__(self, here: Here, reader: RecordReader, owner: OnDisk, key: str) -> None:
-        self.reader, self._owner, self._key = reader, owner, key
+        self.reader, self._owner, self._here, self._key = reader, owner, here, key
         self._number, slot = next((i, slot) for i, slot in enumerate(owner.slots) if slot.key == key)
         self.dtype, self.shape = slot.dtype, here.of(key).shape
         self.places = [place for place in owner.places if slot in place.slots]
-        self._boxes = {
+
+    @cached_property
+    def _boxes(self) -> dict[tuple[int, ...], tuple[RecordSpan, int, tuple[int, ...]]]:
+        """By where each begins: its place, its first element there, and its sizes. Only a save asks for them."""
+        return {
             at: (place, first, sizes)
             for place in self.places
-            for at, sizes, first in here.within(place.start, place.numel).of(key).boxes()
+            for at, sizes, first in self._here.within(place.start, place.numel).of(self._key).boxes()
         }
 
     def size(self) -> torch.Size:
@@ -143,7 +144,7 @@ def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
     Of what several ranks have in the same boxes, torch's planner leaves one. Parts of ranks are the same or disjoint.
     """
-    found: dict[str, dict[int, _Boxes]] = {}
+    found: dict[str, dict[int, set[Cuboid]]] = {}
     numels: dict[str, int] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -155,7 +156,7 @@ def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
     for key, of_ranks in found.items():
         if sum(prod(sizes) for _, sizes in set().union(*of_ranks.values())) <= numels[key]:
             continue
-        kept: list[_Boxes] = []
+        kept: list[set[Cuboid]] = []
         for rank, boxes in of_ranks.items():
             first, _ = min(boxes)
             before = [one for one in kept if any(_holds(box, first) for box in one)]
@@ -169,21 +170,12 @@ def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
     ]
 
 
-def _holds(box: tuple[tuple[int, ...], tuple[int, ...]], place: tuple[int, ...]) -> bool:
+def _holds(box: Cuboid, place: tuple[int, ...]) -> bool:
     return all(at <= here < at + size for at, size, here in zip(*box, place, strict=True))
 
 
-class Placed(NamedTuple):
-    """Where an item was written in its rank's file: offset of its bytes, sizes, and the zip around it as in `Box`."""
-
-    where: MetadataIndex
-    offset: int
-    sizes: tuple[int, ...]
-    item: tuple[int, int]
-
-
-_Data = tuple[FileRow, list[Placed]] | None
-"""The data file of a rank, and what is in it."""
+_Data = tuple[FileRow, list[tuple[MetadataIndex, Box]]] | None
+"""The data file of a rank, and the boxes in it, which do not have its number yet."""
 
 
 def write_checkpoint(
@@ -223,7 +215,7 @@ def write_data(draft: Draft, plan: SavePlan, planner: AnyPlanner, report: Report
     """Writes the items of the plan and syncs the file. A rank without items makes no file."""
     if not plan.items:
         return None
-    placed: list[Placed] = []
+    placed: list[tuple[MetadataIndex, Box]] = []
     expected = sum(_nbytes(item) + AROUND for item in plan.items)
     expected += 4 * (expected // BLOCK + 1)
     with FileWriter(draft.file(plan.storage_data), expected=expected) as writer:
@@ -236,12 +228,13 @@ def write_data(draft: Draft, plan: SavePlan, planner: AnyPlanner, report: Report
                 begin = writer.append(before)
                 offset = writer.append(tensor, report)
                 writer.append(after)
-                placed.append(Placed(item.index, offset, tuple(tensor.shape), (begin, writer.nbytes - begin)))
+                box = Box(0, offset, (), tuple(tensor.shape), (begin, writer.nbytes - begin))
+                placed.append((item.index, box))
             return writer.finish(), placed
         except IoError as error:
             if error.path != str(writer.path):  # state that could not be read from its own disk
                 raise
-            there = (one.where for one in placed if one.item[0] <= error.offset < sum(one.item))
+            there = (index for index, box in placed if box.item[0] <= error.offset < sum(box.item))
             key = next(there, item.index).fqn
             raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
 
@@ -259,11 +252,11 @@ def _publish(
     metadata.storage_data = {}
     for number, (file, placed) in enumerate(filter(None, files)):
         index.files.append(file)
-        for one in placed:
-            where = index_of(one.where, within)
-            offsets = tuple(where.offset or (0,) * len(one.sizes))
-            index.tensors[where.fqn].boxes.append(Box(number, one.offset, offsets, one.sizes, one.item))
-            metadata.storage_data[where] = _StorageInfo(file.name, *one.item)
+        for of_item, box in placed:
+            where = index_of(of_item, within)
+            offsets = tuple(where.offset or (0,) * len(box.sizes))
+            index.tensors[where.fqn].boxes.append(replace(box, file=number, offsets=offsets))
+            metadata.storage_data[where] = _StorageInfo(file.name, *box.item)
     metadata.storage_meta = StorageMeta(checkpoint_id=str(draft.folder), save_id=draft.save_id)
     draft.publish(index, pickle.dumps(metadata))
 
