@@ -280,7 +280,7 @@ def save_by_ranks(world: World, folder: str) -> list[str]:
         items["only 1"] = Boxed.of(torch.ones(3), [((0,), (3,))])
     write_checkpoint(draft, items, {"rank": world.rank}, dcp.DefaultSavePlanner(False), Ranks.of(None))
     world.exchange(None)
-    published = Saved(folder)
+    published = Saved(Path(folder))
     halves = [((0, 500 * world.rank), (60, 500))]
     target = {"divided": Boxed.of(torch.zeros_like(whole), halves), "same": torch.zeros(7)}
     load(published, target)
