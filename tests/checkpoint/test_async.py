@@ -20,9 +20,8 @@ from tries import best
 from worlds import on_ranks
 
 import zerokern as zk
-from zerokern.checkpoint import background
+from zerokern.checkpoint import background, storage
 from zerokern.checkpoint.background import Saving
-from zerokern.checkpoint.storage import Writer
 from zerokern.core.errors import BudgetError, IoError
 
 
@@ -39,17 +38,17 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every writer waits here before it writes its first byte that is not streamed from a disk."""
     gate = Gate()
-    write = Writer.write_data
+    write = storage.write_data
 
-    def held(self: Writer, plan: Any, planner: Any) -> Any:
+    def held(draft: Any, plan: Any, planner: Any, report: Any) -> Any:
         gate.reached.set()
         if not getattr(planner, "_streams", True):
             assert gate.open.wait(120)
         if gate.error is not None:
             raise gate.error
-        return write(self, plan, planner)
+        return write(draft, plan, planner, report)
 
-    monkeypatch.setattr(Writer, "write_data", held)
+    monkeypatch.setattr(storage, "write_data", held)
     yield gate
     gate.open.set()
 
@@ -231,7 +230,7 @@ def test_a_failure_of_another_save_does_not_stop_a_load(tmp_path: Path, monkeypa
     model = nn.Linear(3, 3)
     save(tmp_path / "x", model)
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "write_data", lambda *_: (_ for _ in ()).throw(IoError("gone", path="y", errno=5)))
+        patched.setattr(storage, "write_data", lambda *_: (_ for _ in ()).throw(IoError("gone", path="y", errno=5)))
         saving = save(tmp_path / "y", model, wait=False)
         assert saving is not None
         saving._thread.join()
@@ -267,20 +266,20 @@ def ends_with_the_group(rank: int, folder: Path) -> list[bool]:
     A save that fails is in the log, and keeps no group: the last thing here, for it ends the world.
     """
     beside_collectives(rank, folder)
-    shutdown, write, found = vars(dist.ProcessGroup)["shutdown"], Writer.write_data, []
+    shutdown, write, found = vars(dist.ProcessGroup)["shutdown"], storage.write_data, []
     model = nn.Linear(300, 300)
     nn.init.constant_(model.weight, 7.0)
     for name, broken in (("group", False), ("failing", True), ("world", False)):
         go_on = threading.Event()
 
-        def held(self: Writer, plan: Any, planner: Any, go_on: Any = go_on, broken: bool = broken) -> Any:
+        def held(*given: Any, go_on: Any = go_on, broken: bool = broken) -> Any:
             assert go_on.wait(120)
             if broken:
                 raise IoError("the disk has gone", path="x", errno=5)
-            return write(self, plan, planner)
+            return write(*given)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Writer, "write_data", held)
+            patched.setattr(storage, "write_data", held)
             group = None if name == "world" else dist.new_group([0, 1])
             save(folder / name, model, wait=False, group=group)
             assert vars(dist.ProcessGroup)["shutdown"] is not shutdown

@@ -18,7 +18,18 @@ from raw_cases import flip
 from torch import Tensor
 from worlds import World, ranked
 
-from zerokern.checkpoint.files import BLOCK, SLOTS, FileReader, FileWriter, PartsWriter, Slots, SlotWriter, Span
+from zerokern.checkpoint.files import (
+    BLOCK,
+    SLOTS,
+    FileReader,
+    FileWriter,
+    PartsWriter,
+    Slots,
+    SlotWriter,
+    Span,
+    copy_into,
+)
+from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.index import Box, FileRow, TensorRow
 from zerokern.checkpoint.source import BoxTargets, box_reads
 from zerokern.core import native
@@ -49,7 +60,7 @@ def write(path: Path, *data: bytes | Tensor, **settings: object) -> FileRow:
 
 @contextmanager
 def reading(folder: Path, row: FileRow, **settings: object) -> Iterator[FileReader]:
-    with Slots(folder, **settings) as slots, FileReader(folder, row, slots) as reader:
+    with Slots(folder, **settings) as slots, FileReader(folder, row, slots, OpenFiles()) as reader:
         yield reader
 
 
@@ -232,7 +243,7 @@ def test_whole_rows_in_host_memory_are_read_without_a_tensor_for_each_block() ->
 
 def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
     row = write(tmp_path / "a", pattern(20 * BLOCK))
-    with Slots(tmp_path) as slots, FileReader(tmp_path, row, slots) as reader:
+    with Slots(tmp_path) as slots, FileReader(tmp_path, row, slots, OpenFiles()) as reader:
         spans = [(BLOCK + 5, 10), (2 * BLOCK - 1, 2), (BLOCK, 100), (9 * BLOCK, BLOCK), (15 * BLOCK + 1, 1)]
         reader.read([(begin, nbytes, lambda piece, at: None) for begin, nbytes in spans])
         assert slots.engine.stats()["read_nbytes"] == 4 * BLOCK  # blocks 1, 2, 9 and 15
@@ -317,13 +328,21 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
     faults = Faults(fail_op=native.IO_READ, fail_begin=begin, fail_end=begin + 1)
     with (
         Slots(tmp_path, faults=faults, block=BLOCK, depth=8) as slots,
-        FileReader(tmp_path, row, slots) as reader,
+        FileReader(tmp_path, row, slots, OpenFiles()) as reader,
     ):
         with pytest.raises(IoError, match=r"Reading .*EIO") as caught:
             reader.read([(0, row.table, lambda piece, at: None)])
         assert caught.value.offset == begin
         assert [one.errno for one in reader.find_damage(range(row.blocks))] == [errno.EIO]
         assert not list(reader.find_damage(range(4)))
+
+
+def test_what_is_on_no_host_is_copied_by_torch() -> None:
+    """By its address a copy of memory would end the process."""
+    copy_into(torch.empty(3, device="meta"), torch.ones(3))
+    turned = torch.zeros(2, 3).t()
+    copy_into(turned, torch.arange(6.0).view(3, 2))
+    assert torch.equal(turned, torch.arange(6.0).view(3, 2))
 
 
 @ranked

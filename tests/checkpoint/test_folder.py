@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerokern.checkpoint.folder import Draft, Published, latest, leftovers, saved_at
+from zerokern.checkpoint.folder import Draft, latest, leftovers, read_published, saved_at
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
 from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import BudgetError, IoError
@@ -46,9 +46,9 @@ def save(folder: Path, byte: int) -> str:
 def bytes_of(folder: Path) -> int:
     """The byte that all of a published checkpoint is full of."""
     source = open_checkpoint(folder)
-    published = Published.open(folder)
-    data = b"".join(published.path(file).read_bytes()[:NBYTES] for file in published.index.files)
-    assert source.values == published.index.values
+    index = read_published(folder)
+    data = b"".join((folder / file.name).read_bytes()[:NBYTES] for file in index.files)
+    assert source.values == index.values
     assert data == bytes([source.values["byte"]]) * len(data) and len(data) == 2 * NBYTES
     return source.values["byte"]
 
@@ -180,7 +180,7 @@ def test_an_error_after_the_rename_loses_nothing(tmp_path: Path, monkeypatch: py
         patch.setattr(os, "rename", second_fails)
         with pytest.raises(IoError, match=r"ENOSPC"):
             draft.publish(index, b"the second")
-    index = Published.open(folder).index
+    index = read_published(folder)
     assert (folder / f".metadata.{index.save_id}.new").exists() and len(leftovers(folder, index)) == 3
     draft._release() if killed else draft.abandon()
     Draft.begin(folder, 0).abandon()
@@ -211,7 +211,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         ):
             Draft.begin(tmp_path / "c", 0)
         with pytest.raises(IoError, match=rf"no published checkpoint: a save is being written by .* pid {pid}"):
-            Published.open(tmp_path / "c")
+            read_published(tmp_path / "c")
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -315,9 +315,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     for name in ("notes.txt", "20261122T070024-a1b2c3_0.distcp.bak", "__0_0.distcp"):
         (tmp_path / name).write_text("mine")
     (tmp_path / "20261122T070024-a1b2c3_7.distcp").write_text("of a killed save")
-    assert [path.name for path in leftovers(tmp_path, Published.open(tmp_path).index)] == [
-        "20261122T070024-a1b2c3_7.distcp"
-    ]
+    assert [path.name for path in leftovers(tmp_path, read_published(tmp_path))] == ["20261122T070024-a1b2c3_7.distcp"]
     save(tmp_path, 2)
     assert {"notes.txt", "20261122T070024-a1b2c3_0.distcp.bak", "__0_0.distcp"} <= set(names(tmp_path))
     assert "20261122T070024-a1b2c3_7.distcp" not in names(tmp_path)
@@ -351,7 +349,7 @@ def test_a_save_that_replaces_what_is_being_opened(tmp_path: Path, monkeypatch: 
         return index
 
     monkeypatch.setattr(Index, "load", staticmethod(meanwhile))
-    assert Published.open(tmp_path).index.values == {"byte": 2}
+    assert read_published(tmp_path).values == {"byte": 2}
     assert calls
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint.folder import OpenFiles, Published, fingerprint
+from zerokern.checkpoint.folder import OpenFiles, fingerprint
 from zerokern.checkpoint.ranks import Ranks, open_same
 from zerokern.checkpoint.source import Saved
 from zerokern.core.errors import StateError
@@ -35,9 +35,9 @@ def model_of(value: float) -> tuple[torch.nn.Linear, zk.AdamW]:
 
 def test_what_was_verified_is_checked_again(tmp_path: Path) -> None:
     zk.save(tmp_path / "c", torch.nn.Linear(40, 30), rng=False)
-    source = Saved(Published.open(tmp_path / "c"))
+    source = Saved(tmp_path / "c")
     source.verify()
-    with open(source.published.path(0), "r+b") as file:
+    with open(tmp_path / "c" / source.index.files[0].name, "r+b") as file:
         file.seek(500)
         file.write(b"spoilt")
     assert [error.errno for error in source.find_damage()] == [errno.EBADMSG]

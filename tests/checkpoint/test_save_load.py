@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 from worlds import World, built, on_ranks, ranked
 
 import zerokern as zk
+from zerokern.checkpoint.folder import read_published
 from zerokern.core.errors import IoError, StateError
 
 PLACES = {
@@ -411,3 +412,17 @@ def both_of_these(world: World, folder: Path) -> None:
 
 def test_exact_values_before_the_first_step_and_torchs_own_save_on_ranks(tmp_path: Path) -> None:
     on_ranks(2, both_of_these, tmp_path)
+
+
+def test_optimizers_on_disks_are_written_in_their_order(tmp_path: Path) -> None:
+    """Whatever the addresses of their disks are: two saves of one state are the same bytes."""
+    model = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(5)))
+    tiers = [zk.Nvme(tmp_path / str(number), ring_nbytes="1M") for number in range(5)]
+    opts = [zk.AdamW(layer.parameters(), tier=tier) for layer, tier in zip(model, tiers, strict=True)]
+    model(torch.ones(1, 20)).sum().backward()
+    for opt in opts:
+        opt.step()
+    save(tmp_path / "c", model, opts)
+    tensors = read_published(tmp_path / "c").tensors
+    offsets = [tensors[f"optim.state.{number}.weight.exp_avg"].boxes[0].offset for number in range(5)]
+    assert offsets == sorted(offsets)

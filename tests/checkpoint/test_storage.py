@@ -24,10 +24,10 @@ from worlds import World, on_ranks, ranked
 
 from zerokern.checkpoint import storage
 from zerokern.checkpoint.files import BLOCK
-from zerokern.checkpoint.folder import Draft, Published
+from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Saved, no_report
-from zerokern.checkpoint.storage import Writer
+from zerokern.checkpoint.storage import write_checkpoint
 from zerokern.core import native
 from zerokern.core.errors import IoError, StateError
 from zerokern.io import Faults
@@ -102,19 +102,19 @@ def without_a_group(nothing_left_open: None) -> Iterator[None]:
         yield
 
 
-def save(folder: Path, items: dict[str, Any], values: dict[str, Any] | None = None, **settings: Any) -> Published:
+def save(folder: Path, items: dict[str, Any], values: dict[str, Any] | None = None, **settings: Any) -> Saved:
     draft = Draft.begin(folder, 0)
     try:
-        writer = Writer(draft, values or {}, settings.pop("told", no_report))
-        writer(items, settings.pop("planner", dcp.DefaultSavePlanner(flatten_state_dict=False)), Ranks.of(None))
+        planner = settings.pop("planner", dcp.DefaultSavePlanner(flatten_state_dict=False))
+        write_checkpoint(draft, items, values or {}, planner, Ranks.of(None), settings.pop("told", no_report))
     except BaseException:
         draft.abandon()
         raise
-    return Published.open(folder)
+    return Saved(folder)
 
 
-def load(published: Published, items: dict[str, Any], told: Callable[[int], object] | None = None) -> None:
-    Saved(published).read(items, told or no_report)
+def load(published: Saved, items: dict[str, Any], told: Callable[[int], object] | None = None) -> None:
+    Saved(published.path).read(items, told or no_report)
 
 
 def refused(work: Callable[[], Any]) -> BaseException:
@@ -242,10 +242,10 @@ def test_a_failed_write_names_the_key(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "c").exists()
 
 
-def spoil(published: Published, key: str) -> int:
+def spoil(published: Saved, key: str) -> int:
     """Changes one bit of a tensor; returns the block that it is in."""
     box = published.index.tensors[key].boxes[0]
-    flip(published.path(box.file), box.offset)
+    flip(published.path / published.index.files[box.file].name, box.offset)
     return box.offset // BLOCK
 
 
@@ -253,9 +253,9 @@ def test_damage_names_file_and_keys(tmp_path: Path) -> None:
     items = {f"model.{i}": torch.randn(1 << 19) for i in range(6)}
     published = save(tmp_path / "c", items)
     block = spoil(published, "model.4")
-    reader = Saved(published)
+    reader = Saved(published.path)
     (error,) = reader.find_damage()
-    assert error.path == str(published.path(0)) and error.offset == block * BLOCK
+    assert error.path == str(published.path / published.index.files[0].name) and error.offset == block * BLOCK
     assert "model.4" in str(error) and error.key in ("model.3", "model.4")
     with pytest.raises(IoError, match=r"model\.4"):
         reader.verify()
@@ -278,13 +278,13 @@ def save_by_ranks(world: World, folder: str) -> list[str]:
     items = {"divided": Boxed.of(whole, mine), "same": torch.full((7,), 5.0)}
     if world.rank == 1:
         items["only 1"] = Boxed.of(torch.ones(3), [((0,), (3,))])
-    Writer(draft, {"rank": world.rank})(items, dcp.DefaultSavePlanner(False), Ranks.of(None))
+    write_checkpoint(draft, items, {"rank": world.rank}, dcp.DefaultSavePlanner(False), Ranks.of(None))
     world.exchange(None)
-    published = Published.open(folder)
+    published = Saved(Path(folder))
     halves = [((0, 500 * world.rank), (60, 500))]
     target = {"divided": Boxed.of(torch.zeros_like(whole), halves), "same": torch.zeros(7)}
     load(published, target)
-    Saved(published).verify(world.rank, world.size)
+    Saved(published.path).verify(world.rank, world.size)
     assert torch.equal(target["divided"].boxes[halves[0][0]], narrowed(whole, *halves[0]))
     assert torch.equal(target["same"], items["same"])
     return [file.name for file in published.index.files]
@@ -294,7 +294,7 @@ def test_real_ranks_write_a_file_each(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     (names, others) = on_ranks(2, save_by_ranks, str(folder))
     assert names == others and [name.rpartition("_")[2] for name in names] == ["0.distcp", "1.distcp"]
-    published = Published.open(folder)
+    published = Saved(folder)
     assert published.index.world == 2 and published.index.values == {"rank": 0}
     assert json.loads((folder / "zerokern.json").read_text().splitlines()[0])["zerokern"] == 1
     found = {"divided": torch.zeros(60, 1000), "same": torch.zeros(7), "only 1": torch.zeros(3)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint.folder import Draft, Published
+from zerokern.checkpoint.folder import Draft, read_published
 from zerokern.checkpoint.saver import save
 from zerokern.cli.main import main
 
@@ -58,8 +58,7 @@ def test_a_parent_lists_its_checkpoints(folder: Path, capsys: pytest.CaptureFixt
     draft.file(0).write_bytes(b"half of it")
     draft._release()
     save(folder.parent / "step4", torch.nn.Linear(2, 2))
-    published = Published.open(folder.parent / "step4")
-    os.truncate(published.path(0), 10)
+    os.truncate(folder.parent / "step4" / read_published(folder.parent / "step4").files[0].name, 10)
     (folder.parent / "notes").mkdir()
     page = said(capsys, "show", folder.parent)
     rows = {line.split()[0]: line for line in page.splitlines()[2:]}
@@ -76,15 +75,15 @@ def test_verify_says_that_it_is_whole(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_verify_names_each_broken_block_and_what_lies_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    published = Published.open(folder)
-    box = published.index.tensors["model.weight"].boxes[0]
-    with open(published.path(box.file), "r+b") as file:
+    index = read_published(folder)
+    box = index.tensors["model.weight"].boxes[0]
+    with open(folder / index.files[box.file].name, "r+b") as file:
         file.seek(box.offset + 5)
         byte = file.read(1)
         file.seek(box.offset + 5)
         file.write(bytes([byte[0] ^ 1]))
     heard = said(capsys, "verify", folder, status=1)
-    assert published.path(box.file).name in heard and "model.weight" in heard
+    assert index.files[box.file].name in heard and "model.weight" in heard
     assert "1 broken part in" in heard
 
 

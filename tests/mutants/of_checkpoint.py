@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "index_not_checked",
         "zerokern/checkpoint/index.py",
-        'if f"{_crc32c(body):08x}" != crc:',
+        'if f"{crc32c(body, len(body)):08x}" != crc:',
         "if len(crc) != 8:",
         "An index that was edited or damaged is believed as long as it can be parsed.",
         ("tests/checkpoint/test_index.py",),
@@ -92,9 +92,9 @@ MUTANTS = (
     ),
     Mutant(
         "counters_of_an_optimizer_not_restored",
-        "zerokern/optim/exchange.py",
-        "if counters is not None:\n            self.opt.decision.begin(**counters)",
-        "if counters is None:\n            self.opt.decision.begin(None, 0)",
+        "zerokern/checkpoint/optimizers.py",
+        "if self._counters is not None:\n            self.opt.decision.begin(**self._counters)",
+        "if self._counters is None:\n            self.opt.decision.begin(None, 0)",
         "A load does not bring back how many steps were skipped, nor the last norm.",
         ("tests/checkpoint/test_save_load.py",),
     ),

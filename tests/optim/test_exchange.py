@@ -12,10 +12,11 @@ from forked import run_forked
 from optim_cases import MAKERS, same_bits
 from torch import Tensor, nn
 
+from zerokern.checkpoint.optimizers import OurOptimizer
+from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import IoError, StateError
 from zerokern.io import Faults, Nvme
 from zerokern.optim import SGD
-from zerokern.optim.exchange import Column, Exchange
 from zerokern.optim.formats import as_kept
 
 SHAPES = ((40_000,), (300, 100), (5,), (7, 11, 13), (90_000,))
@@ -50,12 +51,12 @@ def expected(opt: Any, number: int, key: str, column: Column) -> list[Tensor]:
 @pytest.mark.parametrize("state_format", ["fp32", "int8"])
 def test_columns_are_what_a_state_dict_shows(order: str, state_format: str, tier: Callable[..., Nvme]) -> None:
     _, opt = begun(tier(), state_format=state_format)
-    exchange = Exchange(opt)
+    exchange = OurOptimizer(opt)
     exchange.settle()
     columns = {
         (number, key): value
         for number, entry in enumerate(exchange.entries())
-        for key, value in (entry or {}).items()
+        for key, value in entry.items()
         if isinstance(value, Column)
     }
     parts = [(column.order(place), name, place) for name, column in columns.items() for place in column.places]
@@ -72,7 +73,7 @@ def test_columns_are_what_a_state_dict_shows(order: str, state_format: str, tier
 
 def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monkeypatch: pytest.MonkeyPatch) -> None:
     _, opt = begun(tier())
-    columns = [c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column)]
+    columns = [c for e in OurOptimizer(opt).entries() for c in e.values() if isinstance(c, Column)]
     reads: list[str] = []
     store = opt.holdings.disk.tier.swap
     get = store.get
@@ -92,7 +93,7 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
 def test_a_step_between_is_refused_and_reads_nothing_wrong(tier: Callable[..., Nvme]) -> None:
     params, opt = begun(tier())
     plain, other = begun("device")
-    column = next(c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
+    column = next(c for e in OurOptimizer(opt).entries() for c in e.values() if isinstance(c, Column))
     column.read(column.places[0])
     generator, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     go_on(params, opt, generator)  # the ring is the step's, whatever was read ahead
@@ -107,25 +108,22 @@ def test_a_moment_that_nothing_has_started_is_not_saved(tier: Callable[..., Nvme
     opt = SGD([weight], momentum=0.9, tier=tier())
     weight.grad = torch.ones_like(weight)
     opt.step()
-    (entry,) = Exchange(opt).entries()
-    assert entry is not None and entry.keys() == {"momentum_buffer", "remainder"}
+    (entry,) = OurOptimizer(opt).entries()
+    assert entry.keys() == {"momentum_buffer", "remainder"}
     opt.state[weight]["on_disk"].first = frozenset({"momentum_buffer"})
-    (entry,) = Exchange(opt).entries()
-    assert entry is not None and entry.keys() == {"remainder"}
+    (entry,) = OurOptimizer(opt).entries()
+    assert entry.keys() == {"remainder"}
 
 
 def test_room_for_a_load_is_neither_moved_nor_written() -> None:
     """What will be read goes into the memory that the state has; nothing passes over it before."""
     params, opt = begun("cpu", steps=1)
     before = opt.state_dict()
-    entries = [
-        {key: torch.zeros((), dtype=value.dtype).expand(value.shape) for key, value in entry.items()}
-        for entry in before["state"].values()
-    ]
+    entries = [{key: (value.dtype, value.shape) for key, value in entry.items()} for entry in before["state"].values()]
     kept = [
         [(opt.state[param][key].data_ptr(), opt.state[param][key].clone()) for key in entries[0]] for param in params
     ]
-    Exchange(opt).take_room(before["param_groups"], entries)
+    OurOptimizer(opt).lay_out(before["param_groups"], entries)
     for param, values in zip(params, kept, strict=True):
         for key, (address, value) in zip(entries[0], values, strict=True):
             if value.ndim:  # counters are made anew
@@ -134,7 +132,7 @@ def test_room_for_a_load_is_neither_moved_nor_written() -> None:
 
 def test_what_cannot_be_read_says_so(tier: Callable[..., Nvme]) -> None:
     _, opt = begun(tier(faults=Faults(fail_op=1, fail_end=1 << 40)), steps=1)
-    column = next(c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
+    column = next(c for e in OurOptimizer(opt).entries() for c in e.values() if isinstance(c, Column))
     with pytest.raises(IoError, match="state/"):
         column.read(column.places[0])
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.storage import OnDiskPart, SavePlanner
+from zerokern.checkpoint.storage import Column, SavePlanner
 from zerokern.core.errors import BudgetError
 from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
@@ -225,7 +225,7 @@ class StagedPlanner(SavePlanner):
         self._free = threading.Event()
         self._staged = False
         self._copies: dict[MetadataIndex, Tensor] = {}
-        self._streams: set[MetadataIndex] = set()
+        self._streams = False  # whether items on disk are written first
         self._arena: Arena | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -239,13 +239,11 @@ class StagedPlanner(SavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Returns the copy of an item; an item on disk is read now."""
+        """Returns the copy of an item; an item on disk, all of which come first, is read now."""
         copy = self._copies.get(write_item.index)
         if copy is None:
-            self._streams.discard(write_item.index)
             return super().resolve_data(write_item)
-        if not self._streams:
-            self._free.set()
+        self._free.set()
         return copy
 
     def run(self, work: Callable[[], None]) -> None:
@@ -274,8 +272,8 @@ class StagedPlanner(SavePlanner):
             raise interrupt
 
     def _copy(self, items: Sequence[WriteItem]) -> None:
-        self._streams = {item.index for item in items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)}
-        near = [item for item in items if item.index not in self._streams]
+        near = [item for item in items if not isinstance(self.state_dict[item.index.fqn], Column)]
+        self._streams = len(near) < len(items)
         live = [self.lookup_object(item.index).detach() for item in near]
         copies = self._room(
             [(tuple(tensor.shape), tensor.dtype) for tensor in live], pinned=any(tensor.is_cuda for tensor in live)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.files import crc32c
+from zerokern.checkpoint.index import crc32c
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.core.errors import StateError, got
 from zerokern.memory.room import check_fits

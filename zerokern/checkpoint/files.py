@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
+from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, crc32c, file_error
 from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io.advice import failed, failing
@@ -30,11 +30,10 @@ from zerokern.io.engine import Engine, Faults
 from zerokern.io.files import register_file, reserve
 from zerokern.io.probing import START, cached
 from zerokern.io.ticket import Ticket, Transfers
-from zerokern.memory import Arena, Lease
+from zerokern.memory import Arena, Ring, Slot
 
 __all__ = [
-    "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_bytes",
-    "copy_into", "crc32c",
+    "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_into",
 ]  # fmt: skip
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
@@ -58,7 +57,6 @@ class Slots(AbstractContextManager["Slots"]):
         self,
         folder: Path,
         *,
-        slots: int = SLOTS,
         depth: int | None = None,
         block: int | None = None,
         engine: str = "auto",
@@ -69,9 +67,9 @@ class Slots(AbstractContextManager["Slots"]):
         usual_depth, usual_block = (probe.depth, probe.block) if probe is not None else START
         self.engine = Engine(engine, depth=depth or usual_depth, block=block or usual_block, faults=faults)
         try:
-            self.arena = Arena(slots * BLOCK)
-            self.slots: list[Lease] = [self.arena.lease(BLOCK, f"saving slot {i}") for i in range(slots)]
-            self.bytes: list[Tensor] = [slot.tensor() for slot in self.slots]
+            self.arena = Arena(SLOTS * BLOCK)
+            self.ring = Ring(self.arena, SLOTS, BLOCK, "saving")
+            self.bytes: list[Tensor] = [slot.lease.tensor() for slot in self.ring.slots]
             self.engine.register(self.arena)
             self.transfers = Transfers(self.engine, {})
         except BaseException:
@@ -99,14 +97,20 @@ class Slots(AbstractContextManager["Slots"]):
         request = transfers.requests.take()
         ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
         with transfers.lock:
-            transfers.start(ticket, request, self.slots[slot].ptr + inside, native.IO_PADDED, 0)
+            transfers.start(ticket, request, self.address(slot) + inside, native.IO_PADDED, 0)
         return ticket
+
+    def address(self, slot: int) -> int:
+        """Returns the address of a slot's memory."""
+        return self.ring.slots[slot].lease.ptr
 
     def drain(self) -> None:
         """Waits until nothing moves in the slots; ignores errors."""
         with self.transfers.lock:
             self.transfers.drain()
             self.transfers.untold.clear()
+        for slot in self.ring.slots:
+            slot.drained = None
 
     def close(self) -> None:
         """Closes the engine, then frees the memory; a second call does nothing."""
@@ -115,8 +119,7 @@ class Slots(AbstractContextManager["Slots"]):
         self.drain()
         self.engine.close()
         self.bytes.clear()
-        for slot in self.slots:
-            slot.release()
+        self.ring.close()
         self.arena.close()
 
     def __exit__(self, *_: object) -> None:
@@ -129,13 +132,12 @@ class SlotWriter(AbstractContextManager[Any]):
     def __init__(self, slots: Slots, fd: int, path: Path) -> None:
         self.slots, self.path = slots, path
         self._number = slots.register(fd, path)
-        self._tickets: list[Ticket | None] = [None] * len(slots.slots)
         self._slot = 0
 
     @property
     def address(self) -> int:
         """The address of the slot that is to be filled."""
-        return self.slots.slots[self._slot].ptr
+        return self.slots.address(self._slot)
 
     @property
     def bytes(self) -> Tensor:
@@ -144,18 +146,18 @@ class SlotWriter(AbstractContextManager[Any]):
 
     def send(self, offset: int, nbytes: int, inside: int = 0) -> None:
         """Starts to write bytes of the slot, from `inside` on, at `offset`; waits until the next slot is free."""
-        ticket = self.slots.start(native.IO_WRITE, self._slot, self._number, offset, nbytes, inside)
-        self._tickets[self._slot] = ticket
-        self._slot = (self._slot + 1) % len(self._tickets)
-        self._wait(self._slot)
+        ring = self.slots.ring.slots
+        ring[self._slot].drained = self.slots.start(native.IO_WRITE, self._slot, self._number, offset, nbytes, inside)
+        self._slot = (self._slot + 1) % len(ring)
+        self._wait(ring[self._slot])
 
     def wait(self) -> None:
         """Waits until everything is written; raises the first error."""
-        for slot in range(len(self._tickets)):
+        for slot in self.slots.ring.slots:
             self._wait(slot)
 
-    def _wait(self, slot: int) -> None:
-        ticket, self._tickets[slot] = self._tickets[slot], None
+    def _wait(self, slot: Slot) -> None:
+        ticket, slot.drained = slot.drained, None
         if ticket is not None:
             with failing("Writing", self.path):
                 ticket.wait()
@@ -174,16 +176,17 @@ class FileWriter(SlotWriter):
         self._sum = 0  # of the block under way
         self._written = 0
         self._filled = 0  # bytes so far of the slot that is being filled
-        self._own: Slots | None = None
+        self._open = ExitStack()
         self._fd = -1
         with failing("Making", path, 0, expected):
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(path, flags, MODE)
+                self._open.callback(os.close, self._fd)
                 if expected:
                     reserve(self._fd, expected)
-                self._own = Slots(path.parent, **engine)  # type: ignore[arg-type]
-                super().__init__(self._own, self._fd, path)
+                slots = self._open.enter_context(Slots(path.parent, **engine))  # type: ignore[arg-type]
+                super().__init__(slots, self._fd, path)
             except BaseException:
                 self.abandon()
                 raise
@@ -280,11 +283,8 @@ class FileWriter(SlotWriter):
         self._filled = 0
 
     def _close(self) -> None:
-        if self._own is not None:
-            self._own.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self._open.close()
 
 
 class PartsWriter(SlotWriter):
@@ -343,17 +343,15 @@ class PartsWriter(SlotWriter):
 class FileReader(AbstractContextManager["FileReader"]):
     """Reads the file that a row of the index describes, through slots that other readers may share."""
 
-    def __init__(self, folder: Path, row: FileRow, slots: Slots, files: OpenFiles | None = None) -> None:
+    def __init__(self, folder: Path, row: FileRow, slots: Slots, files: OpenFiles) -> None:
         self.path, self.row = folder / row.name, row
         self._slots, self._number = slots, -1
+        self._open = ExitStack()
         with failing("Opening", self.path, 0, row.nbytes):
-            shared = None if files is None else files.fd(self.path)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if shared is None else shared
-        self._shared = shared is not None
+            self._fd = self._open.enter_context(files.open(self.path))
         try:
-            sums = files.tables.get(self.path) if files is not None else None
-            self._sums = self._table() if sums is None else sums
-            if files is not None and self._shared:  # past the page cache a file cannot be read at any offset later
+            self._sums = files.tables.get(self.path) or self._table()
+            if files.holds(self.path):  # past the page cache a file cannot be read at any offset later
                 files.tables[self.path] = self._sums
             self._number = slots.register(self._fd, self.path)
         except BaseException:
@@ -381,7 +379,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         for begin, nbytes, slot, error in self._read_blocks(blocks):
             if error is not None:
                 raise error
-            end, address = begin + nbytes, slots.slots[slot].ptr - begin
+            end, address = begin + nbytes, slots.address(slot) - begin
             while waiting and waiting[0][0] < end:
                 under_way.append(waiting.popleft())
             for offset, length, take in under_way:
@@ -406,9 +404,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         number, self._number = self._number, -1
         if number >= 0:
             self._slots.forget(number)
-        fd, self._fd = self._fd, -1
-        if fd >= 0 and not self._shared:
-            os.close(fd)
+        self._open.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -436,7 +432,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         if self._number < 0:
             raise ValueError(f"{self.path} is closed: nothing can be read from it")
         slots = self._slots
-        free = list(range(len(slots.slots)))
+        free = list(range(len(slots.ring.slots)))
         pending: deque[tuple[int, int, int, Ticket]] = deque()
         coming = iter(blocks)
         try:
@@ -460,7 +456,7 @@ class FileReader(AbstractContextManager["FileReader"]):
             ticket.wait()
         except IoError as error:
             return failed("Reading", self.path, error)
-        expected, crc = self._sums[begin // BLOCK], crc32c(self._slots.slots[slot].ptr, nbytes)
+        expected, crc = self._sums[begin // BLOCK], crc32c(self._slots.address(slot), nbytes)
         if crc == expected:
             return None
         says = f"is damaged in its {nbytes} bytes from offset {begin} on: their CRC32C is {crc:08x}"
@@ -501,22 +497,19 @@ def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def crc32c(address: int, nbytes: int, before: int = 0) -> int:
-    """Returns the CRC32C of bytes in memory, continuing from `before`."""
-    return int(native.library().zk_crc32c(before, address, nbytes))
-
-
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
     """Copies bytes between addresses in this thread, without the GIL, so that training continues."""
     ctypes.memmove(target, source, nbytes)
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copies elements into as many in host memory, 1-D; through torch only if it must, whose threads would slow
-    training."""
-    dense = source.is_contiguous() and not (source.is_conj() or source.is_neg())
-    alike = target.dtype is source.dtype and target.numel() == source.numel()
-    if dense and alike and source.device.type == "cpu":
+    """Copies a tensor into one of the same shape; through torch only if it must, whose threads would slow training.
+
+    The version counter of `target` may not be bumped.
+    """
+    dense = target.is_contiguous() and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    alike = (target.dtype, target.shape) == (source.dtype, source.shape)
+    if dense and alike and target.device.type == source.device.type == "cpu":
         copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)

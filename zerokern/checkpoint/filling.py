@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.files import copy_into
-from zerokern.checkpoint.formats import (
-    MASTERS,
-    convert_exact,
-    convert_moment,
-    exact_values,
-    is_coded,
-    master_kind,
-    refuse_infinite,
-)
+from zerokern.checkpoint.formats import MASTERS, convert_exact, exact_values, master_kind, refuse_infinite
 from zerokern.checkpoint.load_plan import LoadPlan, StatePlan, TensorPlan
 from zerokern.checkpoint.optimizers import AnyOptimizer
-from zerokern.checkpoint.source import BoxTargets, Report, Source, boxes_of, no_report
+from zerokern.checkpoint.source import BoxTargets, Report, Source, boxes_of
 from zerokern.checkpoint.training_state import (
     TrainingState,
     announce_writes,
@@ -40,6 +32,7 @@ from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
 from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.optim.disk import RecordWriter
+from zerokern.optim.formats import convert_moment, is_coded
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
 from zerokern.zero.shard import Shard, here_of_state, shard_of
@@ -63,9 +56,8 @@ class Batch:
     def read_into(self, source: str, here: Here, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
         """Reads this rank's elements of a tensor, from `begin` on, into `flat`."""
         there = here.within(begin, flat.numel() if numel < 0 else numel).of(key)
-        parts = BoxTargets(there.shape)
-        parts.add(there.boxes(), flat)
-        self.items.append((source, parts))
+        boxes = [(at, flat[first : first + prod(sizes)].view(sizes)) for at, sizes, first in there.boxes()]
+        self.items.append((source, BoxTargets(there.shape, boxes)))
 
     def buffer(self, source: str, here: Here, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
         """Reads the same elements into a new tensor that lasts as long as the batch."""
@@ -114,57 +106,49 @@ class Restore:
         for name, tensor in target.tensors.items():
             refuse_meta(name, tensor)
         self._plan = LoadPlan(target, source, lossy)
-        self._plan.refuse_differences()
-        for optimizer, plans in zip(target.optimizers, self._plan.states, strict=True):
+        self._planned = list(zip(target.optimizers, self._plan.states, self._plan.groups, strict=True))
+        for optimizer, plans, _ in self._planned:
             if plans:
                 optimizer.check_room()
-            _reserve_disk(optimizer, plans)
-        self._ahead: dict[int, list[dict[str, Any] | None]] = {}  # state that is ready, by the id of its optimizer
+            known = optimizer.room_on_disk()  # the rest is reserved before anything is replaced
+            optimizer.hold({number: list(plan.wanted) for number, plan in plans.items() if number not in known})
+        self._ahead: dict[int, Sequence[Entry]] = {}  # state that is ready, by the id of its optimizer
         self._apart: dict[tuple[str, int], list[Tensor]] = {}  # copies of parameters, box by box
         self._extra_tensors: dict[str, Tensor] = {}
         self._initials: list[tuple[Shard, Tensor, Tensor]] = []
-        self._has_extra = False
+        self._extra = self._read_extra()
 
     @resident_later()
-    def read_ahead(self, report: Report = no_report) -> None:
+    def read_ahead(self, report: Report) -> None:
         """Reads what goes into memory or records that nobody uses yet: nothing has changed, and `give_up` frees it.
 
         That is the state of optimizers that have none, and, where memory allows, a copy of the parameters.
         """
-        planned = zip(self._target.optimizers, self._plan.states, self._plan.groups, strict=True)
-        for optimizer, plans, groups in sorted(planned, key=lambda plan: plan[0].disk is None):
+        for optimizer, plans, groups in self._disk_first():
             waits = optimizer.late or any(PENDING in plan.saved for plan in plans.values())
             if plans and not (optimizer.has_state or waits):
                 optimizer.prepare(groups, self._wanted(optimizer, plans))
                 self._ahead[id(optimizer)] = optimizer.entries()
-        batch = Batch()
-        self._read_extra(batch)
+        batch, self._extra = self._extra, Batch()
         copied = [(plan, list(boxes_of(plan.source, plan.tensor))) for plan in self._plans_apart()]
         wanted = [Wanted("copies", one.shape, one.dtype) for _, parts in copied for _, one in parts]
         made = iter(DeviceTier(torch.device("cpu"), "copies of parameters").lay_out(wanted))
         for plan, parts in copied:
-            targets = BoxTargets(plan.tensor.shape)
-            targets.boxes += [(tuple(offsets), next(made)) for offsets, _ in parts]
+            targets = BoxTargets(plan.tensor.shape, [(tuple(offsets), next(made)) for offsets, _ in parts])
             batch.items.append((plan.source, targets))
             self._apart[plan.source, id(plan.tensor)] = [one for _, one in targets.boxes]
-        states = [
-            (optimizer, plans, self._ahead[id(optimizer)])
-            for optimizer, plans in zip(self._target.optimizers, self._plan.states, strict=True)
-            if id(optimizer) in self._ahead
-        ]
-        for optimizer, plans, entries in states:
-            self._read_direct(optimizer, plans, entries, batch)
-        batches = chain([batch], *(self._rest_of_state(*state) for state in states))
+        states = [(*one[:2], self._ahead[id(one[0])]) for one in self._planned if id(one[0]) in self._ahead]
+        for _, plans, entries in states:
+            _read_direct(plans, entries, batch)
+        batches = chain([batch], *(_rest_of_state(*state) for state in states))
         self._carry_out(batches, report)
 
     def give_up(self) -> None:
-        """Frees what was read ahead, where the load has failed before it was taken."""
+        """Frees the copies of parameters that were read ahead, where the load has failed before they were taken."""
         self._apart.clear()
         self._ahead.clear()
-        for optimizer in self._target.optimizers:
-            optimizer.give_up()
 
-    def fill(self, report: Report = no_report) -> None:
+    def fill(self, report: Report) -> None:
         """Reads everything else into place. From here to `finish`, the optimizers refuse to step."""
         self._carry_out(self.batches(), report)
 
@@ -172,6 +156,10 @@ class Restore:
         for batch in batches:
             self._source.read(batch.items, report)
             batch.after()
+
+    def _disk_first(self) -> list[tuple[AnyOptimizer, dict[int, StatePlan], list[dict[str, Any]]]]:
+        """Returns the plans, of optimizers on disk first: allocation may fail, while the others have their state."""
+        return sorted(self._planned, key=lambda planned: planned[0].disk is None)
 
     def _wanted(self, optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> list[Any]:
         return [plans[i].wanted if i in plans else None for i in range(len(optimizer.params))]
@@ -188,11 +176,9 @@ class Restore:
         nbytes = sum(local_of(part.tensor).nbytes for part in plans)
         return [] if exceeds_half_of_memory(nbytes) else plans
 
-    def _read_extra(self, batch: Batch) -> None:
-        """Reads what modules and shards keep besides; it is handed over at the end."""
-        if self._has_extra:
-            return
-        self._has_extra = True
+    def _read_extra(self) -> Batch:
+        """Returns a batch of what modules and shards keep besides; it is handed over at the end."""
+        batch = Batch()
         for name, (dtype, shape) in self._plan.extra_tensors.items():
             kept = self._extra_tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             batch.items.append((f"model.{name}", kept))
@@ -203,34 +189,13 @@ class Restore:
             lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
             batch.items.append((key, home.here.show(lost, name=home.name)))
             self._initials.append((home, tensor, lost))
-
-    def _read_direct(
-        self, optimizer: AnyOptimizer, plans: Mapping[int, StatePlan], entries: Sequence[Entry | None], batch: Batch
-    ) -> None:
-        """Reads the state of an optimizer that is in memory and needs no conversion."""
-        for number, state in plans.items():
-            for key, value in (entries[number] or {}).items():
-                if key in state.scalars:
-                    batch.scalar(f"{state.prefix}{key}", state.saved[key], value)
-                elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
-                    batch.items.append((f"{state.prefix}{key}", value))
-
-    def _rest_of_state(
-        self, optimizer: AnyOptimizer, plans: Mapping[int, StatePlan], entries: Sequence[Entry | None]
-    ) -> Iterator[Batch]:
-        """Yields batches for the state of an optimizer that is converted, or lies on disk."""
-        on_disk = optimizer.room_on_disk()
-        states = [state for number, state in plans.items() if state.converts and number not in on_disk]
-        yield from _bounded(fill for state in states for fill in _convert_in_memory(state, entries[state.number] or {}))
-        yield from _fill_disk(optimizer, plans)
+        return batch
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches in order; the caller reads each one, and makes its calls, before it asks for the next."""
         plan, target = self._plan, self._target
         finish_updates(target.model, replaced=True)
-        direct: dict[int, Batch] = {
-            0: Batch()
-        }  # grouped by resting memory, so that only one group has to be fetched at a time
+        direct = {0: self._extra}  # grouped by resting memory, so that only one group has to be fetched at a time
         for part in plan.tensors:
             if part.converts:
                 continue
@@ -240,24 +205,21 @@ class Restore:
                 batch.then(partial(_copy_boxes, part.source, part.tensor, apart))
             else:
                 batch.items.append((part.source, part.tensor.detach() if rest is None else part.tensor))
-        self._read_extra(direct[0])
-        planned = list(zip(target.optimizers, plan.states, plan.groups, strict=True))
         states = []
-        # Optimizers on disk first: allocation may fail, while the others still have their state.
-        for optimizer, plans, groups in sorted(planned, key=lambda plan: plan[0].disk is None):
+        for optimizer, plans, groups in self._disk_first():
             optimizer.lay_out(groups, self._wanted(optimizer, plans))
             if self._ahead.pop(id(optimizer), None) is None:
                 states.append((optimizer, plans, optimizer.entries()))
-                self._read_direct(*states[-1], direct[0])
+                _read_direct(plans, states[-1][2], direct[0])
         yield from direct.values()
         yield from _bounded(fill for tensor in plan.tensors if tensor.converts for fill in _convert_tensor(tensor))
         for state in states:
-            yield from self._rest_of_state(*state)
+            yield from _rest_of_state(*state)
         announce_writes(target.model)
         for home, tensor, lost in self._initials:
             home.count_writes(tensor)
             home.keep_initial(lost)
-        for optimizer, plans, _ in planned:
+        for optimizer, plans, _ in self._planned:
             optimizer.reread_parameters()
             late = {number: state for number, state in plans.items() if optimizer.late and PENDING in state.saved}
             if late:
@@ -279,10 +241,32 @@ class Restore:
 def _copy_boxes(key: str, tensor: Tensor, apart: Sequence[Tensor]) -> None:
     """Copies what was read apart into the boxes of a tensor."""
     for (_, target), source in zip(boxes_of(key, tensor), apart, strict=True):
-        if target.is_contiguous():
-            copy_into(target.view(-1), source.view(-1))
-        else:
-            target.copy_(source)
+        copy_into(target, source)
+
+
+def _read_direct(plans: Mapping[int, StatePlan], entries: Sequence[Entry], batch: Batch) -> None:
+    """Reads the state of an optimizer that is in memory and needs no conversion."""
+    for number, state in plans.items():
+        for key, value in entries[number].items():
+            if key in state.scalars:
+                batch.scalar(f"{state.prefix}{key}", state.saved[key], value)
+            elif isinstance(value, Tensor) and state.copies(key) and key != PENDING:
+                batch.items.append((f"{state.prefix}{key}", value))
+
+
+def _rest_of_state(
+    optimizer: AnyOptimizer, plans: Mapping[int, StatePlan], entries: Sequence[Entry]
+) -> Iterator[Batch]:
+    """Yields batches for the state of an optimizer that is converted, or lies on disk: there a few records at a time,
+    assembled in the ring buffer."""
+    room = optimizer.room_on_disk()
+    states = [(state, entries[number]) for number, state in plans.items() if state.converts and number not in room]
+    yield from _bounded(fill for state in states for fill in _convert_in_memory(*state))
+    plan_of = {id(owner): plans[number] for number, owner in room.items()}
+    for parts in RecordWriter(optimizer.disk, room.values()).rounds() if optimizer.disk is not None and room else ():
+        yield from _bounded(
+            partial(_fill_state, plan_of[id(owner)], place.start, place.numel, cells) for owner, place, cells in parts
+        )
 
 
 class SurroundingBlocks:
@@ -337,9 +321,7 @@ def _convert_tensor(plan: TensorPlan) -> Iterator[Callable[[Batch], Any]]:
 def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int, batch: Batch) -> None:
     """Reads values of a parameter or buffer and converts them into `flat`, or, where that is None, into the tensor
     while it is fetched."""
-    values = {"param": batch.buffer(plan.source, here, begin, numel, plan.dtype)}
-    for key, (source, dtype) in plan.beside.items():
-        values[key] = batch.buffer(source, here, begin, numel, dtype)
+    values = {key: batch.buffer(source, here, begin, numel, dtype) for key, (source, dtype) in plan.exact.items()}
 
     def put() -> None:
         half = (torch.bfloat16, torch.float16, torch.float32)
@@ -349,11 +331,18 @@ def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: in
             exact = exact_values(values)
             converted = convert_exact(exact, plan.tensor.dtype, plan.kind, values["param"])["param"]
         refuse_infinite(plan.source, exact, converted)
-        with present(plan.tensor, written=True):
-            into = _flat(plan.tensor)[0] if flat is None else flat
-            into[begin : begin + numel].copy_(converted)
+        if flat is None:
+            _copy_into_resting(plan.tensor, begin, converted)
+        else:
+            flat[begin : begin + numel].copy_(converted)
 
     batch.then(put)
+
+
+def _copy_into_resting(tensor: Tensor, begin: int, values: Tensor) -> None:
+    """Copies values to this rank's elements of a tensor, from `begin` on, while it is fetched."""
+    with present(tensor, written=True):
+        local_of(tensor).detach().view(-1)[begin : begin + values.numel()].copy_(values)
 
 
 def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batch], Any]]:
@@ -367,43 +356,40 @@ def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batc
         for key, (flat, _) in made.items():
             per = BLOCK if key.endswith("_scale") else 1
             cells[key] = flat[begin // per : -(-(begin + numel) // per)]
-        yield partial(_convert_state, plan, here, begin, numel, cells)
+        yield partial(_fill_state, plan, begin, numel, cells)
     for _, copy_back in made.values():
         if copy_back is not None and here.numel:
             yield methodcaller("then", copy_back)
 
 
-def _convert_state(
-    plan: StatePlan, here: Here, begin: int, numel: int, cells: Mapping[str, Tensor], batch: Batch
-) -> None:
-    """Reads what the state of a span is made of, and converts it into `cells`, which begin with the span."""
-    values: dict[str, Tensor] = {}
-
-    def read(key: str) -> None:
-        if key not in values and key in plan.saved:
-            values[key] = batch.buffer(f"{plan.prefix}{key}", here, begin, numel, plan.saved[key][0], key)
-
+def _fill_state(plan: StatePlan, begin: int, numel: int, cells: Mapping[str, Tensor], batch: Batch) -> None:
+    """Reads the state of a span into `cells`, which begin with the span: as it was saved, or converted."""
+    here = here_of_state(plan.param)
+    for key, cell in cells.items():
+        if plan.copies(key):
+            batch.read_into(f"{plan.prefix}{key}", here, begin, cell, key, numel)
+    if not plan.converts:
+        return
     moments = [key for key in plan.moments if key in cells]  # a record may hold one of them
     masters = plan.masters and not cells.keys().isdisjoint(MASTERS)
     around = None if _in_blocks(here) else SurroundingBlocks(here, begin, numel)
-    coded: dict[str, list[Tensor]] = {}
+    values: dict[str, Tensor] = {}
+    cut = [key for key in moments if around is not None and is_coded(key, plan.saved[key][0])]
     for key in moments:
-        if around is not None and is_coded(key, plan.saved[key][0]):
+        place = (here, begin, numel)
+        if around is not None and key in cut:
             place = around.whole, around.begin, around.end - around.begin
-            some = (key, f"{key}_scale")
-            coded[key] = [batch.buffer(f"{plan.prefix}{name}", *place, plan.saved[name][0], name) for name in some]
-            continue
-        read(key)
-        read(f"{key}_scale")
+        for name in (key, f"{key}_scale"):
+            if name in plan.saved:
+                values[name] = batch.buffer(f"{plan.prefix}{name}", *place, plan.saved[name][0], name)
     if masters:
-        values["param"] = batch.buffer(plan.value[0], here, begin, numel, plan.value[1])
-        for key in MASTERS:
-            read(key)
+        for key, (source, dtype) in plan.exact.items():
+            values[key] = batch.buffer(source, here, begin, numel, dtype)
 
     def put() -> None:
-        for key, (codes, scale) in coded.items():
+        for key in cut:
             assert around is not None
-            values[key] = around.cut(decode_int8(codes, scale, key))
+            values[key] = around.cut(decode_int8(values[key], values.pop(f"{key}_scale"), key))
         for key in moments:
             for name, made in convert_moment(key, values, plan.wanted[key][0]).items():
                 if name == key:
@@ -419,29 +405,6 @@ def _convert_state(
     batch.then(put)
 
 
-def _reserve_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
-    """Reserves space on disk for the state that an optimizer will keep there, before anything is replaced."""
-    known = () if optimizer.disk is None else optimizer.room_on_disk()
-    optimizer.hold({number: list(plan.wanted) for number, plan in plans.items() if number not in known})
-
-
-def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
-    """Yields batches for state on disk: a few records at a time, assembled in the ring buffer."""
-    room = optimizer.room_on_disk()
-    plan_of = {id(owner): plans[number] for number, owner in room.items()}
-    for parts in RecordWriter(optimizer.disk, room.values()).rounds() if optimizer.disk is not None and room else ():
-        yield from _bounded(partial(_fill_record, plan_of[id(owner)], place, cells) for owner, place, cells in parts)
-
-
-def _fill_record(plan: StatePlan, place: Any, cells: Mapping[str, Tensor], batch: Batch) -> None:
-    here = here_of_state(plan.param)
-    for key, cell in cells.items():
-        if plan.copies(key):
-            batch.read_into(f"{plan.prefix}{key}", here, place.start, cell, key, place.numel)
-    if plan.converts:
-        _convert_state(plan, here, place.start, place.numel, cells, batch)
-
-
 def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     """Yields batches for parameter values that a delayed update has computed and not published yet."""
 
@@ -451,12 +414,7 @@ def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> It
             batch.read_into(source, here, 0, piece.detach().view(-1))
             return
         read = batch.buffer(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
-
-        def copy_to_piece() -> None:
-            with present(piece, written=True):
-                piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)
-
-        batch.then(copy_to_piece)
+        batch.then(lambda: _copy_into_resting(piece, begin, read))
 
     pieces, fills = optimizer.pieces(), []
     for number, plan in plans.items():

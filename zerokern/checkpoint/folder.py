@@ -20,7 +20,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokern.checkpoint.index import NAME, SAVE_ID, FileRow, Index, file_error
@@ -32,8 +31,8 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "describe_unfinished", "fingerprint", "latest",
-    "leftovers", "list_files", "saved_at",
+    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "describe_unfinished", "fingerprint", "latest", "leftovers",
+    "list_files", "read_published", "saved_at",
 ]  # fmt: skip
 
 METADATA = ".metadata"  # torch's name for its own index
@@ -74,6 +73,10 @@ class OpenFiles:
                 return None
             self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._fds[path]
+
+    def holds(self, path: Path) -> bool:
+        """Returns whether the file stays open."""
+        return path in self._fds
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
@@ -148,48 +151,26 @@ def list_files(folder: Path) -> list[Path]:
         return []
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published checkpoint: its folder and its index. Its data files are there, with the lengths that the index
-    says."""
+def read_published(folder: Path, files: OpenFiles | None = None) -> Index:
+    """Returns the index of a published checkpoint, whose data files are there, with the lengths that the index says.
 
-    folder: Path
-    index: Index
-    files: OpenFiles | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
-        """Reads the index and checks the data files. The error says what is there, and what could be loaded instead.
-
-        `hold`: keeps the files open until `close`, whatever is saved into the folder meanwhile.
-        """
-        folder = Path(path)
-        index = _read(folder)
-        while True:
-            files = OpenFiles() if hold else None
-            broken = _length_errors(folder, index, files)
-            if not broken:
-                return cls(folder, index, files)
-            if files is not None:
-                files.close()
-            # A save may have replaced the checkpoint meanwhile: then there is another index now.
-            newer = _read(folder)
-            if newer.save_id == index.save_id:
-                raise IoError(
-                    f"{folder} is not whole: {broken}. {_suggest_other(folder)}",
-                    path=str(folder / index.files[0].name),
-                    errno=errno.ENODATA,
-                )
-            index = newer
-
-    def close(self) -> None:
-        """Closes the files that were held open."""
-        if self.files is not None:
-            self.files.close()
-
-    def path(self, file: FileRow | int) -> Path:
-        """Returns the path of one of its data files."""
-        return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
+    `files` keeps them open from here on, whatever is saved into the folder meanwhile. The error says what is there, and
+    what could be loaded instead.
+    """
+    index = _read(folder)
+    while broken := _length_errors(folder, index, files):
+        if files is not None:
+            files.close()
+        # A save may have replaced the checkpoint meanwhile: then there is another index now.
+        newer = _read(folder)
+        if newer.save_id == index.save_id:
+            raise IoError(
+                f"{folder} is not whole: {broken}. {_suggest_other(folder)}",
+                path=str(folder / index.files[0].name),
+                errno=errno.ENODATA,
+            )
+        index = newer
+    return index
 
 
 def latest(run: str | os.PathLike[str]) -> Path | None:
@@ -238,8 +219,12 @@ def _id_of(folder: Path) -> str:
     with suppress(OSError), open(folder / NAME, "rb") as file:
         if match := ID_WITHIN.search(file.read(HEAD)):
             return match[1].decode()
-    ids = [match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match]
-    return max(ids, default="")
+    return max(_save_ids(folder), default="")
+
+
+def _save_ids(folder: Path) -> list[str]:
+    """Returns the ids of the saves that data files in the folder are of."""
+    return [match[1] for path in list_files(folder) if (match := DATA.fullmatch(path.name))]
 
 
 def leftovers(folder: Path, keep: Index | None) -> list[Path]:
@@ -251,10 +236,10 @@ def leftovers(folder: Path, keep: Index | None) -> list[Path]:
 
 def describe_unfinished(folder: Path) -> str:
     """Describes an unfinished save into the folder in words; returns "" if there is none."""
-    ids = sorted(match[1] for match in map(DATA.fullmatch, (path.name for path in list_files(folder))) if match)
+    ids = _save_ids(folder)
     if not ids and not (folder / LOCK).exists():
         return ""
-    since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(ids[-1]))) if ids else ""
+    since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(max(ids)))) if ids else ""
     holder = _holder(folder)
     return f"a save{since} {f'is being written by {holder}' if holder else 'was begun and never published'}"
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
 from zerokern.kernels.formats import MASTER_OF
-from zerokern.optim.formats import convert_moment, is_coded
+from zerokern.optim.formats import is_coded
 
 __all__ = [
-    "MASTERS", "convert_exact", "convert_moment", "exact_values", "is_coded", "master_kind", "overflowed",
-    "refuse_infinite", "rounds_master", "rounds_moment",
+    "MASTERS", "convert_exact", "exact_values", "master_kind", "overflowed", "refuse_infinite", "rounds_master",
+    "rounds_moment",
 ]  # fmt: skip
 
 Values = Mapping[str, Tensor]
@@ -89,18 +89,18 @@ def exact_values(values: Values) -> Tensor:
     return torch.where(same, master, param.float())
 
 
-def convert_exact(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None = None) -> dict[str, Tensor]:
+def convert_exact(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor) -> dict[str, Tensor]:
     """Returns a span of a parameter in `dtype`, with its master or remainder. `param`: the saved values, used if in
     that dtype.
 
-    >>> made = convert_exact(torch.tensor([0.1]), torch.bfloat16, "split16")
-    >>> exact_values(made).item() == torch.tensor(0.1).item()
+    >>> exact = torch.tensor([0.1])
+    >>> exact_values(convert_exact(exact, torch.bfloat16, "split16", exact)).item() == exact.item()
     True
     """
     if kind in ("split16", "split8"):
         high, remainder = split(exact, kind)
         return {"param": high, "remainder": remainder}
-    if param is not None and param.dtype is dtype:
+    if param.dtype is dtype:
         rounded = param
     else:  # ties in bf16 are rounded as the optimizers round them
         rounded = split(exact, "split16")[0] if dtype is torch.bfloat16 else exact.to(dtype)

@@ -18,8 +18,8 @@ from zerokern.core.units import itemsize
 from zerokern.io.advice import file_error
 
 __all__ = [
-    "BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "FileRow", "Index", "TensorRow", "file_error",
-    "refuse_uncovered",
+    "BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "Cuboid", "FileRow", "Index", "TensorRow", "crc32c",
+    "file_error", "refuse_uncovered",
 ]  # fmt: skip
 
 NAME = "zerokern.json"
@@ -111,7 +111,7 @@ class Index:
             },
         }
         body = json.dumps(described, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        return b'{"zerokern": %d, "crc32c": "%08x"}\n%s' % (FORMAT, _crc32c(body), body)
+        return b'{"zerokern": %d, "crc32c": "%08x"}\n%s' % (FORMAT, crc32c(body, len(body)), body)
 
     @staticmethod
     def load(data: bytes, path: Path) -> Index:
@@ -123,7 +123,7 @@ class Index:
             raise file_error(path, f"has format {number}; this zerokern reads format {FORMAT}; {newer}")
         if not body.endswith(b"\n"):
             raise file_error(path, f"is truncated: it ends after {len(data)} bytes, in the middle of a line. {RESTORE}")
-        if f"{_crc32c(body):08x}" != crc:
+        if f"{crc32c(body, len(body)):08x}" != crc:
             says = f"was edited or damaged: the checksum of its {len(data)} bytes does not fit"
             raise file_error(path, f"{says}. {RESTORE}")
         try:
@@ -223,8 +223,9 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
             raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
 
 
-def _crc32c(body: bytes) -> int:
-    return int(native.library().zk_crc32c(0, body, len(body)))
+def crc32c(data: bytes | int, nbytes: int, before: int = 0) -> int:
+    """Returns the CRC32C of bytes, or of memory at an address, continuing from `before`."""
+    return int(native.library().zk_crc32c(before, data, nbytes))
 
 
 def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) -> None:

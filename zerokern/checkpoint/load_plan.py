@@ -5,16 +5,17 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.formats import MASTERS, is_coded, master_kind, rounds_master, rounds_moment
+from zerokern.checkpoint.formats import MASTERS, master_kind, rounds_master, rounds_moment
 from zerokern.checkpoint.optimizers import AnyOptimizer, Wanted, from_plain
 from zerokern.checkpoint.source import Source, reject_invalid
 from zerokern.checkpoint.training_state import TrainingState, aliases, extra_states
 from zerokern.core.errors import StateError
+from zerokern.optim.formats import is_coded
 from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import local_of
 from zerokern.zero.shard import here_of_state, shard_of
@@ -44,14 +45,17 @@ class TensorPlan:
     def converts(self) -> bool:
         return self.dtype is not self.tensor.dtype or bool(self.beside)
 
+    @property
+    def exact(self) -> dict[str, tuple[str, torch.dtype]]:
+        """What its exact value is computed from: keys and dtypes in the source."""
+        return {"param": (self.source, self.dtype), **self.beside}
+
 
 @dataclass
 class StatePlan:
     """How the state of one parameter is loaded: dtypes and shapes as `saved` and as `wanted`, and what needs a
     conversion."""
 
-    optimizer: AnyOptimizer
-    number: int
     param: Tensor
     prefix: str
     value: tuple[str, torch.dtype]  # the parameter itself, in the source
@@ -65,6 +69,12 @@ class StatePlan:
     def converts(self) -> bool:
         return bool(self.moments) or self.masters
 
+    @property
+    def exact(self) -> dict[str, tuple[str, torch.dtype]]:
+        """What the parameter's exact value is computed from: keys and dtypes in the source."""
+        kept = {key: (f"{self.prefix}{key}", self.saved[key][0]) for key in MASTERS if key in self.saved}
+        return {"param": self.value, **kept}
+
     def makes(self, key: str) -> bool:
         """Returns whether this key is computed from other values."""
         return key.removesuffix("_scale") in self.moments or (key in MASTERS and self.masters)
@@ -75,12 +85,11 @@ class StatePlan:
 
 
 class LoadPlan:
-    """Plans a load. `differences` lists why the checkpoint does not fit; if it is empty, the plan
-    can be carried out."""
+    """Plans a load. Raises StateError that lists all differences if the checkpoint does not fit."""
 
     def __init__(self, target: TrainingState, source: Source, lossy: bool) -> None:
         self.target, self.source, self.lossy = target, source, lossy
-        self.differences: list[str] = []
+        self.differences: list[str] = []  # why the checkpoint does not fit
         self._aliases: dict[str, str] = source.values.get("aliases") or {}
         self._other_names: dict[str, list[str]] = {}
         for name, first in aliases(target.model).items():
@@ -111,11 +120,10 @@ class LoadPlan:
         self.extra_tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self.initials: dict[str, tuple[str, torch.dtype]] = {}
         self.tensors = self._plan_tensors()
+        if self.differences:
+            self._refuse_differences()
 
-    def refuse_differences(self) -> None:
-        """Raises StateError that lists all differences."""
-        if not self.differences:
-            return
+    def _refuse_differences(self) -> NoReturn:
         head = f"this checkpoint ({self.source.path}) does not fit what it is loaded into"
         rest = len(self.differences) - _SHOWN
         more = [f"  ... and {rest} more"] if rest > 0 else []
@@ -243,7 +251,7 @@ class LoadPlan:
             return [[] for _ in optimizers]
         made = []
         for optimizer, groups, names, own in zip(
-            optimizers, saved, self.target.names_by_group(), self._optimizers, strict=True
+            optimizers, saved, self.target.names_by_group, self._optimizers, strict=True
         ):
             fitting = self._match_groups(optimizer, groups, names)
             if fitting is not None:
@@ -285,16 +293,16 @@ class LoadPlan:
                     continue
                 value = f"model.{there}", self._row(f"model.{there}")[0]
                 wanted = {key: spec for key, spec in wanted.items() if key in saved_state or key not in optional}
-                plan = StatePlan(optimizer, number, param, f"optim.state.{there}.", value, saved_state, wanted)
-                if self._complete_state_plan(plan, name):
+                plan = StatePlan(param, f"optim.state.{there}.", value, saved_state, wanted)
+                if self._complete_state_plan(plan, name, type(optimizer.opt).__name__):
                     plans[number] = plan
                     self._kinds[name] = {key: dtype for key, (dtype, _) in wanted.items()}
         if self.target.optimizers:
             rest = sorted(self._state.keys() - stepped - self.target.elsewhere)
             self.differences += [f"{name}: its optimizer state is unexpected; nothing steps it here" for name in rest]
 
-    def _complete_state_plan(self, plan: StatePlan, name: str) -> bool:
-        """Fills in a plan; returns False if there are differences."""
+    def _complete_state_plan(self, plan: StatePlan, name: str, rule: str) -> bool:
+        """Fills in a plan for an optimizer of the class `rule`; returns False if there are differences."""
         before, say, saved, wanted = len(self.differences), self.differences.append, plan.saved, plan.wanted
         dtypes = [{key: some[key][0] for key in MASTERS if key in some} for some in (saved, wanted)]
         was = plan.value[1], master_kind(plan.value[1], dtypes[0])
@@ -318,8 +326,7 @@ class LoadPlan:
         kept |= {f"{key}_scale" for key in wanted if key in saved and is_coded(key, saved[key][0])}
         for key in saved:
             if key not in kept:
-                keeps = f"{type(plan.optimizer.opt).__name__} keeps {', '.join(wanted)}"
-                say(f"{name}: state {key!r} is unexpected; {keeps}")
+                say(f"{name}: state {key!r} is unexpected; {rule} keeps {', '.join(wanted)}")
         if was != now and rounds_master(was, now) and not self.lossy:
             say(f"{name}: a {was[0]} parameter with master {was[1]!r} to {now[0]} with {now[1]!r} rounds it{_LOSSY}")
         if PENDING in saved and self._late and was != now:

@@ -76,7 +76,7 @@ def load(
         stages = {"stages": isinstance(model, PartialModel)}
         return {"path": str(absolute_path(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 
-    ranks.check_same("zk.load", given)
+    ranks.check_same(given)
     ranks.all_gather("the save before", PendingSaves.of(ranks, model).wait)
     loading = Loading(absolute_path(path), ranks)
     try:
@@ -97,9 +97,6 @@ def load(
             ranks.all_gather("finish", loading.restore.finish)
     except BaseException:
         loading.give_up()
-        for optimizer in loading.optimizers:  # frees the disk space that was reserved for state that is not loaded
-            if optimizer.disk is not None and optimizer.disk.is_open:
-                optimizer.disk.hold([])
         raise
     finally:
         loading.close()
@@ -151,9 +148,11 @@ class Loading:
         return self.source.checked()
 
     def give_up(self) -> None:
-        """Frees what was read ahead, if it was not taken."""
+        """Frees what was read ahead, if it was not taken, and room on disk for state that is not loaded."""
         if hasattr(self, "restore"):
             self.restore.give_up()
+        for optimizer in self.optimizers:
+            optimizer.give_up()
 
     def progress(self, what: str) -> Progress:
         """Returns a Progress that shows the share of the first rank."""

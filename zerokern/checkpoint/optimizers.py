@@ -1,7 +1,7 @@
 """Optimizers as a checkpoint sees them: param_groups as plain values, state by parameter and key, memory for a load.
 
-`AnyOptimizer` adapts any torch.optim.Optimizer, whose state is in `.state`; `OurOptimizer` adapts one of ours, through
-`zerokern.optim.exchange`.
+`AnyOptimizer` adapts any torch.optim.Optimizer, whose state is in `.state`; `OurOptimizer` adapts one of ours, whose
+state may be on disk.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.formats import is_coded
+from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.disk import Disk, OnDisk
-from zerokern.optim.exchange import Exchange
+from zerokern.optim.disk import Disk, OnDisk, RecordReader, all_on_disk, on_disk_of
+from zerokern.optim.exchange import forget, make_ready, merged_groups, publish, take_over
+from zerokern.optim.formats import Layout, is_coded
 from zerokern.optim.matrices import state_span
-from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
-from zerokern.optim.survey import params_of
-from zerokern.zero.shard import here_of_state, shard_of
+from zerokern.optim.parts import needed_first
+from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING, Shards
+from zerokern.optim.state import Entry
+from zerokern.optim.survey import names_of, params_of
+from zerokern.zero.shard import Shard, here_of_state, plain_shard, shard_of, shards_of
 
 __all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "to_plain"]
 
@@ -41,7 +44,7 @@ class AnyOptimizer:
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt: Any = opt
-        self._made: list[dict[str, Tensor]] | None = None  # state by parameter, ready to be taken
+        self._ready: Any = None  # state that `prepare` has made room for
 
     @property
     def has_state(self) -> bool:
@@ -68,10 +71,10 @@ class AnyOptimizer:
         if getattr(self.opt, "_zk_half_loaded", None) is not None:
             _refuse_half_loaded()
 
-    def entries(self) -> list[dict[str, Any] | None]:
+    def entries(self) -> list[dict[str, Any]]:
         """Returns the state of each parameter."""
-        entries: list[dict[str, Any] | None] = []
-        made = [self.opt.state.get(param) for param in self.params] if self._made is None else self._made
+        entries: list[dict[str, Any]] = []
+        made = [self.opt.state.get(param) for param in self.params] if self._ready is None else self._ready
         for param, own in zip(self.params, made, strict=True):
             home = shard_of(param)
             entry = {key: value for key, value in (own or {}).items() if value is not None}
@@ -82,7 +85,7 @@ class AnyOptimizer:
                     else value
                     for key, value in entry.items()
                 }
-            entries.append(entry or None)
+            entries.append(entry)
         return entries
 
     def values(self) -> dict[str, Any]:
@@ -114,11 +117,11 @@ class AnyOptimizer:
 
     def prepare(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
         """Allocates state for an optimizer without any. It has none of it until `lay_out`; `entries` shows it."""
-        self._made = self._allocate(entries)
+        self._ready = self._allocate(entries)
 
     def give_up(self) -> None:
-        """Frees what was prepared and not taken by `lay_out`."""
-        self._made = None
+        """Frees what was prepared and not taken by `lay_out`, and the room on disk that `hold` has reserved."""
+        self._ready = None
 
     def _allocate(self, entries: Sequence[Wanted | None]) -> list[dict[str, Tensor]]:
         owners = [group for group in self.opt.param_groups for _ in group["params"]]
@@ -141,7 +144,7 @@ class AnyOptimizer:
         opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
         for param in self.params:
             opt.state.pop(param, None)
-        made, self._made = self._made, None
+        made, self._ready = self._ready, None
         for param, state in zip(self.params, self._allocate(entries) if made is None else made, strict=True):
             if state:
                 opt.state[param] = state
@@ -173,71 +176,196 @@ class AnyOptimizer:
             self.opt._zk_half_loaded = None
 
 
-class OurOptimizer(Exchange, AnyOptimizer):
-    """Saves and loads one of zerokern's optimizers."""
+class OurOptimizer(AnyOptimizer):
+    """Saves and loads one of zerokern's optimizers.
+
+    State in memory is shown where it lies. State on disk streams through the ring: never all of it is in memory.
+    """
 
     def __init__(self, opt: FusedOptimizer) -> None:
         super().__init__(opt)
+        self._here, self._runner = opt.holdings, opt.runner
         self._merged: Sequence[dict[str, Any]] = opt.param_groups
         self._counters: dict[str, Any] | None = None
 
+    @property
+    def has_state(self) -> bool:
+        return bool(self._here.held) or bool(self._here.state)
+
+    @property
+    def late(self) -> bool:
+        return any(group.get(LATE, False) for group in self.opt.param_groups)
+
+    @property
+    def disk(self) -> Disk | None:
+        return self._here.disk
+
+    def settle(self) -> None:
+        self._runner.wait_until_whole(self.opt.param_groups)
+
+    def _shown(self) -> tuple[Shards, Mapping[Any, Any]]:
+        """Returns shards, and state by what is updated: those that are ready, or the optimizer's."""
+        if self._ready is not None:
+            return self._ready.shards, self._ready.entries
+        return self._here.shards, self._here.held
+
+    def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
+        """Returns each parameter of the groups with the tensor that an update changes, its shard, and its state."""
+        shards, state = self._shown()
+        triples = [] if shards.stand_alone else zip(shards.params, shards.updated, shards.shards, strict=True)
+        known = {id(param): (piece, shard) for param, piece, shard in triples}
+        found: list[tuple[Tensor, Tensor, Shard, Entry | None]] = []
+        for param in self.params:
+            piece, shard = known.get(id(param), (param, None))
+            # no step has read the state of a parameter without a shard: it is as its user assigned it
+            known_here = shard is not None or shards.stand_alone or self._ready is not None
+            entry = state.get(piece) if known_here else self._here.state.get(param)
+            found.append((param, piece, plain_shard("", param) if shard is None else shard, entry))
+        return found
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Returns the state of each parameter: tensors in memory as users see them, those on disk as columns."""
+        here, (_, held) = self._here, self._shown()
+        owners = all_on_disk(held)
+        stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
+        binding = here.bound.binding if self._ready is None else None
+        made = dict(held) if binding is None else dict(binding.shown(held))
+        found: list[dict[str, Any]] = []
+        for param, piece, home, own in self.held():
+            shown: dict[str, Any] = {}
+            for key, value in (made.get(piece, own) or {}).items():
+                if isinstance(value, OnDisk):
+                    assert stream is not None
+                    begun = [slot.key for slot in value.slots if slot.key not in value.first]
+                    shown.update((name, Column(here_of_state(param), stream, value, name)) for name in begun)
+                elif key != PENDING or self.late:
+                    shown[key] = home.show(key, value)
+            found.append(shown)
+        return found
+
     def values(self) -> dict[str, Any]:
         opt = self.opt
-        tier = opt.holdings.order.name.lower()
-        counters = {name: to_plain(value, name) for name, value in self.counters().items()}
+        counters = {name: to_plain(getattr(opt, name), name) for name in _COUNTED}
+        tier = self._here.order.name.lower()
         return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        if any(group.get(LATE, False) for group in saved) and not self.opt.holdings.delays:
+        if any(group.get(LATE, False) for group in saved) and not self._here.delays:
             return [NOT_DELAYED]
         try:
-            own = [range(len(group["params"])) for group in self.opt.param_groups]
-            placed = [{**group, "params": list(places)} for group, places in zip(saved, own, strict=True)]
-            self._merged = self.merged(placed)
+            own = self.opt.param_groups
+            placed = [{**group, "params": mine["params"]} for group, mine in zip(saved, own, strict=True)]
+            self._merged = merged_groups(self._here.algorithm, own, placed)
         except (TypeError, ValueError) as error:
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
         counters = values.get("counters")
-        self._counters = None if counters is None else {name: from_plain(counters[name]) for name in self.counters()}
+        self._counters = None if counters is None else {name: from_plain(counters[name]) for name in _COUNTED}
         counted = (self._counters or {}).items()
         found = {name: value for name, value in counted if type(value) not in _COUNTED[name]}
         return [got(f"the saved {name}", value, "a number") for name, value in found.items()]
 
+    def _layouts(self, keys: Mapping[int, Collection[str]]) -> dict[int, Layout]:
+        """Returns the layouts of parameters, by number, that are loaded with these keys."""
+        algorithm = self._here.algorithm
+        moments = {key for key, _ in algorithm.moments}
+        owners, params = [group for group in self._merged for _ in group["params"]], self.params
+        return {
+            number: algorithm.layout(owners[number], params[number].dtype, not moments.isdisjoint(mine))
+            for number, mine in keys.items()
+        }
+
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
-        made: list[tuple[Wanted, frozenset[str]]] = []
-        owners = [group for group in self._merged for _ in group["params"]]
-        for param, owner, there in zip(self.params, owners, saved, strict=True):
-            if not there:
-                made.append(({}, frozenset()))
-                continue
-            layout, optional = self.layout(owner, param, list(there))
+        made: list[tuple[Wanted, frozenset[str]]] = [({}, frozenset())] * len(saved)
+        params = self.params
+        for number, layout in self._layouts({n: there for n, there in enumerate(saved) if there}).items():
+            param = params[number]
             like = torch.empty(here_of_state(param).shape, dtype=param.dtype, device="meta")
-            made.append(({slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional))
+            slots = {slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}
+            made[number] = slots, self._here.algorithm.optional
         return made
 
     def prepare(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        self.make_ready(groups, self._placeholders(entries))
+        """Makes room for an optimizer without state, which goes on as it is until `lay_out`.
+
+        Until then `entries`, `held` and `room_on_disk` show what is ready.
+        """
+        self._here.refuse_elsewhere()
+        room = self._room_for(groups, entries)
+        self._ready = make_ready(self._here, self.opt.param_groups, room, filled=False, apart=True)
+
+    def give_up(self) -> None:
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            forget(self._here, ready)
+        if self.disk is not None and self.disk.is_open:
+            self.disk.hold([])
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        self.take_room(groups, self._placeholders(entries))
+        """Takes over groups and room for state: what is ready, with what is in it, or new room, undefined.
+
+        The optimizer counts as torn until `complete`.
+        """
+        here, runner, own = self._here, self._runner, self.opt.param_groups
+        ready, self._ready = self._ready, None
+        if ready is None:
+            take_over(here, runner, own, self._room_for(groups, entries), filled=False)
+        else:
+            runner.drop(own)
+            publish(here, runner, own, ready, filled=False)
+        here.tear()
+
+    def _room_for(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> dict[str, Any]:
+        """Returns a state_dict of these groups and entries, whose tensors have no memory."""
+        numbers = iter(range(len(entries)))
+        params = [[next(numbers) for _ in own["params"]] for own in self.opt.param_groups]
+        state = {
+            number: {key: _placeholder(param, *spec) for key, spec in wanted.items()}
+            for number, (param, wanted) in enumerate(zip(self.params, entries, strict=True))
+            if wanted
+        }
+        placed = [{**group, "params": mine} for group, mine in zip(groups, params, strict=True)]
+        return {"state": state, "param_groups": placed}
+
+    def check_room(self) -> None:
+        self._here.refuse_early(self.opt.param_groups)
 
     def hold(self, wanted: Mapping[int, Sequence[str]]) -> None:
-        if self.disk is None:
+        here, groups, params = self._here, self.opt.param_groups, self.params
+        if here.disk is None:
             return
-        owners = [group for group in self._merged for _ in group["params"]]
-        layouts = {n: self.layout(owners[n], self.params[n], keys)[0] for n, keys in wanted.items()}
-        spans = {n: (here_of_state(self.params[n]).numel, one) for n, one in layouts.items() if one.columns}
+        layouts = {number: layout for number, layout in self._layouts(wanted).items() if layout.columns}
+        spans = {number: (here_of_state(params[number]).numel, layout) for number, layout in layouts.items()}
         sizes = {n: sum(-(-numel // one.per) * one.nbytes for one in of.widths) for n, (numel, of) in spans.items()}
-        if there := self.to_disk(sizes):
-            self.disk.hold([state_span(shard_of(self.params[number]), *spans[number]) for number in there])
+        pieces = self.pieces()
+        homes = shards_of(params, names_of(groups), here.shards.shards)
+        order = needed_first([home.piece for home in homes], homes)  # which the load will follow, before any step too
+        here.placing.turns = {id(pieces[number]): turn for turn, number in enumerate(order)}
+        kinds = here.kinds_of_copies(groups, [(number, homes[number].piece) for number in order])
+        asked = [number for number in sizes if number not in kinds]
+        found = here.placing.choose(here.held, [(pieces[number], sizes[number]) for number in asked])
+        kinds |= zip(asked, found, strict=True)
+        there = [number for number in sizes if kinds[number] == "disk"]
+        if there:
+            here.disk.hold([state_span(shard_of(params[number]), *spans[number]) for number in there])
 
-    def _placeholders(self, entries: Sequence[Wanted | None]) -> list[dict[str, Any] | None]:
-        return [
-            {key: _placeholder(param, *spec) for key, spec in wanted.items()} if wanted else None
-            for param, wanted in zip(self.params, entries, strict=True)
-        ]
+    def room_on_disk(self) -> dict[int, OnDisk]:
+        return {i: owner for i, (*_, entry) in enumerate(self.held()) if (owner := on_disk_of(entry)) is not None}
+
+    def reread_parameters(self) -> None:
+        self._here.shards.refetch()
+        self._here.shards.look()
+
+    def mark_pending(self, numbers: Sequence[int]) -> None:
+        self._here.shards.mark_pending(numbers, self._here.state)
+
+    def pieces(self) -> list[Tensor]:
+        return [piece for _, piece, _, _ in self.held()]
 
     def complete(self) -> None:
-        self.filled(self._counters)
+        self._here.shards.look()
+        self._here.renew()
+        if self._counters is not None:
+            self.opt.decision.begin(**self._counters)
 
 
 def optimizer_of(opt: Any) -> AnyOptimizer:

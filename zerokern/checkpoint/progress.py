@@ -58,13 +58,7 @@ class Progress:
             elif self._how or now - self._last_line >= PLAIN_INTERVAL_S:
                 self._last_line = now
                 rate = self.done / max(now - self._began, 1e-9)
-                log.info(
-                    "%s: %s of %s, %s/s",
-                    self.what,
-                    amount(self.done),
-                    amount(self.total),
-                    amount(int(rate)),
-                )
+                log.info("%s: %s of %s, %s/s", self.what, amount(self.done), amount(self.total), amount(int(rate)))
 
     def __enter__(self) -> Progress:
         return self

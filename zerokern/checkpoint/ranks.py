@@ -70,9 +70,9 @@ class Ranks:
         """Returns the results of `work` on all ranks, to all of them; raises on all if it raises on one."""
         return self._run(what, self._wrapper.all_gather, work)
 
-    def check_same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
+    def check_same(self, given: Callable[[], dict[str, Any]]) -> None:
         """Raises on all ranks if the arguments of one are invalid or differ from those of the first."""
-        each = self.all_gather("arguments", lambda: {"call": call, **given()})
+        each = self.all_gather("arguments", lambda: {"call": self.call, **given()})
         for rank, mine in enumerate(each):
             for name in each[0]:
                 if name not in mine or mine[name] != each[0][name]:

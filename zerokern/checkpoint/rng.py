@@ -29,8 +29,7 @@ def get_state() -> bytes:
         "python": [version, list(words), gauss],
         "torch": _hex(torch.get_rng_state()),
     }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
+    if numpy := _imported_numpy():
         name, keys, *rest = numpy.random.get_state()
         states["numpy"] = [name, keys.astype("<u4").tobytes().hex(), *rest]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -77,6 +76,12 @@ def set_state(kept: bytes) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def _imported_numpy() -> Any:
+    """Returns NumPy if the program has imported it, and its generators, else None."""
+    numpy = sys.modules.get("numpy")
+    return numpy if hasattr(numpy, "random") else None
+
+
 def _numpy() -> Any:
     """Returns NumPy, or None if it is not installed."""
     try:
@@ -99,8 +104,7 @@ def derive_state(kept: bytes, rank: int) -> bytes:
         seed = int(torch.randint(1 << 62, (rank + 1,))[rank])
         random.seed(seed)
         torch.manual_seed(seed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and hasattr(numpy, "random"):
+        if numpy := _imported_numpy():
             numpy.random.seed(seed % (1 << 32))
         return get_state()
     finally:

@@ -17,7 +17,7 @@ from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.ranks import Ranks, absolute_path, digests, refuse_differences, refuse_unusable
-from zerokern.checkpoint.storage import SavePlanner, Writer
+from zerokern.checkpoint.storage import SavePlanner, write_checkpoint
 from zerokern.checkpoint.training_state import TrainingState, named_tensors
 from zerokern.core.errors import ShardError, got
 from zerokern.zero.kinds import here_of, is_divided
@@ -75,7 +75,7 @@ def save(
         _refuse_unusable(model, wait, rng, staging_budget, progress)
         return {"path": str(absolute_path(path)), "wait": wait, "rng": rng, "stages": isinstance(model, PartialModel)}
 
-    ranks.check_same("zk.save", given)
+    ranks.check_same(given)
     folder = absolute_path(path)  # os.chdir while it is written changes nothing
     saves = PendingSaves.of(ranks, model)
     ranks.all_gather("the save before", saves.finish)
@@ -105,7 +105,7 @@ def save(
     def write(among: Ranks, planner: SavePlanner) -> None:
         try:
             with Progress("saving", total, progress if ranks.rank == 0 else False) as moved:
-                Writer(draft, values, moved, described["places"])(items, planner, among)
+                write_checkpoint(draft, items, values, planner, among, moved, described["places"])
         except BaseException:
             draft.abandon()
             raise

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from zerokern.checkpoint.files import BLOCK, FileReader, Slots, Span, copy_bytes
-from zerokern.checkpoint.folder import Published
+from zerokern.checkpoint.files import BLOCK, FileReader, Slots, Span, copy_into
+from zerokern.checkpoint.folder import OpenFiles, read_published
 from zerokern.checkpoint.index import NAME, Box, TensorRow, file_error
 from zerokern.core.errors import IoError, StateError, ZerokernError, got
 from zerokern.core.ports import plugs
 from zerokern.io.advice import refusing
 from zerokern.io.ticket import again
-from zerokern.memory.here import Cuboid, boxes
+from zerokern.memory.here import boxes
 
 __all__ = [
     "BoxRead", "BoxTargets", "Items", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
@@ -77,7 +77,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
         opened = (open_foreign(folder) for open_foreign in foreign)
         source: Source | None = next((source for source in opened if source is not None), None)
         if source is None:
-            source = Saved(Published.open(folder, hold=True))
+            source = Saved(folder)
     return source
 
 
@@ -174,10 +174,11 @@ class Saved(Source):
     kind = "zerokern"
     counts_checked = True
 
-    def __init__(self, published: Published) -> None:
-        self.published, self.path, self.index = published, published.folder, published.index
-        self.tensors, self.values = self.index.tensors, self.index.values
+    def __init__(self, folder: Path) -> None:
         self._slots: Slots | None = None  # that it all passes through, until `close`
+        self.path, self._files = folder, OpenFiles()
+        self.index = read_published(folder, self._files)
+        self.tensors, self.values = self.index.tensors, self.index.values
         ends = list(itertools.accumulate(file.blocks for file in self.index.files))
         self._begins = [0, *ends]  # of each file, its first block among all
         self._checked = bytearray(self._begins[-1])  # by block: 1 once it has been read whole
@@ -200,7 +201,7 @@ class Saved(Source):
 
     def _reader(self, number: int) -> FileReader:
         self._slots = self._slots or Slots(self.path)
-        return FileReader(self.path, self.index.files[number], self._slots, self.published.files)
+        return FileReader(self.path, self.index.files[number], self._slots, self._files)
 
     def find_damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
         """Yields an error for each damaged block of this rank's share, with file, offset and keys."""
@@ -249,7 +250,7 @@ class Saved(Source):
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
-        self.published.close()
+        self._files.close()
 
     def __del__(self) -> None:
         self.close()
@@ -268,16 +269,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass
 class BoxTargets:
-    """Boxes of one tensor to be read, each with the memory that it is read into."""
+    """Boxes of one tensor to be read: where each begins, and the memory that it is read into."""
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
-        self.boxes: list[tuple[tuple[int, ...], Tensor]] = []
-
-    def add(self, cuboids: Sequence[Cuboid], flat: Tensor) -> None:
-        """Adds boxes that are read into `flat`, which is 1-D."""
-        self.boxes += [(at, flat[first : first + prod(sizes)].view(sizes)) for at, sizes, first in cuboids]
+    shape: torch.Size
+    boxes: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -403,10 +400,7 @@ def copy_into_box(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequ
     """
     if target.is_contiguous() and tuple(target.shape[1:]) == tuple(sizes[1:]):
         begin = first - (offsets[0] * prod(sizes[1:]) if sizes else 0)
-        if target.device.type == piece.device.type == "cpu":  # not by torch, whose threads would disturb training
-            copy_bytes(target.data_ptr() + begin * piece.itemsize, piece.data_ptr(), piece.nbytes)
-        else:
-            target.view(-1)[begin : begin + piece.numel()].copy_(piece)
+        copy_into(target.view(-1)[begin : begin + piece.numel()], piece)
         return
     for corner, extent, at in boxes(sizes, first, piece.numel()):
         source = piece[at : at + prod(extent)].view(extent)

@@ -6,9 +6,10 @@ import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from zerokern.checkpoint.files import BLOCK, FileWriter
 from zerokern.checkpoint.folder import Draft
-from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
+from zerokern.checkpoint.index import Box, Cuboid, FileRow, Index, TensorRow
 from zerokern.checkpoint.layout import PartOf, index_of, merge_parts
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Report, dtype_name, no_report
@@ -30,55 +30,57 @@ from zerokern.checkpoint.torch_zip import ALIGN, zip_around
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
 from zerokern.memory.here import Here, write_items
+from zerokern.memory.stream import Record
+from zerokern.optim.disk import OnDisk, RecordReader
+from zerokern.optim.records import RecordSpan
 
-__all__ = ["OnDiskPart", "SavePlanner", "Writer"]
+__all__ = ["Column", "SavePlanner", "write_checkpoint", "write_data"]
 
 STATE = "optim.state."
 AROUND = 1024  # the most bytes that a zip adds to a tensor, with padding
 
 
-_Boxes = set[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Where boxes begin, and their sizes."""
+class Column:
+    """One tensor of a parameter's state on disk. It is read place by place while it is saved, never as a whole."""
 
+    def __init__(self, here: Here, reader: RecordReader, owner: OnDisk, key: str) -> None:
+        self.reader, self._owner, self._here, self._key = reader, owner, here, key
+        self._number, slot = next((i, slot) for i, slot in enumerate(owner.slots) if slot.key == key)
+        self.dtype, self.shape = slot.dtype, here.of(key).shape
+        self.places = [place for place in owner.places if slot in place.slots]
 
-class OnDiskPart:
-    """A tensor of optimizer state that lies on disk. It is read box by box while it is saved, never as a whole.
-
-    Items are best read in the order of `order`, so that each record is read once.
-    """
-
-    def __init__(self, here: Here, key: str, column: Any) -> None:
-        self.column, self.dtype, self.shape = column, column.dtype, here.of(key).shape
-        self._places = {
+    @cached_property
+    def _boxes(self) -> dict[tuple[int, ...], tuple[RecordSpan, int, tuple[int, ...]]]:
+        """By where each begins: its place, its first element there, and its sizes. Only a save asks for them."""
+        return {
             at: (place, first, sizes)
-            for place in column.places
-            for at, sizes, first in here.within(place.start, place.numel).of(key).boxes()
+            for place in self.places
+            for at, sizes, first in self._here.within(place.start, place.numel).of(self._key).boxes()
         }
 
     def size(self) -> torch.Size:
         return self.shape
 
-    def or_empty(self) -> OnDiskPart | Tensor:
-        """Returns itself, or an empty tensor if it has no elements and so lies nowhere on disk."""
-        return self if self.shape.numel() else torch.empty(self.shape, dtype=self.dtype, device="cpu")
+    def read(self, place: RecordSpan) -> Tensor:
+        """Returns its part in a place, 1-D: a view of the ring, valid until later records are read."""
+        return self._owner.cells(place, self.reader.cell(place.record))[self._key]
+
+    def order(self, place: RecordSpan) -> tuple[int, int, int]:
+        """Returns a sort key: parts in this order are read with one read per record."""
+        return self.reader.number(place.record), place.offset, self._number
+
+    def box(self, index: MetadataIndex) -> tuple[RecordSpan, int, tuple[int, ...]]:
+        """Returns the place that holds a box, the box's first element there, and its sizes."""
+        return self._boxes[tuple(index.offset or ())]
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        cuboids = [(at, sizes, first) for at, (_, first, sizes) in self._places.items()]
+        cuboids = [(at, sizes, first) for at, (_, first, sizes) in self._boxes.items()]
         return write_items(fqn, self.shape, self.dtype, cuboids)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Returns a view of a box in the ring buffer; it is valid until a few more boxes have been read."""
-        place, first, sizes = self._places[tuple(index.offset or ())]
-        return self.column.read(place)[first : first + prod(sizes)].view(sizes)
-
-    def record(self, index: MetadataIndex) -> Any:
-        """Returns the record that holds a box."""
-        return self._places[tuple(index.offset or ())][0].record
-
-    def order(self, index: MetadataIndex) -> tuple[int, ...]:
-        """Returns a sort key: the position of a box on disk."""
-        place, first, _ = self._places[tuple(index.offset or ())]
-        return (id(self.column.disk), *self.column.order(place), first)
+        place, first, sizes = self.box(index)
+        return self.read(place)[first : first + prod(sizes)].view(sizes)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -97,22 +99,28 @@ class SavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Sorts the items of this rank into the order in which they are written."""
         plan = super().finish_plan(new_plan)
-        far = [item for item in plan.items if isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
-        near = [item for item in plan.items if not isinstance(self.state_dict[item.index.fqn], OnDiskPart)]
-        asked: dict[Any, list[Any]] = {}
-        for item in far:
-            part = self.state_dict[item.index.fqn]
-            asked.setdefault(part.column.reader, []).append(part.record(item.index))
+        far: list[tuple[Column, RecordSpan, int, WriteItem]] = []
+        near: list[WriteItem] = []
+        asked: dict[RecordReader, list[Record]] = {}
+        for item in plan.items:
+            column = self.state_dict[item.index.fqn]
+            if not isinstance(column, Column):
+                near.append(item)
+                continue
+            place, first, _ = column.box(item.index)
+            asked.setdefault(column.reader, []).append(place.record)
+            far.append((column, place, first, item))
         for reader, records in asked.items():  # replicated state is written by one of those who have it
             reader.expect(records)
-        far.sort(key=lambda item: self.state_dict[item.index.fqn].order(item.index))
-        self.plan = replace(plan, items=far + near)
+        turns = {reader: turn for turn, reader in enumerate(asked)}
+        far.sort(key=lambda part: (turns[part[0].reader], *part[0].order(part[1]), part[2]))
+        self.plan = replace(plan, items=[item for *_, item in far] + near)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the tensor of an item."""
         item = self.state_dict[index.fqn]
-        if isinstance(item, OnDiskPart):
+        if isinstance(item, Column):
             return item.__get_tensor_shard__(index)
         return find_state_dict_object(self.state_dict, index).detach()
 
@@ -136,7 +144,7 @@ def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
     Of what several ranks have in the same boxes, torch's planner leaves one. Parts of ranks are the same or disjoint.
     """
-    found: dict[str, dict[int, _Boxes]] = {}
+    found: dict[str, dict[int, set[Cuboid]]] = {}
     numels: dict[str, int] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -148,7 +156,7 @@ def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
     for key, of_ranks in found.items():
         if sum(prod(sizes) for _, sizes in set().union(*of_ranks.values())) <= numels[key]:
             continue
-        kept: list[_Boxes] = []
+        kept: list[set[Cuboid]] = []
         for rank, boxes in of_ranks.items():
             first, _ = min(boxes)
             before = [one for one in kept if any(_holds(box, first) for box in one)]
@@ -162,109 +170,95 @@ def _leave_out_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
     ]
 
 
-def _holds(box: tuple[tuple[int, ...], tuple[int, ...]], place: tuple[int, ...]) -> bool:
+def _holds(box: Cuboid, place: tuple[int, ...]) -> bool:
     return all(at <= here < at + size for at, size, here in zip(*box, place, strict=True))
 
 
-class Written(NamedTuple):
-    """Where an item was written: file, offset of its bytes, sizes, and the zip around it as in `Box`."""
-
-    file: FileRow
-    offset: int
-    sizes: tuple[int, ...]
-    item: tuple[int, int]
+_Data = tuple[FileRow, list[tuple[MetadataIndex, Box]]] | None
+"""The data file of a rank, and the boxes in it, which do not have its number yet."""
 
 
-class Writer:
-    """Writes this rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
+def write_checkpoint(
+    draft: Draft,
+    items: dict[str, Any],
+    values: dict[str, Any],
+    planner: AnyPlanner,
+    ranks: Ranks,
+    report: Report = no_report,
+    within: Mapping[str, PartOf] | None = None,
+) -> None:
+    """Writes each rank's items into its data file; the first rank publishes the files of all ranks, with `values`.
 
-    Each item is requested and written before the next one, in the order of the plan. `within`: the places of items that
-    are parts of larger tensors.
+    Every rank calls this. Each item is requested and written before the next one, in the order of the plan. `within`:
+    the places of items that are parts of larger tensors.
     """
+    described: list[Metadata] = []
 
-    def __init__(
-        self,
-        draft: Draft,
-        values: dict[str, Any],
-        report: Report = no_report,
-        within: Mapping[str, PartOf] | None = None,
-    ) -> None:
-        self.draft, self.values, self._report, self._within = draft, values, report, within or {}
+    def plan() -> SavePlan:
+        planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
+        return planner.create_local_plan()
 
-    def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
-        """Writes the items of all ranks, and publishes them once they are on disk. Every rank calls this."""
-        described: list[Metadata] = []
+    def scatter(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        described.append(metadata)
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]  # it names the rank's file
 
-        def plan() -> SavePlan:
-            planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
-            return planner.create_local_plan()
+    mine = ranks.scatter("plan", plan, scatter)
+    ranks.gather_to_first(
+        "writing",
+        lambda: write_data(draft, planner.finish_plan(mine), planner, report),
+        lambda files: _publish(draft, described[0], files, values, within or {}),
+    )
 
-        def scatter(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, metadata = planner.create_global_plan(plans)
-            described.append(metadata)
-            return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]  # it names the rank's file
 
-        mine = ranks.scatter("plan", plan, scatter)
-        ranks.gather_to_first(
-            "writing",
-            lambda: self.write_data(planner.finish_plan(mine), planner),
-            lambda results: self._publish(described[0], results),
-        )
+def write_data(draft: Draft, plan: SavePlan, planner: AnyPlanner, report: Report) -> _Data:
+    """Writes the items of the plan and syncs the file. A rank without items makes no file."""
+    if not plan.items:
+        return None
+    placed: list[tuple[MetadataIndex, Box]] = []
+    expected = sum(_nbytes(item) + AROUND for item in plan.items)
+    expected += 4 * (expected // BLOCK + 1)
+    with FileWriter(draft.file(plan.storage_data), expected=expected) as writer:
+        item = plan.items[0]
+        try:
+            for item in plan.items:
+                tensor = _resolve_tensor(item, planner)
+                before, after = zip_around(tensor.dtype, tensor.shape)
+                writer.align(ALIGN)
+                begin = writer.append(before)
+                offset = writer.append(tensor, report)
+                writer.append(after)
+                box = Box(0, offset, (), tuple(tensor.shape), (begin, writer.nbytes - begin))
+                placed.append((item.index, box))
+            return writer.finish(), placed
+        except IoError as error:
+            if error.path != str(writer.path):  # state that could not be read from its own disk
+                raise
+            there = (index for index, box in placed if box.item[0] <= error.offset < sum(box.item))
+            key = next(there, item.index).fqn
+            raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
 
-    def write_data(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
-        """Writes the items of the plan and syncs the file. A rank without items makes no file."""
-        if not plan.items:
-            return []
-        placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
-        expected = sum(_nbytes(item) + AROUND for item in plan.items)
-        expected += 4 * (expected // BLOCK + 1)
-        with FileWriter(self.draft.file(plan.storage_data), expected=expected) as writer:
-            item = plan.items[0]
-            try:
-                for item in plan.items:
-                    tensor = _resolve_tensor(item, planner)
-                    before, after = zip_around(tensor.dtype, tensor.shape)
-                    writer.align(ALIGN)
-                    begin = writer.append(before)
-                    offset = writer.append(tensor, self._report)
-                    writer.append(after)
-                    placed.append((item, offset, (begin, writer.nbytes - begin)))
-                file = writer.finish()
-            except IoError as error:
-                if error.path != str(writer.path):  # state that could not be read from its own disk
-                    raise
-                there = (item for item, _, (begin, length) in placed if begin <= error.offset < begin + length)
-                key = next(there, item).index.fqn
-                raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
-        return [
-            WriteResult(item.index, whole[1], Written(file, offset, tuple(item.tensor_data.chunk.sizes), whole))
-            for item, offset, whole in placed
-            if item.tensor_data is not None  # `_resolve_tensor` refuses all else
-        ]
 
-    def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes our index and torch's, on the first rank, once all ranks have written."""
-        index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
-        saved = {
-            key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)
-        }
-        whole = merge_parts(saved, self._within)  # _resolved refuses all else
-        metadata.state_dict_metadata = dict(whole)
-        for key, tensor in whole.items():
-            index.tensors[key] = TensorRow(dtype_name(tensor.properties.dtype), tuple(tensor.size))
-        storage = {}
-        for result in (result for of_rank in results for result in of_rank):
-            placed: Written = result.storage_data
-            if not index.files or index.files[-1] != placed.file:
-                index.files.append(placed.file)
-            where = index_of(result.index, self._within)
-            offsets = tuple(where.offset or (0,) * len(placed.sizes))
-            box = Box(len(index.files) - 1, placed.offset, offsets, placed.sizes, placed.item)
-            index.tensors[where.fqn].boxes.append(box)
-            storage[where] = _StorageInfo(placed.file.name, *placed.item)
-        metadata.storage_data = storage
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.draft.folder), save_id=self.draft.save_id)
-        self.draft.publish(index, pickle.dumps(metadata))
+def _publish(
+    draft: Draft, metadata: Metadata, files: Sequence[_Data], values: dict[str, Any], within: Mapping[str, PartOf]
+) -> None:
+    """Publishes our index and torch's, on the first rank, once all ranks have written."""
+    index = Index(draft.save_id, len(files), [], {}, values, _versions())
+    saved = {key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)}
+    whole = merge_parts(saved, within)  # `_resolve_tensor` refuses all else
+    metadata.state_dict_metadata = dict(whole)
+    for key, tensor in whole.items():
+        index.tensors[key] = TensorRow(dtype_name(tensor.properties.dtype), tuple(tensor.size))
+    metadata.storage_data = {}
+    for number, (file, placed) in enumerate(filter(None, files)):
+        index.files.append(file)
+        for of_item, box in placed:
+            where = index_of(of_item, within)
+            offsets = tuple(where.offset or (0,) * len(box.sizes))
+            index.tensors[where.fqn].boxes.append(replace(box, file=number, offsets=offsets))
+            metadata.storage_data[where] = _StorageInfo(file.name, *box.item)
+    metadata.storage_meta = StorageMeta(checkpoint_id=str(draft.folder), save_id=draft.save_id)
+    draft.publish(index, pickle.dumps(metadata))
 
 
 def _resolve_tensor(item: WriteItem, planner: AnyPlanner) -> Tensor:

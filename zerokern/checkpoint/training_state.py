@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from zerokern.checkpoint.layout import SavedLayout
 from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, to_plain
 from zerokern.checkpoint.partial import PartialModel
-from zerokern.checkpoint.storage import OnDiskPart
+from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.core.ports import plugs
 from zerokern.optim.chained import unchained
-from zerokern.optim.exchange import Column
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
-from zerokern.zero.shard import here_of_state, shard_of
+from zerokern.zero.shard import shard_of
 
 __all__ = [
     "WRAPPERS", "NamedSpan", "TrainingState", "aliases", "announce_writes", "extra_states", "finish_updates",
@@ -197,42 +196,34 @@ class TrainingState:
             home = shard_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
-        self.params = [self._named(optimizer) for optimizer in self.optimizers]  # names, in the order of the groups
+        self.names_by_group = [self._names_of(optimizer) for optimizer in self.optimizers]
+        self.params = [[name for some in groups for name in some] for groups in self.names_by_group]
         every = Counter(name for names in self.params for name in names)
         twice = sorted(name for name, count in every.items() if count > 1)
         if twice and len(self.optimizers) > 1:
             given = f"two optimizers that step {twice[0]}"
             raise ValueError(got("opt", given, "optimizers of different parameters"))
 
-    def _named(self, optimizer: AnyOptimizer) -> list[str]:
-        names: list[str] = []
-        unknown: list[str] = []
-        for number, group in enumerate(optimizer.opt.param_groups):
-            for place, param in enumerate(group["params"]):
-                name = self._names.get(id(param))
-                if name is None:
-                    unknown.append(f'param_groups[{number}]["params"][{place}]')
-                else:
-                    names.append(name)
+    def _names_of(self, optimizer: AnyOptimizer) -> list[list[str]]:
+        """Returns the names of the parameters in each param_group."""
+        groups = [[self._names.get(id(param), "") for param in group["params"]] for group in optimizer.opt.param_groups]
+        unknown = [
+            f'param_groups[{number}]["params"][{place}]'
+            for number, names in enumerate(groups)
+            for place, name in enumerate(names)
+            if not name
+        ]
         if unknown:
             places = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
             raise ValueError(
                 f"the optimizer steps {len(unknown)} parameters that are not in the model ({places}); pass the model "
                 "that they are of: they have no name otherwise that another run could find them by"
             )
-        return names
-
-    def names_by_group(self) -> list[list[list[str]]]:
-        """Returns the parameter names by optimizer and param_group."""
-        made = []
-        for optimizer, names in zip(self.optimizers, self.params, strict=True):
-            left = iter(names)
-            made.append([[next(left) for _ in group["params"]] for group in optimizer.opt.param_groups])
-        return made
+        return groups
 
     def names_by_number(self) -> list[list[str]]:
         """Returns the parameter names of each optimizer in the order that an untiled model has them in."""
-        return [[name for some in groups for name in self.layout.saved_order(some)] for groups in self.names_by_group()]
+        return [[name for some in groups for name in self.layout.saved_order(some)] for groups in self.names_by_group]
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what is saved: tensors by key, and everything else as JSON.
@@ -253,7 +244,7 @@ class TrainingState:
             if home is not None and initial is not None:
                 items[f"initial.{name}"] = home.here.show(initial, name=home.name)
         groups, optimizers = [], []
-        for optimizer, names, by_group in zip(self.optimizers, self.params, self.names_by_group(), strict=True):
+        for optimizer, names, by_group in zip(self.optimizers, self.params, self.names_by_group, strict=True):
             optimizers.append({**optimizer.values(), "beside": self._describe_state(optimizer, names, items)})
             groups.append(self._describe_groups(optimizer, by_group))
         extra_state = {}
@@ -268,11 +259,11 @@ class TrainingState:
     def _describe_state(self, optimizer: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
         """Adds the state tensors of an optimizer to `items`; returns its other state, by parameter."""
         beside: dict[str, dict[str, Any]] = {}
-        for name, param, entry in zip(names, optimizer.params, optimizer.entries(), strict=True):
-            for key, value in (entry or {}).items():
-                if isinstance(value, Column):
-                    value = OnDiskPart(here_of_state(param), key, value).or_empty()
-                if isinstance(value, (Tensor, OnDiskPart)):
+        for name, entry in zip(names, optimizer.entries(), strict=True):
+            for key, value in entry.items():
+                if isinstance(value, Column) and not value.shape.numel():  # it lies nowhere
+                    value = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                if isinstance(value, (Tensor, Column)):
                     items[f"optim.state.{name}.{key}"] = value
                     continue
                 said = to_plain(value, f"the optimizer's state {key!r} of {name}")

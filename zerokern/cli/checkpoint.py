@@ -189,7 +189,7 @@ def _page(facts: dict[str, Any]) -> str:
 
 def _children(parent: Path) -> list[dict[str, Any]]:
     """Returns the checkpoints within a folder, newest first, and what is there of saves that did not end."""
-    from zerokern.checkpoint.folder import Published, describe_unfinished, list_files
+    from zerokern.checkpoint.folder import describe_unfinished, list_files, read_published
     from zerokern.checkpoint.index import NAME
 
     rows = []
@@ -205,7 +205,7 @@ def _children(parent: Path) -> list[dict[str, Any]]:
         }
         try:
             row |= {"state": "partial", "why": partial} if partial else {
-                "state": "published", "world": Published.open(child).index.world
+                "state": "published", "world": read_published(child).world
             }  # fmt: skip
         except IoError as error:
             row |= {"state": "broken", "why": str(error)}

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.files import PartsWriter, Slots, copy_into
+from zerokern.checkpoint.optimizers import OurOptimizer
 from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.ranks import Ranks, absolute_path, refuse_unusable
+from zerokern.checkpoint.storage import Column
 from zerokern.checkpoint.training_state import NamedSpan, layout_of, named_tensors, spans
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import parse_nbytes
@@ -31,7 +33,6 @@ from zerokern.io.renaming import Folder
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.chained import unchained
-from zerokern.optim.exchange import Column, Exchange
 from zerokern.zero.kinds import here_of, present
 from zerokern.zero.shard import Shard, shard_of
 
@@ -421,7 +422,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
 
 def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
     """Returns for each parameter what is updated in its place, where that lies, and its state, as of the last step."""
-    ours = Exchange(opt)
+    ours = OurOptimizer(opt)
     ours.settle()
     held = ours.held()
     entries = [entry for *_, entry in held] if ours.disk is None else ours.entries()
