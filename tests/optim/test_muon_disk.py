@@ -19,7 +19,7 @@ from zerokern.io import Store
 from zerokern.io.pieces import columns
 from zerokern.optim import Muon, matrices
 from zerokern.optim.formats import widths_of
-from zerokern.optim.matrices import MatrixTable
+from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.records import LEAST_SLOT, RecordSpan, StateSpan, records_of
 
 # Bits.

@@ -26,7 +26,7 @@ from zerokern.core.errors import StateError
 from zerokern.io import Faults, Nvme, Store
 from zerokern.io import tier as tiers
 from zerokern.optim import Muon, binding
-from zerokern.optim.cut_matrices import CutMatrix
+from zerokern.optim.matrices import Matrix
 from zerokern.optim.records import LEAST_SLOT, StateSpan, records_of
 from zerokern.zero.shard import shard_of
 
@@ -179,7 +179,7 @@ def test_settings_may_change_between_steps(folders: Folders) -> None:
 def test_what_shares_records() -> None:
     group = {"split": 1, "master_format": None, "state_format": "fp32", "stochastic_seed": None}
     exact, own = (Muon._algorithm.layout(group, dtype) for dtype in (BF16, FP32))
-    part = lambda name, start, numel: CutMatrix(start, numel, 8, 8, name, (), None)  # type: ignore[arg-type]  # noqa: E731
+    part = lambda name, start, numel: Matrix(start, numel, 8, 8, name)  # noqa: E731
     spans = [
         StateSpan(30, exact, [part("z", 0, 10), part("z", 10, 20)], 7),
         StateSpan(1_000, exact),

@@ -28,7 +28,7 @@ from worlds import (
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.kernels.orthogonal import workspace_numel
-from zerokern.optim.cut_matrices import together
+from zerokern.optim.rounds import together
 from zerokern.zero.shard import shard_of
 
 FORMATS: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from zerokern.memory import HostTier
 from zerokern.memory import Slot as Cell
 from zerokern.optim import device
 from zerokern.optim.binding import HostCompute, Member, RowBatch, TableGroup, set_groups, table_of
-from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.hosted import HostCopies
-from zerokern.optim.matrices import MatrixTable
+from zerokern.optim.matrices import is_cut
+from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.state import SpanRow, StateTier, pointer_words, room_of
 from zerokern.optim.streamed import StreamedRows, parts_in_slot
 from zerokern.optim.survey import Groups, Survey
@@ -105,7 +105,7 @@ class SplitCompute(HostCompute):
     def _nbytes_beside(self, survey: Survey, i: int, place: Any) -> int:
         """Returns the bytes of what a row in a record's batch has in host memory: a cut matrix, whose round waits for
         records."""
-        if not isinstance(place, CutMatrix) or room_of(survey.params[i], self._room) is None:
+        if not is_cut(place) or room_of(survey.params[i], self._room) is None:
             return 0
         return columns(survey.layouts[i].widths, place.numel)[1]
 
@@ -127,8 +127,8 @@ class SplitCompute(HostCompute):
         pairs = list(zip(members, rows, strict=True))[here:]
         rooms = [room_of(survey.params[i], self._room) for (i, _), _ in pairs]
         moved = [bool(row.layout.columns) and room is not None for (_, row), room in zip(pairs, rooms, strict=True)]
-        self._cut = {id(survey.params[i]) for (i, place), _ in pairs if isinstance(place, CutMatrix)}
-        far = [moves or isinstance(place, CutMatrix) for ((_, place), _), moves in zip(pairs, moved, strict=True)]
+        self._cut = {id(survey.params[i]) for (i, place), _ in pairs if is_cut(place)}
+        far = [moves or is_cut(place) for ((_, place), _), moves in zip(pairs, moved, strict=True)]
         order = sorted(range(len(far)), key=far.__getitem__)  # those whose state streams come last
         self._here, self._streams_from = here, here + far.count(False)
         self._order = [*range(here), *(here + at for at in order)]

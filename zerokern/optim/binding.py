@@ -26,10 +26,11 @@ from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
-from zerokern.optim.matrices import MatrixTable, ns_dtype_of, part_of
+from zerokern.optim.matrices import ns_dtype_of, parts_in_rows
+from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.outside import WatchedState, Witness, tracked
-from zerokern.optim.record_rounds import in_rounds
 from zerokern.optim.records import RecordSpan
+from zerokern.optim.rounds import in_rounds
 from zerokern.optim.state import SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
@@ -77,7 +78,7 @@ def table_of(
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
         group_of.append(number)
     if survey.matrices:
-        parts = [part_of(survey.matrices[i], place) for i, place in members]
+        parts = parts_in_rows((survey.matrices[i], place) for i, place in members)
         table: Any = MatrixTable(open_table, parts, len(made))
     else:
         table = open_table(len(rows), len(made))

@@ -19,7 +19,7 @@ from zerokern.optim import device
 from zerokern.optim.binding import Binding, HostCompute, Member, table_of
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
-from zerokern.optim.matrices import MatrixTable
+from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.outside import plain
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects

@@ -19,8 +19,8 @@ from zerokern.core.errors import got
 from zerokern.io.pieces import PAGE, Width, columns, plan
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.stream import Record
-from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import Layout, Slot, widths_of
+from zerokern.optim.matrices import Matrix
 
 __all__ = ["LEAST_SLOT", "Content", "RecordSpan", "StateSpan", "records_of"]
 
@@ -36,7 +36,7 @@ class StateSpan(NamedTuple):
 
     numel: int
     layout: Layout
-    cut: Sequence[CutMatrix] = ()
+    cut: Sequence[Matrix] = ()
     bucket: int | None = None
 
 
