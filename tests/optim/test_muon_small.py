@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from muon_cases import Slowly
+from muon_cases import Slowly, lent
 from optim_cases import BF16, FP32, make_params, set_grads
 from tables import each
 from torch import nn
@@ -119,23 +119,14 @@ def test_one_matrix_or_one_batch_is_there_at_a_time(together: int, monkeypatch: 
     iterate_ = matrix_table.iterate_
 
     def measured(*given: Any) -> None:
-        held.append(optimizer.held.nbytes)
+        held.append(lent(table()))
         beside.append(4 * workspace_numel(given[0]))
         iterate_(*given)
-
-    class Held:
-        def __init__(self, opt: Any) -> None:
-            self.opt = opt
-
-        @property
-        def nbytes(self) -> int:
-            spare = self.opt.holdings.bound.binding.compute.table.spare
-            return spare._memory.nbytes + spare._sums.nbytes
 
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(96, size, bias=False) for size in (32, 300, 64, 300))})
     params = list(model.parameters())
     optimizer = Muon(params, ns_dtype="fp32")
-    optimizer.held = Held(optimizer)
+    table = lambda: optimizer.holdings.bound.binding.compute.table  # noqa: E731
     for param in params:
         param.grad = torch.randn_like(param)
     monkeypatch.setattr(matrix_table, "iterate_", measured)
@@ -143,4 +134,4 @@ def test_one_matrix_or_one_batch_is_there_at_a_time(together: int, monkeypatch: 
     assert held == ([4 * 2 * 300 * 96 + 2 * 8] * 3 if together else [4 * 300 * 96 + 8] * 4)
     plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype="fp32", device="cpu")
     assert max(map(sum, zip(held, beside, strict=True))) == plan.muon.workspace
-    assert optimizer.held.nbytes == 0
+    assert lent(table()) == 0

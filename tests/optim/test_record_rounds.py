@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from muon_cases import RING, SMALL, Counts, failing, records
+from muon_cases import RING, SMALL, Counts, failing, lent, records
 from nvme_cases import READ, WRITE
 from offload_cases import SCHEDULES
 from optim_cases import BF16, FP32
@@ -130,7 +130,7 @@ def of_one_tier(
     same(full(mine), full(model))
     if device is not None:
         device.synchronize()
-    assert not table(ours)._directions and not table(ours)._factors and not table(ours).spare.nbytes
+    assert not table(ours)._apart and not lent(table(ours))
     there = ["on_disk" in entry for entry in ours.holdings.held.values()]
     assert all(there) if isinstance(where[0], Nvme) else set(there) == {False, True} or not world.rank
     ours.close()
@@ -263,9 +263,7 @@ def test_what_is_here_of_a_round_is_in_memory_beside_it(folders: Folders) -> Non
 
         def watched(*given: Any, **named: Any) -> None:
             run(*given, **named)
-            held.append(
-                sum(one.nbytes for kept in (table(opt)._directions, table(opt)._factors) for one in kept.values())
-            )
+            held.append(sum(one.nbytes for one in table(opt)._apart.values()))
 
         with mock.patch.object(table(opt), "run", watched):
             train(world, model, opt, range(2, 3), idle=False)

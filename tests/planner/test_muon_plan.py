@@ -184,7 +184,7 @@ def test_the_rank_that_multiplies_and_sends_most_at_stage_3_is_planned(schedule:
 
     def exchanged(self: Round, receives: list[torch.Tensor], sends: list[torch.Tensor], what: str) -> Any:
         rank, own = self.group.rank, self.own
-        works[rank] += work_of((own.height, own.width)) if own is not None and what == "orthogonal factors" else 0
+        works[rank] += work_of((own.height, own.width)) if own.full_numel and what == "orthogonal factors" else 0
         sent[rank] += sum(one.nbytes for to, one in enumerate(sends) if to != rank)
         return exchange(self, receives, sends, what)
 

@@ -20,7 +20,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk, OnDisk
 from zerokern.optim.exchange import Exchange
-from zerokern.optim.rounds import state_span
+from zerokern.optim.records import state_span
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.optim.survey import params_of
 from zerokern.zero.shard import here_of_state, shard_of

@@ -79,7 +79,7 @@ def table_of(
         group_of.append(number)
     if survey.matrices:
         parts = parts_in_rows((survey.matrices[i], place) for i, place in members)
-        table: Any = MatrixTable(open_table, parts, len(made))
+        table: Any = MatrixTable(open_table, parts)
     else:
         table = open_table(len(rows), len(made))
     table.columns["group"][:] = group_of

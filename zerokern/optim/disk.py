@@ -18,8 +18,7 @@ from zerokern.memory.interrupts import whole
 from zerokern.memory.stream import SLOTS, Record, Stream, slot_nbytes_of
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
 from zerokern.optim.matrices import Matrix, is_cut
-from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, StateSpan, records_of
-from zerokern.optim.rounds import state_span
+from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, StateSpan, records_of, state_span
 from zerokern.optim.state import (
     Checked,
     Entry,

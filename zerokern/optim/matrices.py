@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -52,6 +52,10 @@ class Matrix(NamedTuple):
         return self.height * self.width
 
     @property
+    def is_cut(self) -> bool:
+        return self.group is not None
+
+    @property
     def order(self) -> tuple[int, str]:
         """Sorts matrices: those with most work come first, and names decide between equals."""
         return -work_of((self.height, self.width)), self.name
@@ -63,7 +67,7 @@ class Matrix(NamedTuple):
 
 def is_cut(place: Any) -> bool:
     """Whether a row is a matrix that ranks have cut, and now bring together."""
-    return isinstance(place, Matrix) and place.group is not None
+    return isinstance(place, Matrix) and place.is_cut
 
 
 class MatrixPart(NamedTuple):
@@ -93,7 +97,7 @@ class MatrixPart(NamedTuple):
         A single row or column never is: its products are sums whose order may depend on where it lies in memory.
         """
         whole = self.averages and self.applies and self.numel == self.matrix.numel
-        return whole and self.matrix.group is None and min(self.matrix.height, self.matrix.width) > 1
+        return whole and not self.matrix.is_cut and min(self.matrix.height, self.matrix.width) > 1
 
 
 def part_of(matrices: Sequence[Matrix], place: Any) -> MatrixPart:
@@ -103,7 +107,7 @@ def part_of(matrices: Sequence[Matrix], place: Any) -> MatrixPart:
     (0, 32, True, True, False)
     """
     if isinstance(place, Matrix):
-        return MatrixPart(place, 0, place.numel, meets=place.group is not None)
+        return MatrixPart(place, 0, place.numel, meets=place.is_cut)
     matrix = next(one for one in matrices if one.start <= place.start < one.start + one.numel)
     return MatrixPart(matrix, place.start - matrix.start, place.numel, place.averages, place.applies)
 
@@ -190,22 +194,20 @@ def matrices_of(name: str, shape: Sequence[int], numel: int, split: int, *, in_b
 def group_of(shard: Shard) -> Group | None:
     """Returns the ranks that have parts of a parameter and bring its matrices together; None: nobody does."""
     bucket = shard.gradients
-    found: Group | None = None if bucket is None else bucket.group
-    return found if found is not None and found.size > 1 and shards_parameters(shard.sharding.stage) else None
+    if bucket is None or not shards_parameters(shard.sharding.stage) or bucket.group.size == 1:
+        return None
+    return cast(Group, bucket.group)
 
 
 def exchange_groups(shards: Sequence[Shard]) -> list[Group]:
     """Returns the groups of ranks that bring matrices of these parameters together."""
-    groups = [group for shard in shards if (group := group_of(shard)) is not None]
-    return list({id(group): group for group in groups}.values())
+    return list({id(group): group for group in map(group_of, shards) if group is not None}.values())
 
 
 def parts_of_matrices(shard: Shard, matrices: Sequence[Matrix]) -> list[Matrix]:
     """Returns a parameter's matrices, which ranks have cut, with what this rank has of each, if anything."""
-    group, bucket = group_of(shard), shard.gradients
-    assert group is not None
+    group, bucket, found = shard.gradients.group, shard.gradients, []
     offset, each = bucket.entries[shard.place].place.offset, bucket.bucket.shard_numel
-    found = []
     for number, one in enumerate(matrices):
         ends = tuple(min(max((rank + 1) * each - offset - one.start, 0), one.numel) for rank in range(group.size))
         begin = ends[group.rank - 1] if group.rank else 0

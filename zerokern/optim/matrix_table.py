@@ -16,7 +16,6 @@ from zerokern.kernels.cpu import sumsq_chunks
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.kernels.rules import RULES
-from zerokern.kernels.triton.upload import Sent
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.matrices import Matrix, MatrixPart, batches_of, most_together, ns_dtype_of
@@ -64,11 +63,6 @@ class SpareMatrix:
         if self.stays:
             more[: memory.numel()] = memory
         return more
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it has now."""
-        return self._memory.nbytes + self._sums.nbytes
 
     def free(self) -> None:
         """Frees host memory."""
@@ -157,33 +151,25 @@ class MatrixTable:
     own from the first of these to the last one.
     """
 
-    def __init__(self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart], ngroups: int) -> None:
-        self._parts, self.nseg, self.ngroups = parts, len(parts), ngroups
+    def __init__(self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart]) -> None:
+        self._parts, self._open_table = parts, open_table
         names = ("group", "numel", "grad", *_OF_AVERAGES, *_OF_PARAMETERS, *_UNUSED)
-        self.columns = {name: memoryview(bytearray(8 * max(self.nseg, 1))).cast("Q")[: self.nseg] for name in names}
-        self._open_table = open_table
+        self.columns = {name: memoryview(bytearray(8 * max(len(parts), 1))).cast("Q")[: len(parts)] for name in names}
         self._counts = open_table(1, 1)  # on a device: without elements; it counts the step when all rows are updated
         self.spare = SpareMatrix(getattr(self._counts, "device", _HOST))
         self._groups: dict[int, _Settings] = {}
         # by rows, and by the rows of a run: what does not change from step to step
         self._batches: dict[tuple[int, ...], Batch] = {}
         self._runs: dict[tuple[int, int], tuple[list[Batch], list[Round], int, int]] = {}
-        self._squares: dict[tuple[int, torch.dtype], tuple[Any, Sent]] = {}
+        self._squares: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._still: list[Tensor] = []
         self.begun = self.carried_out = False
         self._next = -1  # the row that goes on with the matrix in memory
-        # by the id of a cut matrix with records: what is here of it, on its way to its round, and back from there
-        self._directions: dict[int, Tensor] = {}
-        self._factors: dict[int, Tensor] = {}
+        # what is here of cut matrices with records, by ids: True, on its way to their rounds; False, back from there
+        self._apart: dict[tuple[int, bool], Tensor] = {}
 
     def set_group(
-        self,
-        index: int,
-        hyper: Mapping[str, Any],
-        *,
-        grad_dtype: torch.dtype,
-        state_format: str,
-        **formats: Any,
+        self, index: int, hyper: Mapping[str, Any], *, grad_dtype: torch.dtype, state_format: str, **formats: Any
     ) -> None:
         """Fills one group, as `UpdateTable.set_group` does; Muon's other settings are by torch's names."""
         dtype = ns_dtype_of(hyper["ns_dtype"], self.spare.place)
@@ -197,9 +183,12 @@ class MatrixTable:
             "out_dtype": dtype,
         }
         of_parameters = {**formats, "algorithm": "sgd", "grad_dtype": dtype, "state_format": "none"}
+        settings = hyper, dtype, of_averages, of_parameters
         if index not in self._groups or self._groups[index][1] != dtype:
             self._runs.clear()  # whose memory, and rounds, are of this dtype
-        self._groups[index] = hyper, dtype, of_averages, of_parameters
+        # batches do not follow what is as it was; to compare a learning rate on a device would wait for that
+        if isinstance(hyper["lr"], Tensor) or self._groups.get(index) != settings:
+            self._groups[index] = settings
 
     def _settings_of(self, row: int) -> _Settings:
         return self._groups[self.columns["group"][row]]
@@ -211,35 +200,35 @@ class MatrixTable:
             batch.averages.run(scale)
             self.begun = True
 
-        self._update(begin, self.nseg if end is None else end, average, lambda batch: batch.parameters.run(1.0))
+        self._update(begin, len(self._parts) if end is None else end, average, lambda batch: batch.parameters.run(1.0))
 
     def launch(self, scale: float, control: Any) -> None:
         """Launches the update of all rows. The device decides on each, and counts the step when all have been made."""
         if device.capturing(control.steps.device):
             raise StateError(_IN_A_GRAPH)
         if not self._still or self._still[0].shape != control.increments.shape:
-            self._still = [torch.zeros_like(control.increments), torch.zeros_like(control.outcome)]
-        increments, outcome = self._still
-        skips: Tensor | None = None
+            nothing = [torch.zeros_like(one) for one in (control.increments, control.outcome)]
+            self._still = [*nothing, nothing[1][:1].float()]
+        increments, outcome, skips = self._still
 
-        def told(group: int, **others: Any) -> Any:
+        def control_of(group: int, **others: Any) -> Any:
             of_rows = {"increments": increments, "outcome": outcome, "witnesses": [control.witnesses[group]]}
             return type(control)(**{**vars(control), **of_rows, **others})
 
-        told_averages = cache(told)
-        told_parameters = cache(lambda group: told(group, max_norm=None, sums=None, grad_scale=None, found_inf=skips))
+        averaging = cache(control_of)
+        applying = cache(partial(control_of, max_norm=None, sums=None, grad_scale=None, found_inf=skips))
 
         def average(batch: Batch) -> None:
-            nonlocal skips
-            self.begun = True
-            batch.averages.run(scale, told_averages(self.columns["group"][batch.rows[0]]))
-            skips = outcome[2:3].float() if skips is None else skips
+            is_first, self.begun = not self.begun, True
+            batch.averages.run(scale, averaging(self.columns["group"][batch.rows[0]]))
+            if is_first:
+                skips.copy_(outcome[2:3])
 
         def apply(batch: Batch) -> None:
-            batch.parameters.run(1.0, told_parameters(self.columns["group"][batch.rows[0]]))
+            batch.parameters.run(1.0, applying(self.columns["group"][batch.rows[0]]))
 
-        self._update(0, self.nseg, average, apply)
-        _, _, of_averages, _ = self._groups[self.ngroups - 1]
+        self._update(0, len(self._parts), average, apply)
+        *_, (_, _, of_averages, _) = self._groups.values()
         self._counts.set_group(0, **of_averages)
         self.begun = True
         self._counts.run(scale, type(control)(**{**vars(control), "witnesses": control.witnesses[:1]}))
@@ -247,8 +236,7 @@ class MatrixTable:
     def break_off(self) -> None:
         """Frees the matrices of which some rows have been updated, and no others will be."""
         self._next = -1
-        self._directions.clear()
-        self._factors.clear()
+        self._apart.clear()
         self.spare.free()
 
     def _update(self, begin: int, end: int, average: _Run, apply: _Run) -> None:
@@ -274,7 +262,7 @@ class MatrixTable:
         meeting = [(row, parts[row].matrix) for row in range(begin, end) if parts[row].meets]
         rounds = rounds_of([(row, one, self._settings_of(row)[1]) for row, one in meeting if one.full_numel])
         # what is here of a cut matrix has memory of its own
-        in_spare = [batch for batch in batches if batch.part.matrix.group is None]
+        in_spare = [batch for batch in batches if not batch.part.matrix.is_cut]
         nbytes = [batch.numel * self._settings_of(batch.rows[0])[1].itemsize for batch in in_spare]
         chunks = [batch.chunks for batch in batches]
         chunks += [_chunks_of(one.full_numel) for some in rounds for one in some.matrices]
@@ -287,8 +275,9 @@ class MatrixTable:
         return self._batches[rows]
 
     def _update_batch(self, batch: Batch, average: _Run, apply: _Run) -> None:
+        """Updates whole matrices, or a part of one: of one that ranks have cut on the way to its round, or back."""
         row, part = batch.rows[0], batch.part
-        settings, is_cut = self._settings_of(row), part.matrix.group is not None
+        settings, is_cut = self._settings_of(row), part.matrix.is_cut
         memory = self._memory_of(batch, settings[1])
         sums = self.spare.sums(batch.chunks)
         batch.prepare(settings, self.columns, memory[part.start :], sums[part.start // SUMSQ_CHUNK :])
@@ -301,27 +290,26 @@ class MatrixTable:
         if not is_cut:
             self._next = -1 if part.applies and part.ends else row + 1
         elif part.applies and part.ends:
-            del self._factors[id(part.matrix)]
+            del self._apart[id(part.matrix), False]
 
     def _memory_of(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         """Returns the memory of a batch's matrices, or of what is here of a cut one; it is made for the first part."""
         row, part = batch.rows[0], batch.part
-        begins, key = part.averages and part.start == 0, id(part.matrix)
-        if part.matrix.group is None:
+        begins, key = part.averages and part.start == 0, (id(part.matrix), part.averages)
+        if not part.matrix.is_cut:
             return _found(row, self.spare.memory(batch.numel, dtype) if begins or self._next == row else None)
-        kept = self._directions if part.averages else self._factors
         if begins:
-            kept[key] = torch.empty(part.matrix.numel, dtype=dtype, device=self.spare.place)
-        return _found(row, kept.get(key))
+            self._apart[key] = torch.empty(part.matrix.numel, dtype=dtype, device=self.spare.place)
+        return _found(row, self._apart.get(key))
 
     def _update_round(self, average: _Run, apply: _Run, one: Round, at: int) -> UnderWay:
         """Updates this rank's parts of the matrices of a round, of which it orthogonalizes one."""
         rank = one.group.rank
         here = {owner: self._batch_of(row) for owner, row in enumerate(one.rows) if self._parts[row].numel}
-        moved = {owner: batch for owner, batch in here.items() if not batch.part.averages}  # in records
-        keys = {owner: id(batch.part.matrix) for owner, batch in here.items()}
-        apart = {
-            owner: _found(batch.rows[0], self._directions.pop(keys[owner], None)) for owner, batch in moved.items()
+        apart = {  # what records have averaged
+            owner: _found(batch.rows[0], self._apart.pop((id(batch.part.matrix), True), None))
+            for owner, batch in here.items()
+            if not batch.part.averages
         }
         matrix, parts, mine = one.divide(self.spare.memory(one.numel, one.dtype, at), apart)
         for owner, batch in here.items():
@@ -334,12 +322,12 @@ class MatrixTable:
         wait = one.exchange(mine, parts, "directions")
         halfway = yield
         wait()
-        if one.own is None:
-            halfway()
-        else:
-            sums = self.spare.sums(_chunks_of(matrix.numel()))
+        if len(matrix):
+            sums = self.spare.sums(_chunks_of(len(matrix)))
             self._sum_squares(matrix, sums)
             self._orthogonalize(one.rows[rank], matrix.view(one.own.height, one.own.width), sums, halfway)
+        else:
+            halfway()
         wait = one.exchange(parts, mine, "orthogonal factors")
         yield
         wait()
@@ -349,7 +337,7 @@ class MatrixTable:
             if batch.part.applies:
                 apply(batch)
             else:
-                self._factors[keys[owner]] = apart[owner]
+                self._apart[id(batch.part.matrix), False] = apart[owner]
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor, halfway: Callable[[], None] | None = None) -> None:
         """Orthogonalizes the matrix, or the batch, of a row. `halfway` is called in the middle of that."""
@@ -358,16 +346,15 @@ class MatrixTable:
 
     def _sum_squares(self, matrix: Tensor, sums: Tensor) -> None:
         """Writes sums of squares of the matrix whose sum is that of all; on a CPU those of its chunks."""
-        pointers = array("Q", [matrix.data_ptr()])
         if not device.is_apart(matrix):
-            sumsq_chunks(pointers, array("q", [matrix.numel()]), matrix.dtype, sums)
+            sumsq_chunks(array("Q", [matrix.data_ptr()]), array("q", [matrix.numel()]), matrix.dtype, sums)
             return
         key = matrix.numel(), matrix.dtype
         if key not in self._squares:
             made = device.kernels().sums(matrix.device, [matrix.numel()], matrix.dtype)
-            self._squares[key] = made, Sent(matrix.device)
-        table, sent = self._squares[key]
-        table.run(sent.of(pointers), sums.zero_(), 0)
+            self._squares[key] = made, device.upload(array("q", [0]), matrix.device)
+        table, distances = self._squares[key]
+        table.run(distances, sums.zero_(), 0, base=matrix.data_ptr())
 
 
 def _found(row: int, memory: Tensor | None) -> Tensor:
@@ -383,12 +370,8 @@ def _chunks_of(numel: int) -> int:
 
 def _applied(hyper: Mapping[str, Any], shape: Matrix) -> dict[str, Any]:
     """Returns with which settings the result is applied. A learning rate that lies on a device is not read."""
-    lr, weight_decay, rule, size = (
-        hyper["lr"],
-        hyper["weight_decay"],
-        hyper["adjust_lr_fn"],
-        (shape.height, shape.width),
-    )
+    lr, weight_decay, rule = hyper["lr"], hyper["weight_decay"], hyper["adjust_lr_fn"]
+    size = shape.height, shape.width
     step = {"step": hyper.get("step", 1)}  # what is rounded by chance is so by the number of the step
     if isinstance(lr, Tensor):
         ratio = adjusted_lr(1.0, rule, size)

@@ -24,13 +24,10 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Group, during
-from zerokern.core.errors import CommError, got
-from zerokern.optim.formats import Layout
-from zerokern.optim.matrices import Matrix, MatrixPart, group_of, is_cut, matrices_of, part_of, parts_of_matrices
-from zerokern.optim.records import StateSpan
-from zerokern.zero.shard import Shard
+from zerokern.core.errors import CommError
+from zerokern.optim.matrices import Matrix, MatrixPart, is_cut, part_of
 
-__all__ = ["Round", "UnderWay", "in_pipeline", "in_rounds", "places_of", "rounds_of", "state_span", "together"]
+__all__ = ["Round", "UnderWay", "in_pipeline", "in_rounds", "places_of", "rounds_of", "together"]
 
 _ALIGNED = 64  # bytes: each round begins at a line of a cache
 UnderWay = Generator[None, Callable[[], None], None]
@@ -60,21 +57,16 @@ class Round(NamedTuple):
     matrices: Sequence[Matrix]
 
     @property
-    def own(self) -> Matrix | None:
-        """The matrix that this rank orthogonalizes."""
-        rank = self.group.rank
-        return self.matrices[rank] if rank < len(self.matrices) else None
+    def own(self) -> Matrix:
+        """The matrix that this rank orthogonalizes; one without elements, where none is left for it."""
+        rank, nothing = self.group.rank, Matrix(0, 0, 0, 0, ends=(0,) * self.group.size)
+        return self.matrices[rank] if rank < len(self.matrices) else nothing
 
     @property
     def numel(self) -> int:
         """The elements in memory here: of this rank's matrix, and of its parts of the others."""
         others = sum(one.numel for rank, one in enumerate(self.matrices) if rank != self.group.rank)
-        return others + (0 if self.own is None else self.own.full_numel)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of that."""
-        return self.numel * self.dtype.itemsize
+        return others + self.own.full_numel
 
     def divide(self, memory: Tensor, apart: Mapping[int, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Returns in this memory the matrix of this rank, 1-D; by rank, this one's part of that rank's matrix; and, by
@@ -83,9 +75,8 @@ class Round(NamedTuple):
         Its part of its own matrix lies in its place there. `apart`: by rank, parts with memory of their own.
         """
         size, own, parts = self.group.size, self.own, []
-        at = 0 if own is None else own.full_numel
-        matrix = memory[:at]
-        mine = [matrix if own is None else matrix[own.span(rank)] for rank in range(size)]
+        matrix, at = memory[: own.full_numel], own.full_numel
+        mine = [matrix[own.span(rank)] for rank in range(size)]
         for rank, one in enumerate(self.matrices):
             if rank == self.group.rank:
                 parts.append(mine[rank])
@@ -122,14 +113,12 @@ def rounds_of(rows: Sequence[tuple[int, Matrix, torch.dtype]]) -> list[Round]:
     >>> [one.rows for one in rounds_of([(row, one, torch.float32) for row, one in enumerate(some)])]
     [[1, 2], [0]]
     """
-    kinds: dict[tuple[str, int, torch.dtype], list[tuple[int, Matrix]]] = {}
+    kinds: dict[tuple[Any, torch.dtype], list[tuple[int, Matrix]]] = {}
     for row, one, dtype in rows:
-        assert one.group is not None
-        kinds.setdefault((one.group.name, id(one.group), dtype), []).append((row, one))
+        kinds.setdefault((one.group, dtype), []).append((row, one))
     found = []
-    for (_, _, dtype), mine in sorted(kinds.items(), key=lambda kind: (kind[0][0], str(kind[0][2]))):
+    for (group, dtype), mine in sorted(kinds.items(), key=lambda kind: (kind[0][0].name, str(kind[0][1]))):
         mine.sort(key=lambda pair: pair[1].order)
-        group: Any = mine[0][1].group
         for some in (mine[at : at + group.size] for at in range(0, len(mine), group.size)):
             found.append(Round(group, dtype, [row for row, _ in some], [one for _, one in some]))
     return found
@@ -168,29 +157,23 @@ def in_pipeline(rounds: Sequence[Round], begin: Callable[[Round, int], UnderWay]
         if number + 1 < len(rounds):
             send(number + 1)
 
-    for number in range(len(rounds)):
-        if not number:
-            send(number)
-        under_way[number].send(partial(halfway, number))
-    for one in under_way[-1:]:
-        next(one, None)
+    try:
+        for number in range(len(rounds)):
+            if not number:
+                send(number)
+            under_way[number].send(partial(halfway, number))
+        for one in under_way[-1:]:
+            next(one, None)
+    finally:
+        under_way.clear()  # a round that failed would hold those beside it, and their memory, in a cycle
 
 
 def places_of(rounds: Sequence[Round]) -> tuple[int, int]:
     """Returns where in memory every second round lies, behind the others, and where it ends (`in_pipeline`)."""
-    even, odd = (max((one.nbytes for one in some), default=0) for some in (rounds[::2], rounds[1::2]))
+    nbytes = [one.numel * one.dtype.itemsize for one in rounds]
+    even, odd = (max(some, default=0) for some in (nbytes[::2], nbytes[1::2]))
     second = -(-even // _ALIGNED) * _ALIGNED if len(rounds) > 1 else even
     return second, second + odd
-
-
-def state_span(shard: Shard | None, numel: int, layout: Layout) -> StateSpan:
-    """Returns what records need to know of the state of a parameter, of which `numel` elements are here."""
-    if not layout.matrices or shard is None or group_of(shard) is None:
-        return StateSpan(numel, layout)
-    if shard.shape.numel() % (split := layout.matrices):
-        raise ValueError(got("split", split, f"a number that divides {shard.shape.numel()}, a parameter's elements"))
-    found = matrices_of(shard.name, shard.shape, shard.shape.numel(), split, in_blocks=False)
-    return StateSpan(numel, layout, parts_of_matrices(shard, found), id(shard.gradients))
 
 
 def in_rounds(batches: Sequence[Any], matrices: Sequence[Sequence[Matrix]], dtypes: Sequence[torch.dtype]) -> list[Any]:
@@ -213,27 +196,27 @@ def in_rounds(batches: Sequence[Any], matrices: Sequence[Sequence[Matrix]], dtyp
         records = [batch for batch in turn if batch.record is not None]
         parts = [[part_of(matrices[i], place) for i, place in batch.members if not is_cut(place)] for batch in records]
         rounds = rounds_of([(at, one, dtypes[i]) for at, (i, one) in enumerate(cut) if one.full_numel])
-        for number, found in _walk(parts, rounds):
+        for number, rows in _walk(parts, rounds):
             batch = replace(loose, members=[]) if number is None else records[number]
-            batch.members = [*batch.members, *(cut[row] for row in (() if found is None else found.rows))]
+            batch.members = [*batch.members, *(cut[row] for row in rows)]
             batch.turns = [loose.turns[0]] * len(batch.members)
             made.append(batch)
     return made
 
 
-def _walk(records: Sequence[Sequence[MatrixPart]], rounds: Sequence[Round]) -> list[tuple[int | None, Round | None]]:
-    """Returns the order of records and rounds: the number of a record, or None, and the round that comes after it."""
+def _walk(records: Sequence[Sequence[MatrixPart]], rounds: Sequence[Round]) -> list[tuple[int | None, Sequence[int]]]:
+    """Returns the order of records and rounds: the number of a record, or None, and rows of the round after it."""
     averages = [{id(part.matrix) for part in parts if part.averages} for parts in records]
     applies = [{id(part.matrix) for part in parts if part.applies} for parts in records]
-    order: list[tuple[int | None, Round | None]] = []
+    order: list[tuple[int | None, Sequence[int]]] = []
     waiting, back = list(range(len(records))), set()
     for one in rounds:
         mine = set(map(id, one.matrices))
         back |= mine
-        order += [(number, None) for number in waiting if averages[number] & mine]
-        last = order.pop()[0] if order and order[-1][1] is None else None
-        order.append((last, one))
-        order += [(number, None) for number in waiting if applies[number] and applies[number] <= back]
+        order += [(number, ()) for number in waiting if averages[number] & mine]
+        last = order.pop()[0] if order and not order[-1][1] else None
+        order.append((last, one.rows))
+        order += [(number, ()) for number in waiting if applies[number] and applies[number] <= back]
         passed = {number for number, _ in order}
         waiting = [number for number in waiting if number not in passed]
     assert not waiting
