@@ -406,8 +406,8 @@ MUTANTS = (
     Mutant(
         "records_of_two_rounds_make_the_first",
         "zerokern/optim/rounds.py",
-        "order.append((last, one))",
-        "order += [(last, one)] if last is not None or not order else []",
+        "order.append((last, one.rows))",
+        "order += [(last, one.rows)] if last is not None or not order else []",
         "Where two rounds come after one record, the second is not made.",
         ("tests/optim/test_record_rounds.py::test_ranks_may_have_other_matrices_elsewhere",),
     ),

@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "a_round_has_the_dtype_of_the_first_group",
         "zerokern/optim/rounds.py",
-        "kinds.setdefault((one.group.name, id(one.group), dtype), []).append((row, one))",
-        "kinds.setdefault((one.group.name, id(one.group), rows[0][2]), []).append((row, one))",
+        "kinds.setdefault((one.group, dtype), []).append((row, one))",
+        "kinds.setdefault((one.group, rows[0][2]), []).append((row, one))",
         "At stage 3 ns_dtype of the first param_group holds for all of them.",
         ("tests/optim/test_record_rounds.py::test_settings_may_change_between_steps",),
     ),
