@@ -140,13 +140,14 @@ class Sums:
     def __init__(self, double: Double, numels: Sequence[int], dtype: torch.dtype) -> None:
         self.double, self.numels, self.dtype = double, array("q", numels), dtype
 
-    def run(self, pointers: Tensor, out: Tensor, index: int) -> None:
-        self.double.launch(Sums._sum, sums=self, pointers=pointers, out=out, index=index)
+    def run(self, pointers: Tensor, out: Tensor, index: int, base: int = 0) -> None:
+        self.double.launch(Sums._sum, sums=self, pointers=pointers, base=base, out=out, index=index)
 
     @staticmethod
-    def _sum(*, sums: Sums, pointers: Tensor, out: Tensor, index: int) -> None:
-        assert all(p or not n for p, n in zip(pointers.tolist(), sums.numels, strict=True)), "read before it was sent"
-        out[index] = added(sumsq_pointers(array("Q", pointers.tolist()), sums.numels, sums.dtype))
+    def _sum(*, sums: Sums, pointers: Tensor, base: int, out: Tensor, index: int) -> None:
+        found = [base + pointer for pointer in pointers.tolist()]
+        assert all(p or not n for p, n in zip(found, sums.numels, strict=True)), "read before it was sent"
+        out[index] = added(sumsq_pointers(array("Q", found), sums.numels, sums.dtype))
 
 
 class DeviceTwins:

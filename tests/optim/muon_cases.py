@@ -139,6 +139,11 @@ def cut(optimizer: Any) -> int:
     return sum(len({place.record for place in owner.places}) > 1 for owner in owners)
 
 
+def lent(table: Any) -> int:
+    """The bytes of memory that a table orthogonalizes in."""
+    return int(table.spare._memory.nbytes + table.spare._sums.nbytes)
+
+
 def failing(op: int, number: int) -> Faults:
     """The first transfer of a record fails, once. Records are as long as slots, as far as these tests fail them."""
     at = number * LEAST_SLOT

@@ -17,7 +17,7 @@ from worlds import World, on_threads, refusal, says
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.kernels.orthogonal import iterate_
-from zerokern.optim import Muon, matrices
+from zerokern.optim import Muon, matrix_table
 
 SHAPES = ((16, 16), (40, 24), (24, 130), (300, 260))
 
@@ -152,7 +152,7 @@ def test_a_failure_between_two_matrices_tears_the_optimizer(monkeypatch: pytest.
         iterate_(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(matrices, "iterate_", fails)
+        patch.setattr(matrix_table, "iterate_", fails)
         with pytest.raises(RuntimeError, match="out of memory, say"):
             step_once(optimizer)
     with pytest.raises(StateError, match="load a checkpoint"):

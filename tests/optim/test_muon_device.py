@@ -19,7 +19,7 @@ from waiting_device import HostComputes
 from worlds import refusal, says
 
 from zerokern.core.errors import StateError
-from zerokern.optim import Muon, batches, small_matrices
+from zerokern.optim import Muon, batches, matrices
 from zerokern.optim.transit import SLOTS
 
 SHAPES = ((8, 8), (12, 20), (6, 5))
@@ -155,7 +155,7 @@ def distance(grad: Tensor, before: Tensor, after: Tensor) -> float:
 @pytest.mark.gpu
 def test_equal_matrices_on_a_gpu_have_the_bits_of_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = muons_on_gpu({}, BF16)
-    monkeypatch.setattr(small_matrices, "BATCH_NUMEL_ON_GPU", 0)
+    monkeypatch.setattr(matrices, "BATCH_NUMEL_ON_GPU", 0)
     assert same_bits(together, muons_on_gpu({}, BF16)[0])
 
 

@@ -19,7 +19,7 @@ from worlds import refusal, says
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.optim import matrices
+from zerokern.optim import matrix_table
 from zerokern.optim.transit import SLOTS, Transit
 
 SLOW = {"stretch": 0.001, "poison": True}
@@ -111,7 +111,7 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
     both.train(1)
     both.ours.flush()
     threads, together, read = set(), [], []
-    launch, iterate, flow = Transit.launch, matrices.iterate_, both.ours.holdings.disk.fetch
+    launch, iterate, flow = Transit.launch, matrix_table.iterate_, both.ours.holdings.disk.fetch
 
     def launched(self: Transit, number: int, run: Any) -> Any:
         together.append(sum(not one.emptied.done() for one in self._under_way.values()))
@@ -130,7 +130,7 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
 
     with (
         mock.patch.object(Transit, "launch", launched),
-        mock.patch.object(matrices, "iterate_", iterated),
+        mock.patch.object(matrix_table, "iterate_", iterated),
         mock.patch.object(both.ours.holdings.disk, "fetch", fetched),
     ):
         set_grads(both.params, seed=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from muon_cases import LONG, SHAPES, SMALL, Tier, failing, on_disk, records, twins
+from muon_cases import LONG, SHAPES, SMALL, Tier, failing, lent, on_disk, records, twins
 from nvme_cases import READ, WRITE, assert_torn, heal, step_ours, step_reference
 from optim_cases import BF16, FP32, make_params, same_bits, set_grads
 from tables import each
@@ -19,7 +19,7 @@ from zerokern.io import Store
 from zerokern.io.pieces import columns
 from zerokern.optim import Muon, matrices
 from zerokern.optim.formats import widths_of
-from zerokern.optim.matrices import MatrixTable
+from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.records import LEAST_SLOT, RecordSpan, StateSpan, records_of
 
 # Bits.
@@ -88,7 +88,7 @@ def test_one_direction_at_a_time_is_in_memory(tier: Tier, monkeypatch: pytest.Mo
 
     def watched(self: MatrixTable, *given: Any, **named: Any) -> None:
         run(self, *given, **named)
-        held.append(self.spare.nbytes)
+        held.append(lent(self))
 
     monkeypatch.setattr(MatrixTable, "run", watched)
     set_grads(both.params)
@@ -160,7 +160,7 @@ def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(tier: Tier, op: 
     with pytest.raises(zk.IoError, match=f"state/{number:06}") as failed:
         step_ours(both, begin)
     assert failed.value.errno == errno.EIO
-    assert both.ours.holdings.bound.binding.compute.table.spare.nbytes == 0
+    assert lent(both.ours.holdings.bound.binding.compute.table) == 0
     assert_torn(both, failed)
     step_reference(both, begin)
     heal(both)

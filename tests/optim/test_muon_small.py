@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from muon_cases import Slowly
+from muon_cases import Slowly, lent
 from optim_cases import BF16, FP32, make_params, set_grads
 from tables import each
 from torch import nn
 
 import zerokern as zk
 from zerokern.kernels.orthogonal import workspace_numel
-from zerokern.optim import Muon, matrices, small_matrices
+from zerokern.optim import Muon, matrices, matrix_table
 
 SHAPES = (
     (40, 24), (16, 16), (24, 130), (40, 24), (90, 70), (16, 16), (40, 24), (90, 70), (300, 260), (16, 1024),
@@ -39,7 +39,7 @@ def test_the_bits_of_the_rule_written_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two groups, of which one changes its rates, and a parameter that has no gradient in between."""
-    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", bound)
+    monkeypatch.setattr(matrices, "BATCH_NUMEL", bound)
     params, others = make_params(SHAPES, dtype), make_params(SHAPES, dtype)
     how = {"master_format": master_format, "state_format": state_format, "ns_dtype": ns_dtype}
     ours = Muon([{"params": params[:4]}, {"params": params[4:], "momentum": 0.8}], lr=0.02, **how)
@@ -58,13 +58,13 @@ def test_the_bits_of_the_rule_written_out(
 
 
 def test_equal_ones_of_a_group_go_through_one_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, iterate_ = [], matrices.iterate_
+    shapes, iterate_ = [], matrix_table.iterate_
 
     def counted(*given: Any) -> None:
         shapes.append(tuple(given[0].shape))
         iterate_(*given)
 
-    monkeypatch.setattr(matrices, "iterate_", counted)
+    monkeypatch.setattr(matrix_table, "iterate_", counted)
     params = make_params(SHAPES, FP32)
     ours = Muon(params, ns_dtype="bf16")
     set_grads(params)
@@ -79,15 +79,15 @@ def test_equal_ones_of_a_group_go_through_one_iteration(monkeypatch: pytest.Monk
 
 
 def test_a_batch_has_at_most_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", 3000)
+    monkeypatch.setattr(matrices, "BATCH_NUMEL", 3000)
     lent: list[int] = []
-    memory = matrices.SpareMatrix.memory
+    memory = matrix_table.SpareMatrix.memory
 
     def watched(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
         lent.append(numel)
         return memory(self, numel, dtype)
 
-    monkeypatch.setattr(matrices.SpareMatrix, "memory", watched)
+    monkeypatch.setattr(matrix_table.SpareMatrix, "memory", watched)
     params = make_params([(40, 24)] * 7, BF16)
     ours = Muon(params)
     set_grads(params)
@@ -113,34 +113,25 @@ def test_one_matrix_or_one_batch_is_there_at_a_time(together: int, monkeypatch: 
 
     That is what a plan says. 0: none are small.
     """
-    monkeypatch.setattr(small_matrices, "BATCH_NUMEL", together)
+    monkeypatch.setattr(matrices, "BATCH_NUMEL", together)
     held: list[int] = []
     beside: list[int] = []
-    iterate_ = matrices.iterate_
+    iterate_ = matrix_table.iterate_
 
     def measured(*given: Any) -> None:
-        held.append(optimizer.held.nbytes)
+        held.append(lent(table()))
         beside.append(4 * workspace_numel(given[0]))
         iterate_(*given)
-
-    class Held:
-        def __init__(self, opt: Any) -> None:
-            self.opt = opt
-
-        @property
-        def nbytes(self) -> int:
-            spare = self.opt.holdings.bound.binding.compute.table.spare
-            return spare._memory.nbytes + spare._sums.nbytes
 
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(96, size, bias=False) for size in (32, 300, 64, 300))})
     params = list(model.parameters())
     optimizer = Muon(params, ns_dtype="fp32")
-    optimizer.held = Held(optimizer)
+    table = lambda: optimizer.holdings.bound.binding.compute.table  # noqa: E731
     for param in params:
         param.grad = torch.randn_like(param)
-    monkeypatch.setattr(matrices, "iterate_", measured)
+    monkeypatch.setattr(matrix_table, "iterate_", measured)
     optimizer.step()
-    assert held == ([4 * 2 * 300 * 96 + 8] * 3 if together else [4 * 300 * 96 + 8] * 4)
+    assert held == ([4 * 2 * 300 * 96 + 2 * 8] * 3 if together else [4 * 300 * 96 + 8] * 4)
     plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype="fp32", device="cpu")
     assert max(map(sum, zip(held, beside, strict=True))) == plan.muon.workspace
-    assert optimizer.held.nbytes == 0
+    assert lent(table()) == 0

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from muon_cases import RING, SMALL, Counts, failing, records
+from muon_cases import RING, SMALL, Counts, failing, lent, records
 from nvme_cases import READ, WRITE
 from offload_cases import SCHEDULES
 from optim_cases import BF16, FP32
@@ -26,7 +26,7 @@ from zerokern.core.errors import StateError
 from zerokern.io import Faults, Nvme, Store
 from zerokern.io import tier as tiers
 from zerokern.optim import Muon, binding
-from zerokern.optim.cut_matrices import CutMatrix
+from zerokern.optim.matrices import Matrix
 from zerokern.optim.records import LEAST_SLOT, StateSpan, records_of
 from zerokern.zero.shard import shard_of
 
@@ -131,7 +131,7 @@ def of_one_tier(
     same(full(mine), full(model))
     if device is not None:
         device.synchronize()
-    assert not table(ours)._directions and not table(ours)._factors and not table(ours).spare.nbytes
+    assert not table(ours)._apart and not lent(table(ours))
     there = ["on_disk" in entry for entry in ours.holdings.held.values()]
     assert all(there) if isinstance(where[0], Nvme) else set(there) == {False, True} or not world.rank
     ours.close()
@@ -180,7 +180,7 @@ def test_settings_may_change_between_steps(folders: Folders) -> None:
 def test_what_shares_records() -> None:
     group = {"split": 1, "master_format": None, "state_format": "fp32", "stochastic_seed": None}
     exact, own = (Muon._algorithm.layout(group, dtype) for dtype in (BF16, FP32))
-    part = lambda name, start, numel: CutMatrix(start, numel, 8, 8, name, (), None)  # type: ignore[arg-type]  # noqa: E731
+    part = lambda name, start, numel: Matrix(start, numel, 8, 8, name)  # noqa: E731
     spans = [
         StateSpan(30, exact, [part("z", 0, 10), part("z", 10, 20)], 7),
         StateSpan(1_000, exact),
@@ -264,9 +264,7 @@ def test_what_is_here_of_a_round_is_in_memory_beside_it(folders: Folders) -> Non
 
         def watched(*given: Any, **named: Any) -> None:
             run(*given, **named)
-            held.append(
-                sum(one.nbytes for kept in (table(opt)._directions, table(opt)._factors) for one in kept.values())
-            )
+            held.append(sum(one.nbytes for one in table(opt)._apart.values()))
 
         with mock.patch.object(table(opt), "run", watched):
             train(world, model, opt, range(2, 3), idle=False)

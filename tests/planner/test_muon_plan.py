@@ -24,7 +24,7 @@ from worlds import World, built, on_threads
 
 import zerokern as zk
 from zerokern.optim import batches
-from zerokern.optim.cut_matrices import RoundUnderWay
+from zerokern.optim.rounds import Round
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.schedule import Machine
 from zerokern.zero.partition import work_of
@@ -180,17 +180,13 @@ def test_bytes_sent_are_planned(mesh: dict[str, int]) -> None:
 def test_the_rank_that_multiplies_and_sends_most_at_stage_3_is_planned(schedule: str) -> None:
     """Where units are updated one by one, the rounds of each begin with rank 0 again."""
     works, sent = [0] * 3, [0] * 3
-    scatter, move = RoundUnderWay.scatter, RoundUnderWay._move
+    exchange = Round.exchange
 
-    def scattered(self: RoundUnderWay) -> None:
-        own = self.round.own
-        works[self.round.group.rank] += 0 if own is None else work_of((own.height, own.width))
-        scatter(self)
-
-    def moved(self: RoundUnderWay, receives: list[torch.Tensor], sends: list[torch.Tensor], what: str) -> None:
-        rank = self.round.group.rank
+    def exchanged(self: Round, receives: list[torch.Tensor], sends: list[torch.Tensor], what: str) -> Any:
+        rank, own = self.group.rank, self.own
+        works[rank] += work_of((own.height, own.width)) if own.full_numel and what == "orthogonal factors" else 0
         sent[rank] += sum(one.nbytes for to, one in enumerate(sends) if to != rank)
-        move(self, receives, sends, what)
+        return exchange(self, receives, sends, what)
 
     def work(world: World) -> None:
         model = world.shard(built(Uneven), stage=3)
@@ -199,7 +195,7 @@ def test_the_rank_that_multiplies_and_sends_most_at_stage_3_is_planned(schedule:
         opt.step()
         opt.flush()
 
-    with mock.patch.object(RoundUnderWay, "scatter", scattered), mock.patch.object(RoundUnderWay, "_move", moved):
+    with mock.patch.object(Round, "exchange", exchanged):
         on_threads(3, work)
     formats = {"tier": "cpu", "schedule": schedule, "ns_dtype": "fp32"}
     muon = zk.plan(Uneven(), stage=3, world=3, optimizer="muon", **formats).muon

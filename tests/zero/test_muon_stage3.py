@@ -28,7 +28,7 @@ from worlds import (
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.kernels.orthogonal import workspace_numel
-from zerokern.optim.cut_matrices import together
+from zerokern.optim.rounds import together
 from zerokern.zero.shard import shard_of
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -403,7 +403,8 @@ def test_two_rounds_are_in_memory_as_planned(world: World, schedule: str, ns_dty
     orthogonalize = table._orthogonalize
 
     def watched(row: int, matrix: torch.Tensor, *others: Any) -> None:
-        held.append(table.spare.nbytes + workspace_numel(matrix) * matrix.itemsize)
+        lent = table.spare._memory.nbytes + table.spare._sums.nbytes
+        held.append(lent + workspace_numel(matrix) * matrix.itemsize)
         orthogonalize(row, matrix, *others)
 
     with mock.patch.object(table, "_orthogonalize", watched):

@@ -21,8 +21,8 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk, OnDisk, RecordReader, all_on_disk, on_disk_of
 from zerokern.optim.exchange import forget, make_ready, merged_groups, publish, take_over
 from zerokern.optim.formats import Layout, is_coded
-from zerokern.optim.matrices import state_span
 from zerokern.optim.parts import needed_first
+from zerokern.optim.records import state_span
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING, Shards
 from zerokern.optim.state import Entry
 from zerokern.optim.survey import names_of, params_of

@@ -23,7 +23,6 @@ from zerokern.memory.interrupts import is_running, whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN, Accord
-from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
@@ -323,7 +322,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         self.runner.submit(survey, bind, prepare, first=binding is None)
         return True
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix]]:
         """Returns which matrices each parameter is made of, where the algorithm updates whole ones."""
         return []
 

@@ -11,8 +11,8 @@ import torch
 from zerokern.io.pieces import Piece, Segment, Width, plan
 from zerokern.io.pieces import columns as columns_of
 from zerokern.memory import Rest
-from zerokern.optim.cut_matrices import CutMatrix, rounds_of
-from zerokern.optim.matrices import Matrix
+from zerokern.optim.matrices import Matrix, is_cut
+from zerokern.optim.rounds import rounds_of
 from zerokern.optim.transit import SLOTS
 
 __all__ = ["RowBatch", "pieces_of", "whole_pieces"]
@@ -34,19 +34,19 @@ def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tup
 
 
 def whole_pieces(
-    matrices: Sequence[Matrix | CutMatrix], widths: Sequence[tuple[Width, ...]], turns: Sequence[int] = ()
+    matrices: Sequence[Matrix], widths: Sequence[tuple[Width, ...]], turns: Sequence[int] = ()
 ) -> tuple[list[Any], int, int]:
     """Returns what `pieces_of` does, where the state of a matrix is moved at once: small ones share pieces, cut ones
     have that of a round. A round is of one turn (`turns`: those of the matrices), and the same on all ranks.
 
-    >>> two, matrices = Width(2, 1), [Matrix(0, 8, 4), Matrix(0, 4096, 2048), Matrix(32, 16, 4)]
+    >>> two, matrices = Width(2, 1), [Matrix(0, 32, 8, 4), Matrix(0, 4096 * 2048, 4096, 2048), Matrix(32, 64, 16, 4)]
     >>> [piece.nbytes for piece in whole_pieces(matrices, [(two, Width(4, 1))] * 3)[0]]
     [576, 50331648]
     """
     turns = turns or [0] * len(matrices)
     sizes = [columns_of(mine, one.numel)[1] for one, mine in zip(matrices, widths, strict=True)]
-    cut = [(row, one) for row, one in enumerate(matrices) if isinstance(one, CutMatrix)]
-    uncut = [row for row, one in enumerate(matrices) if not isinstance(one, CutMatrix)]
+    cut = [(row, one) for row, one in enumerate(matrices) if is_cut(one)]
+    uncut = [row for row, one in enumerate(matrices) if not is_cut(one)]
     most = _bound(sum(sizes[row] for row in uncut), _LEAST_OF_MATRICES)
     found: list[list[int]] = []
     room = -1  # in the last piece of small ones, which others go on filling behind a large one

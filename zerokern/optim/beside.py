@@ -20,8 +20,8 @@ from zerokern.memory import Slot as Cell
 from zerokern.optim import device
 from zerokern.optim.batches import RowBatch, pieces_of, whole_pieces
 from zerokern.optim.compute import Member, RowTable
-from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.hosted import HostCopies
+from zerokern.optim.matrices import is_cut
 from zerokern.optim.state import SpanRow, pointer_words, room_of
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.transit import SLOTS, Passage, Passed, Transit
@@ -113,7 +113,7 @@ class Beside:
     def _nbytes_beside(self, survey: Survey, i: int, place: Any) -> int:
         """Returns the bytes of what a row in a record's batch has in host memory: a cut matrix, whose round waits for
         records."""
-        if not isinstance(place, CutMatrix) or room_of(survey.params[i], self._room) is None:
+        if not is_cut(place) or room_of(survey.params[i], self._room) is None:
             return 0
         return columns_of(survey.layouts[i].widths, place.numel)[1]
 
@@ -144,7 +144,7 @@ class Beside:
         far: list[tuple[int, Member, SpanRow, bool]] = []
         for turn, member, row in staying:
             moves = bool(row.layout.columns) and room_of(survey.params[member[0]], self._room) is not None
-            if moves or isinstance(member[1], CutMatrix):
+            if moves or is_cut(member[1]):
                 far.append((turn, member, row, moves))
             else:
                 near.append((member, row))
@@ -168,7 +168,7 @@ class Beside:
         widths = [row.layout.widths if moves else () for _, _, row, moves in far]
         if not survey.matrices:
             return pieces_of([survey.numels[i] for _, (i, _), *_ in far], widths)[0]
-        turns = [turn if self._in_turns or not isinstance(place, CutMatrix) else 0 for turn, (_, place), *_ in far]
+        turns = [turn if self._in_turns or not is_cut(place) else 0 for turn, (_, place), *_ in far]
         return whole_pieces([place for _, (_, place), *_ in far], widths, turns)[0]
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:

@@ -22,8 +22,8 @@ from zerokern.optim.beside import Beside
 from zerokern.optim.compute import HostCompute, Member
 from zerokern.optim.matrices import ns_dtype_of
 from zerokern.optim.outside import WatchedState, Witness, tracked
-from zerokern.optim.record_rounds import in_rounds
 from zerokern.optim.records import RecordSpan
+from zerokern.optim.rounds import in_rounds
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder

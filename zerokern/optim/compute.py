@@ -16,7 +16,8 @@ from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.formats import POINTERS
 from zerokern.optim import checks
-from zerokern.optim.matrices import MatrixTable, part_of
+from zerokern.optim.matrices import parts_in_rows
+from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.state import SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey
 
@@ -68,8 +69,8 @@ class RowTable:
             group_of.append(number)
         self.by_matrix = bool(survey.matrices)
         if self.by_matrix:
-            parts = [part_of(survey.matrices[i], place) for i, place in members]
-            table: Any = MatrixTable(self._open_table, parts, len(made))
+            parts = parts_in_rows((survey.matrices[i], place) for i, place in members)
+            table: Any = MatrixTable(self._open_table, parts)
         else:
             table = self._open_table(len(rows), len(made))
         index, starts = [i for i, _ in members], [0 if place is None else int(place.start) for _, place in members]

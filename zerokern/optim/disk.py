@@ -17,10 +17,9 @@ from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.memory.ring import DeferredSignals
 from zerokern.memory.stream import SLOTS, Record, Stream, slot_nbytes_of
-from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
-from zerokern.optim.matrices import state_span
-from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, StateSpan, records_of
+from zerokern.optim.matrices import Matrix, is_cut
+from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, StateSpan, records_of, state_span
 from zerokern.optim.state import (
     Checked,
     Entry,
@@ -540,13 +539,13 @@ class StateOnDisk(StateTier):
         owner = self._owners[i]
         if owner is None:
             return super().places(i)
-        return [*owner.places, *(one for one in super().places(i) if isinstance(one, CutMatrix))]
+        return [*owner.places, *(one for one in super().places(i) if is_cut(one))]
 
     def has_records_of(self, i: int) -> bool:
         cut = self.survey.matrices[i] if self.survey.matrices else ()  # rounds hang on records, other ranks' too
-        return self._owners[i] is not None or any(isinstance(one, CutMatrix) for one in cut)
+        return self._owners[i] is not None or any(is_cut(one) for one in cut)
 
-    def row(self, i: int, place: RecordSpan | CutMatrix | None, base: int) -> SpanRow:
+    def row(self, i: int, place: RecordSpan | Matrix | None, base: int) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
         if id(survey.params[i]) in self.rows:
             return super().row(i, place, base)

@@ -12,9 +12,8 @@ from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.cut_matrices import CutMatrix, group_of, parts_of_matrices
 from zerokern.optim.formats import Algorithm
-from zerokern.optim.matrices import Matrix, check_matrix, check_shard, matrices_of
+from zerokern.optim.matrices import Matrix, check_matrix, check_shard, group_of, matrices_of, parts_of_matrices
 from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
 from zerokern.zero.kinds import is_placed
@@ -117,22 +116,19 @@ class Muon(FusedOptimizer):
             what = f"parameters off {group.device}, of which stage 3 cuts {shard.name}"
             raise ValueError(got("tier of zk.shard", what, "'device' for matrices on GPUs, which exchange them", do))
 
-    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix | CutMatrix]]:
-        found: list[Sequence[Matrix | CutMatrix]] = []
+    def _matrices(self, groups: Groups, shards: Sequence[Shard]) -> Sequence[Sequence[Matrix]]:
+        found: list[list[Matrix]] = []
         names = names_of(groups)
         for group in groups:
             split, in_blocks = check_split(group["split"]), group["state_format"] == "int8"
             for param in group["params"]:
-                number = len(found)
-                name, shape = names[number], param.shape
+                name, shape, numel, is_cut = names[len(found)], param.shape, param.numel(), False
                 if shards:
-                    self._check_shard(shards[number], split)
-                    name, shape = shards[number].name, shards[number].shape
-                    if group_of(shards[number]) is not None:
-                        matrices = matrices_of(name, shape, shape.numel(), split, in_blocks=in_blocks)
-                        found.append(parts_of_matrices(shards[number], matrices))
-                        continue
+                    shard = shards[len(found)]
+                    self._check_shard(shard, split)
+                    name, shape, is_cut = shard.name, shard.shape, group_of(shard) is not None
                 else:
                     check_matrix(name, shape, split)
-                found.append(matrices_of(name, shape, param.numel(), split, in_blocks=in_blocks))
+                matrices = matrices_of(name, shape, shape.numel() if is_cut else numel, split, in_blocks=in_blocks)
+                found.append(parts_of_matrices(shard, matrices) if is_cut else matrices)
         return found

@@ -19,10 +19,11 @@ from zerokern.core.errors import got
 from zerokern.io.pieces import PAGE, Width, columns, plan
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.memory.stream import Record
-from zerokern.optim.cut_matrices import CutMatrix
 from zerokern.optim.formats import Layout, Slot, widths_of
+from zerokern.optim.matrices import Matrix, group_of, matrices_of, parts_of_matrices
+from zerokern.zero.shard import Shard
 
-__all__ = ["LEAST_SLOT", "Content", "RecordSpan", "StateSpan", "records_of"]
+__all__ = ["LEAST_SLOT", "Content", "RecordSpan", "StateSpan", "records_of", "state_span"]
 
 LEAST_SLOT = 4 * SUMSQ_CHUNK  # bytes: the fp32 averages whose squares are summed together
 
@@ -36,8 +37,18 @@ class StateSpan(NamedTuple):
 
     numel: int
     layout: Layout
-    cut: Sequence[CutMatrix] = ()
+    cut: Sequence[Matrix] = ()
     bucket: int | None = None
+
+
+def state_span(shard: Shard | None, numel: int, layout: Layout) -> StateSpan:
+    """Returns what records need to know of the state of a parameter, of which `numel` elements are here."""
+    if not layout.matrices or shard is None or group_of(shard) is None:
+        return StateSpan(numel, layout)
+    if shard.shape.numel() % (split := layout.matrices):
+        raise ValueError(got("split", split, f"a number that divides {shard.shape.numel()}, a parameter's elements"))
+    found = matrices_of(shard.name, shard.shape, shard.shape.numel(), split, in_blocks=False)
+    return StateSpan(numel, layout, parts_of_matrices(shard, found), id(shard.gradients))
 
 
 class RecordSpan:

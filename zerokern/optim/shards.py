@@ -21,8 +21,8 @@ from zerokern.core.errors import StateError, got
 from zerokern.memory.addresses import AddressRecord, TensorBodies
 from zerokern.optim import checks, device
 from zerokern.optim.accord import PARAMETERS, Accord, norm_of_all
-from zerokern.optim.cut_matrices import exchange_groups, group_of
 from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
+from zerokern.optim.matrices import exchange_groups, group_of
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects

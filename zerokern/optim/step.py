@@ -22,10 +22,10 @@ from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.cut_matrices import together
 from zerokern.optim.early import EarlyFetch, EarlyFetches
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
+from zerokern.optim.rounds import together
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.optim.update import ALL, Update, buckets_of, gathers

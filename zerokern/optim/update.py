@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
-from zerokern.optim.cut_matrices import together
 from zerokern.optim.parts import Part
+from zerokern.optim.rounds import together
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
 from zerokern.zero.partition import shards_parameters, shards_state

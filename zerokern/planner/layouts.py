@@ -87,8 +87,8 @@ def _span_of(recipe: Recipe, part: OwnedPart) -> StateSpan:
 
     from zerokern import optim
     from zerokern.optim.base import algorithm_of
-    from zerokern.optim.cut_matrices import CutMatrix
     from zerokern.optim.formats import layout_of
+    from zerokern.optim.matrices import Matrix
     from zerokern.optim.records import StateSpan as Span
 
     matrix, dtype = part.matrix if recipe.is_muon else None, getattr(torch, part.dtype)
@@ -102,7 +102,7 @@ def _span_of(recipe: Recipe, part: OwnedPart) -> StateSpan:
     numels, group = part.by_matrix(), cast(Any, None)
     starts = accumulate(numels, initial=0)
     each, place = (matrix.rows, matrix.columns), f"{part.turn:09}"  # parameters are named in the order of their turns
-    cut = [CutMatrix(start, numel, *each, place, (), group) for start, numel in zip(starts, numels, strict=False)]
+    cut = [Matrix(start, numel, *each, place, (), group) for start, numel in zip(starts, numels, strict=False)]
     return Span(part.numel, layout, cut, part.bucket)
 
 
@@ -132,7 +132,7 @@ def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     widths = [_widths_of(recipe, one.dtype, one.matrix is not None) for one in parts]
     if recipe.is_muon and any(one.matrix for one in parts):
         pairs = [(one.matrix, width) for one, width in zip(parts, widths, strict=True) if one.matrix is not None]
-        each = [(Matrix(0, it.rows, it.columns), width) for it, width in pairs for _ in range(it.split)]
+        each = [(Matrix(0, it.each.numel, it.rows, it.columns), width) for it, width in pairs for _ in range(it.split)]
         _, count, nbytes = whole_pieces([one for one, _ in each], [width for _, width in each])
     else:
         _, count, nbytes = pieces_of([one.numel for one in parts], widths)
@@ -156,11 +156,11 @@ def round_slots_nbytes(
 
     from zerokern.comm import Group
     from zerokern.optim.batches import whole_pieces
-    from zerokern.optim.cut_matrices import CutMatrix
+    from zerokern.optim.matrices import Matrix
 
     group = Group(rank, world, torch.device("cpu"), "planned")
     turns_there = {one.turn for one in in_memory}
-    cut = [CutMatrix(0, one.numel_of(rank), *one.shape[:2], one.name, (), group) for one in matrices]
+    cut = [Matrix(0, one.numel_of(rank), *one.shape[:2], one.name, (), group) for one in matrices]
     widths = [_widths_of(recipe, one.dtype, True) if one.turn in turns_there else () for one in matrices]
     turns = [one.bucket if recipe.schedule == "overlap" else 0 for one in matrices]
     _, count, nbytes = whole_pieces(cut, widths, turns)

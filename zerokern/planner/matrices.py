@@ -250,7 +250,7 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int =
 
     from zerokern.kernels.orthogonal import workspace_numel
     from zerokern.kernels.reference import SUMSQ_CHUNK
-    from zerokern.optim.small_matrices import batches_of, most_together
+    from zerokern.optim.matrices import batches_of, most_together
 
     itemsize = getattr(torch, dtype).itemsize
     each = [(one.split, one.rows, one.columns) for one in shapes for _ in range(one.split)]
@@ -263,4 +263,5 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int =
         counts[size] = max(counts[size], len(some))
     room = max(count * workspace_numel(torch.empty(size, device="meta")) for size, count in counts.items())
     largest = max(count * rows * columns for (rows, columns), count in counts.items())
-    return (rounds or largest * itemsize) + room * itemsize + _SUMMED_IN * -(-largest // SUMSQ_CHUNK)
+    chunks = max(count * -(-rows * columns // SUMSQ_CHUNK) for (rows, columns), count in counts.items())
+    return (rounds or largest * itemsize) + room * itemsize + _SUMMED_IN * chunks
