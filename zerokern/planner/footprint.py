@@ -16,7 +16,7 @@ from typing import TypeVar
 from zerokern.core.errors import got
 from zerokern.core.units import AUTO, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
-from zerokern.planner.holding import HeldMemory, Holding, Move, Share, lanes_to
+from zerokern.planner.holding import HeldMemory, Holding, Move, lanes_to
 from zerokern.planner.layouts import (
     StatePiece,
     by_optimizer,
@@ -135,11 +135,11 @@ class Footprint(HeldMemory):
         if not recipe.streams(self.settings.device):
             return 0
         pieces = [one.part for one in self.placed if one.tier == "cpu"]
-        all_of_it = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        all_of_it = self.buckets.pieces(needed_first=True)
         some = by_optimizer(recipe, pieces if self.placed else all_of_it)
         if not (recipe.is_muon and shards_parameters(self.stage) and self.world > 1):
             return sum(slots_nbytes(recipe, one) for one in some)
-        cut = self.subject.cut_matrices(self.world, self.settings.bucket_bytes)
+        cut = self.buckets.cut_matrices
         return round_slots_nbytes(recipe, cut, some[0], self.buckets.rank, self.world) + slots_nbytes(recipe, some[1])
 
     @cached_property
@@ -149,7 +149,7 @@ class Footprint(HeldMemory):
             return []
         if self.placed:
             return [one.part for one in self.placed if one.tier == "nvme" and one.nbytes]
-        return self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        return self.buckets.pieces()
 
     @cached_property
     def records(self) -> list[int]:
@@ -178,7 +178,7 @@ class Footprint(HeldMemory):
         most, sent, rounds = buckets.most_work if shards_state(self.stage) else work, [0], 0
         if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
             turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
-            cut = subject.cut_matrices(world, self.settings.bucket_bytes)
+            cut = buckets.cut_matrices
             of_turns = in_turns(cut, turns=turns)
             most = sum(one.shape.work for some in of_turns for one in some[::world])
             sent = [sum(of) for of in zip(*(exchanged(some, world) for some in of_turns), strict=True)] or [0]
@@ -202,11 +202,10 @@ class Footprint(HeldMemory):
             rank_exchanged=max(sent) * itemsize(dtype),
         )
 
-    @cached_property
-    def share(self) -> Share:
-        """What one rank holds, and what lies beside it."""
-        arriving = max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
-        return Share(self.held, self.buckets.padding, arriving)
+    @property
+    def arriving(self) -> int:
+        """Bytes of a bucket's gradients as autograd allocates them, on top of the rest while backward runs."""
+        return max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
 
     @cached_property
     def pinned(self) -> int:
@@ -219,7 +218,7 @@ class Footprint(HeldMemory):
         has_copies = bool(self.copied) or recipe.delays_at_rest
         if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
             return 0
-        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        pieces = self.buckets.pieces()
         in_memory = pieces if recipe.tier != "nvme" or not has_copies else []
         if self.placed:
             pieces = [one.part for one in self.placed if one.tier != "device"]
@@ -246,7 +245,7 @@ class Footprint(HeldMemory):
         recipe = self.recipe
         if not recipe.budgets:
             return []
-        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        pieces = self.buckets.pieces(needed_first=True)
         return place_state(recipe, pieces, self.budgets)
 
     @cached_property
@@ -485,7 +484,7 @@ def _working(run: Footprint) -> Iterator[Holding]:
         else:
             nbytes = min(BUFFERS, sum(kind.count for kind in buckets.trained)) * largest
             if run.subject.matrices and not shards_parameters(stage):
-                nbytes = run.subject.buffers_nbytes(run.world, settings.bucket_bytes, run.recipe, settings.device)
+                nbytes = buckets.in_backward_nbytes(run.recipe, settings.device)
         yield Holding("buffers", "", "device", nbytes)
     if settings.device == "cpu":
         yield Holding("scratch", "", "device", _scratch_nbytes(largest, stage, settings))

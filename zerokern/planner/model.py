@@ -141,10 +141,14 @@ class BucketSize:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Holds the sizes of all buckets of a model at a stage, in the order of the units."""
+    """The buckets that `zk.shard` would make of a model at a stage, in the order of the units, and their sizes."""
 
+    model: ModelSpec
+    stage: int
+    world: int
+    cut: Sequence[Bucket]
+    """none of a bare number"""
     sizes: tuple[BucketSize, ...]
-    in_units: bool = False
     last_unit: int = -1
     """where these are some of a model's, the last unit of that; negative: theirs"""
     rank: int = 0
@@ -152,8 +156,16 @@ class Buckets:
     most_work: int = 0
     """of matrices that are updated whole, on the rank that has most of it; where ranks have parts of them, as if they
     had not"""
-    whole_padding: int = 0
-    """elements of padding in the buckets of such matrices"""
+
+    @property
+    def in_units(self) -> bool:
+        """Whether they are of one unit each."""
+        return shards_parameters(self.stage) and bool(self.model.units)
+
+    @property
+    def whole_padding(self) -> int:
+        """Elements of padding in the buckets of matrices that are updated whole."""
+        return sum(bucket.padding for bucket in self.cut if bucket.whole)
 
     def some(self, sizes: Sequence[BucketSize]) -> Buckets:
         """Returns those of the same model that are among these."""
@@ -209,6 +221,67 @@ class Buckets:
             units[bucket.unit] = units.get(bucket.unit, 0) + bucket.nbytes
         root, others = units.pop(0, 0), [nbytes for _, nbytes in sorted(units.items())]
         return root + max((sum(others[i : i + 2]) for i in range(len(others))), default=0)
+
+    def pieces(self, *, needed_first: bool = False) -> list[OwnedPart]:
+        """Returns what the rank updates of each trained parameter, in the optimizer's order.
+
+        `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.
+
+        >>> from zerokern.planner.recipe import Recipe
+        >>> model_spec(1000, Recipe(), None).buckets(2, 4, 1 << 20).pieces()
+        [OwnedPart(numel=256, dtype='bfloat16', matrix=None, start=0, turn=0, bucket=None)]
+        """
+        model, is_sharded = self.model, shards_state(self.stage)
+        if not model.members:
+            (bucket,) = self.sizes
+            numel, parts = bucket.updated(is_sharded)[0], bucket.count if needed_first else 1
+            ends = [numel * number // parts for number in range(parts + 1)]
+            return [OwnedPart(b - a, bucket.dtype, None, a, turn) for turn, (a, b) in enumerate(pairwise(ends))]
+        matrices = model.matrices or [None] * len(model.members)
+        own = {at: (model.members[at].numel, 0) for at in model.stepped}
+        rows = [(at, turn) for turn, at in enumerate(model.stepped)]
+        cut_in: dict[int, int] = {}
+        if is_sharded or self.world > 1:  # else nobody has cut it into buckets
+            number_of = {spot.param: number for number, bucket in enumerate(self.cut) for spot in bucket.places}
+            if is_sharded:
+                pieces = (piece for bucket in self.cut for piece in bucket.pieces(self.rank))
+                own = {piece.param: (piece.numel, piece.start) for piece in pieces}
+            if shards_parameters(self.stage) and self.world > 1:
+                cut_in = {at: number for at, number in number_of.items() if matrices[at] is not None}
+            rows.sort(key=lambda row: number_of[row[0]] if needed_first else row[1])
+        return [
+            OwnedPart(own[at][0], model.members[at].dtype, matrices[at], own[at][1], turn, cut_in.get(at))
+            for at, turn in rows
+            if at in own
+        ]
+
+    @cached_property
+    def cut_matrices(self) -> list[CutShape]:
+        """All matrices of which ranks have parts at stage 3, whichever ranks these are."""
+        model, found = self.model, []
+        names = model.params or [f"{place:09}" for place in range(len(model.members))]
+        turns = {place: turn for turn, place in enumerate(model.stepped)}
+        for number, bucket in enumerate(self.cut):
+            for spot in bucket.places:
+                one, called = model.matrices[spot.param] if model.matrices else None, names[spot.param]
+                if one is None or spot.param not in turns:
+                    continue
+                for nth in range(one.split):
+                    name = called if one.split == 1 else f"{called}[{nth}]"
+                    at = spot.offset + nth * one.each.numel, bucket.shard_numel
+                    found.append(CutShape(one.each, name, bucket.dtype, turns[spot.param], number, *at))
+        return found
+
+    def in_backward_nbytes(self, recipe: Recipe, device: str) -> int:
+        """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
+        buckets = [one for one in self.cut if one.trainable]
+        sizes = [itemsize(recipe.wire_dtype(one.dtype)) for one in buckets]
+        together = [
+            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
+            for one, size in zip(buckets, sizes, strict=True)
+        ]
+        nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
+        return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
 
 
 def _part(total: int, number: int, count: int) -> int:
@@ -303,6 +376,11 @@ class ModelSpec:
         return max(totals, key=lambda dtype: totals[dtype])
 
     @cached_property
+    def stepped(self) -> list[int]:
+        """The trained members, in the optimizer's order."""
+        return [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
+
+    @cached_property
     def whole(self) -> list[MatrixShape]:
         """The shapes of trained parameters that are updated whole."""
         pairs = zip(self.matrices, self.members, strict=True) if self.matrices else ()
@@ -312,85 +390,21 @@ class ModelSpec:
         """Returns the buckets that `zk.shard` would make at this stage."""
         key = shards_parameters(stage), keeps_whole(stage), world, bucket_bytes
         if key not in self._divided:
-            in_units, rank, most, padding = key[0] and bool(self.units), 0, 0, 0
-            sizes: tuple[BucketSize, ...]
-            if not self.members:
-                sizes = (BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes),)
-            else:
-                cut = self._partition(*key)
-                if self.matrices:
-                    uncut = cut if key[1] else self._partition(False, True, world, bucket_bytes)
-                    fullest, most = most_loaded(self.members, uncut, world)
-                    rank = fullest if key[1] else 0
-                    whole = {place for place, one in enumerate(self.matrices) if one is not None} if key[1] else set()
-                    padding = sum(bucket.padding for bucket in cut if bucket.places[0].param in whole)
-                works = [member.work for member in self.members] if self.matrices else []
-                sizes = tuple(BucketSize.of(bucket, rank, works) for bucket in cut)
-            self._divided[key] = Buckets(sizes, in_units, rank=rank, most_work=most, whole_padding=padding)
+            self._divided[key] = self._divide(stage, *key)
         return self._divided[key]
 
-    def pieces(self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False) -> list[OwnedPart]:
-        """Returns what a rank updates of each trained parameter, in the optimizer's order: that of `Buckets.rank`.
-
-        `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.
-
-        >>> from zerokern.planner.recipe import Recipe
-        >>> model_spec(1000, Recipe(), None).pieces(2, 4, 1 << 20)
-        [OwnedPart(numel=256, dtype='bfloat16', matrix=None, start=0, turn=0, bucket=None)]
-        """
-        buckets = self.buckets(stage, world, bucket_bytes)
+    def _divide(self, stage: int, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> Buckets:
         if not self.members:
-            (bucket,) = buckets.sizes
-            numel, parts = bucket.updated(shards_state(stage))[0], bucket.count if needed_first else 1
-            ends = [numel * number // parts for number in range(parts + 1)]
-            return [OwnedPart(b - a, bucket.dtype, None, a, turn) for turn, (a, b) in enumerate(pairwise(ends))]
-        matrices = self.matrices or [None] * len(self.members)
-        order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
-        own = {at: (self.members[at].numel, 0) for at in order}
-        rows = [(at, turn) for turn, at in enumerate(order)]
-        cut_in: dict[int, int] = {}
-        if shards_state(stage) or world > 1:  # else nobody has cut it into buckets
-            cut = self._partition(shards_parameters(stage), keeps_whole(stage), world, bucket_bytes)
-            number_of = {spot.param: number for number, bucket in enumerate(cut) for spot in bucket.places}
-            if shards_state(stage):
-                pieces = (piece for bucket in cut for piece in bucket.pieces(buckets.rank))
-                own = {piece.param: (piece.numel, piece.start) for piece in pieces}
-            if shards_parameters(stage) and world > 1:
-                cut_in = {at: number for at, number in number_of.items() if matrices[at] is not None}
-            rows.sort(key=lambda row: number_of[row[0]] if needed_first else row[1])
-        return [
-            OwnedPart(own[at][0], self.members[at].dtype, matrices[at], own[at][1], turn, cut_in.get(at))
-            for at, turn in rows
-            if at in own
-        ]
-
-    def cut_matrices(self, world: int, bucket_bytes: int) -> list[CutShape]:
-        """Returns all matrices of which ranks have parts at stage 3, whichever ranks these are."""
-        names = self.params or [f"{place:09}" for place in range(len(self.members))]
-        order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
-        turns = {place: turn for turn, place in enumerate(order)}
-        found = []
-        for number, bucket in enumerate(self._partition(True, False, world, bucket_bytes)):
-            for spot in bucket.places:
-                one, called = self.matrices[spot.param] if self.matrices else None, names[spot.param]
-                if one is None or spot.param not in turns:
-                    continue
-                for nth in range(one.split):
-                    name = called if one.split == 1 else f"{called}[{nth}]"
-                    at = spot.offset + nth * one.each.numel, bucket.shard_numel
-                    found.append(CutShape(one.each, name, bucket.dtype, turns[spot.param], number, *at))
-        return found
-
-    def buffers_nbytes(self, world: int, bucket_bytes: int, recipe: Recipe, device: str) -> int:
-        """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
-        buckets = [one for one in self._partition(False, True, world, bucket_bytes) if one.trainable]
-        sizes = [itemsize(recipe.wire_dtype(one.dtype)) for one in buckets]
-        together = [
-            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
-            for one, size in zip(buckets, sizes, strict=True)
-        ]
-        nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
-        return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
+            return Buckets(self, stage, world, (), (BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes),))
+        cut = self._partition(in_units, whole, world, bucket_bytes)
+        works, rank, most = list[int](), 0, 0
+        if self.matrices:
+            works = [member.work for member in self.members]
+            uncut = cut if whole else self._partition(False, True, world, bucket_bytes)
+            fullest, most = most_loaded(self.members, uncut, world)
+            rank = fullest if whole else 0
+        sizes = tuple(BucketSize.of(bucket, rank, works) for bucket in cut)
+        return Buckets(self, stage, world, cut, sizes, rank=rank, most_work=most)
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""

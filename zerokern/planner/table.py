@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from zerokern.pages import markdown_table
@@ -44,6 +45,7 @@ _LOSSY = " *(lossy)*"
 _NOTES_AT_REST = (  # beginnings of the notes that hold there too
     "Not counted", "Activations: ", "Logits", "Assumed", "Muon", "Newton-Schulz", "Ranks have", "Stage",
 )  # fmt: skip
+_KIND = attrgetter("role", "format", "tier")  # what rows of a table are told apart by
 _MOST_FITTING = 4  # placements that are named where the plan's own does not fit
 
 
@@ -172,15 +174,15 @@ def _notes(plan: Footprint) -> list[str]:
             f"rank sends {world - 1}/{world} of it."
         )
     if world > 1 and subject.members:
-        padding = f"{plan.share.padding:,} elements of all, {_percent(plan.share.padding / subject.numel)}"
+        padding = f"{plan.buckets.padding:,} elements of all, {_percent(plan.buckets.padding / subject.numel)}"
         said.append(f"Padding at cuts between ranks: {padding}.")
     if world > 1 and not subject.members and plan.settings.pp == 1:
         said.append(
             "A number alone has no layers: what stage 3 gathers to compute (?) comes on top. Plan a model or the shape "
             "of a transformer to know it."
         )
-    if subject.members and plan.share.arriving:
-        arriving = gigabytes(plan.share.arriving)
+    if subject.members and plan.arriving:
+        arriving = gigabytes(plan.arriving)
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
@@ -343,22 +345,13 @@ def _stages(plan: Footprint) -> str:
 
 def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
     """Returns a row for each role, format and tier that any stage has."""
-    sums = [_sums(stage.held) for stage in stages]
+    sums = [stage.summed(_KIND) for stage in stages]
     keys = {key for found in sums for key in found if key[0] in roles}
     return [
         [NAMES.get(role, role), _format(Holding(role, form, tier, 0), names_tiers)]
         + [_gb(found.get((role, form, tier), 0)) for found in sums]
         for role, form, tier in sorted(keys, key=lambda key: (roles.index(key[0]), key))
     ]
-
-
-def _sums(held: Sequence[Holding]) -> dict[tuple[str, str, str], int]:
-    """Returns bytes by role, format and tier."""
-    found: dict[tuple[str, str, str], int] = {}
-    for holding in held:
-        key = holding.role, holding.format, holding.tier
-        found[key] = found.get(key, 0) + holding.nbytes
-    return found
 
 
 def _format(holding: Holding, names_tier: bool) -> str:
@@ -369,7 +362,7 @@ def _format(holding: Holding, names_tier: bool) -> str:
 
 def _tiers(plan: Footprint) -> str:
     tiers = [tier for tier in TIERS if tier == "device" or tier in plan.tiers or tier in plan.budget]
-    sums = _sums(plan.held)
+    sums = plan.summed(_KIND)
     rows = []
     for role, form in sorted({key[:2] for key in sums}, key=lambda key: (_ROLES.index(key[0]), key)):
         rows.append([NAMES.get(role, role), form, *(_gb(sums.get((role, form, tier), 0)) for tier in tiers)])
