@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,28 +23,28 @@ from zerokern.zero.partition import Bucket, Member, partition, shards_parameters
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BucketSize", "Buckets", "ModelSpec", "OwnedPart", "keeps_whole", "model_spec"]
+__all__ = ["BucketSize", "Buckets", "ModelSpec", "OwnedPart", "keeps_whole", "model_spec", "together"]
 
 _SUMMED = (
-    "count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel", "own_blocks",
-    "matrix_numel", "matrix_blocks", "own_matrix_numel", "own_matrix_blocks", "work",
+    "count", "numel", "padded_numel", "shard_numel", "own_numel", "own_blocks", "matrix_numel", "matrix_blocks", "work",
 )  # fmt: skip
 _NO_SHAPES = "Muon updates whole matrices, and a number alone does not say which there are"
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and of one rank.
+    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and those that one
+    rank updates, which are its own, or all where state is not sharded.
 
-    `blocks`: of int8 state. `largest_numel`: padded elements of the largest of the buckets. `matrix_numel` and the
-    like: what of these is in matrices that are updated whole; `work`: of that, as the partition counts it.
+    `own_blocks`: of its int8 state. `largest_numel`: padded elements of the largest of the buckets. `matrix_numel`,
+    `matrix_blocks`: what of its own is in matrices that are updated whole. `work`: of these on all ranks, as the
+    partition counts it.
     """
 
     unit: int
     dtype: str
     trainable: bool
     numel: int
-    blocks: int
     padded_numel: int
     shard_numel: int
     own_numel: int
@@ -52,37 +53,32 @@ class BucketSize:
     count: int = 1
     matrix_numel: int = 0
     matrix_blocks: int = 0
-    own_matrix_numel: int = 0
-    own_matrix_blocks: int = 0
     work: int = 0
 
     @classmethod
-    def of(cls, bucket: Bucket, rank: int = 0, works: Sequence[int] = ()) -> BucketSize:
-        """Returns the size of a bucket of the partition, for a rank. `works`: of each parameter, 0 if it is none that
-        is updated whole; empty: all are so."""
-        own, places = bucket.pieces(rank), bucket.places
-        own_matrices, matrices = ([one for one in some if works and works[one.param]] for some in (own, places))
+    def of(cls, bucket: Bucket, rank: int | None, works: Sequence[int] = ()) -> BucketSize:
+        """Returns the size of a bucket of the partition, for a rank; None: one of those that update all. `works`: of
+        each parameter, 0 if it is none that is updated whole; empty: all are so."""
+        own = bucket.places if rank is None else bucket.pieces(rank)
+        matrices = [piece for piece in own if works and works[piece.param]]
         return cls(
             bucket.unit,
             bucket.dtype,
             bucket.trainable,
-            sum(place.numel for place in places),
-            sum(-(-place.numel // BLOCK) for place in places),
+            sum(place.numel for place in bucket.places),
             bucket.padded_numel,
             bucket.shard_numel,
             sum(piece.numel for piece in own),
             sum(-(-piece.numel // BLOCK) for piece in own),
             bucket.padded_numel,
             1,
-            sum(one.numel for one in matrices),
-            sum(-(-one.numel // BLOCK) for one in matrices),
-            sum(one.numel for one in own_matrices),
-            sum(-(-one.numel // BLOCK) for one in own_matrices),
-            sum(works[one.param] for one in matrices),
+            sum(piece.numel for piece in matrices),
+            sum(-(-piece.numel // BLOCK) for piece in matrices),
+            sum(works[place.param] for place in bucket.places if works),
         )
 
     @classmethod
-    def bare(cls, numel: int, dtype: str, world: int, bucket_bytes: int) -> BucketSize:
+    def bare(cls, numel: int, dtype: str, world: int, bucket_bytes: int, *, is_sharded: bool = True) -> BucketSize:
         """Returns the size of all buckets of a model that is only a number of parameters.
 
         >>> size = BucketSize.bare(7_500_000_000, "bfloat16", 64, 32 << 20)
@@ -94,9 +90,8 @@ class BucketSize:
         shard = own_blocks * BLOCK
         cut = world * BLOCK
         largest = min(shard * world, -(-bucket_bytes // itemsize(dtype) // cut) * cut)
-        own = min(shard, numel)
-        count = -(-shard * world // largest)
-        return cls(0, dtype, True, numel, blocks, shard * world, shard, own, own_blocks, largest, count)
+        own = (min(shard, numel), own_blocks) if is_sharded else (numel, blocks)
+        return cls(0, dtype, True, numel, shard * world, shard, *own, largest, -(-shard * world // largest))
 
     @property
     def itemsize(self) -> int:
@@ -110,40 +105,32 @@ class BucketSize:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.itemsize
 
-    def each(self) -> list[BucketSize]:
-        """Returns the buckets that it counts together, one by one.
+    def each(self, most: int = sys.maxsize) -> list[BucketSize]:
+        """Returns the buckets that it counts together, one by one; or as `most` parts, if they are more.
 
         >>> [one.numel for one in BucketSize.bare(1000, "float32", 1, 2000).each()]
         [500, 500]
         """
-        if self.count == 1:
+        count = min(self.count, most)
+        if count == 1:
             return [self]
-        found = []
-        for number in range(self.count):
-            fields: dict[str, Any] = {name: _part(getattr(self, name), number, self.count) for name in _SUMMED}
-            found.append(replace(self, **fields))
-        return found
+        return [
+            replace(self, **{name: _part(getattr(self, name), number, count) for name in _SUMMED})
+            for number in range(count)
+        ]
 
-    def updated(self, is_sharded: bool) -> tuple[int, int]:
-        """Returns the elements and int8 blocks that this rank updates: its own, or all where state is not sharded."""
-        return (self.own_numel, self.own_blocks) if is_sharded else (self.numel, self.blocks)
-
-    def updated_by_rule(self, is_sharded: bool) -> Iterator[tuple[bool, int, int]]:
-        """Yields the same of what is in matrices that are updated whole, and of the rest: (whether it is, elements,
-        blocks)."""
-        numel, blocks = self.updated(is_sharded)
-        matrix = (
-            (self.own_matrix_numel, self.own_matrix_blocks) if is_sharded else (self.matrix_numel, self.matrix_blocks)
-        )
-        yield True, *matrix
-        yield False, numel - matrix[0], blocks - matrix[1]
+    def by_rule(self) -> Iterator[tuple[bool, int, int]]:
+        """Yields what the rank updates in matrices that are updated whole, and of the rest: (whether it is, elements,
+        int8 blocks)."""
+        yield True, self.matrix_numel, self.matrix_blocks
+        yield False, self.own_numel - self.matrix_numel, self.own_blocks - self.matrix_blocks
 
 
 @dataclass(frozen=True)
 class Buckets:
     """The buckets that `zk.shard` would make of a model at a stage, in the order of the units, and their sizes."""
 
-    model: ModelSpec
+    model: ModelSpec = field(compare=False, repr=False)
     stage: int
     world: int
     cut: Sequence[Bucket]
@@ -167,6 +154,10 @@ class Buckets:
         """Elements of padding in the buckets of matrices that are updated whole."""
         return sum(bucket.padding for bucket in self.cut if bucket.whole)
 
+    def enclose(self, bucket: BucketSize) -> bool:
+        """Returns whether a bucket belongs to no unit, in a model that has units: all of them need it."""
+        return self.in_units and bucket.unit == ROOT
+
     def some(self, sizes: Sequence[BucketSize]) -> Buckets:
         """Returns those of the same model that are among these."""
         last_unit = self.beside_root[-1][0].unit if self.beside_root else 0
@@ -178,7 +169,7 @@ class Buckets:
         groups: dict[tuple[str, bool], list[BucketSize]] = {}
         for bucket in self.sizes:
             groups.setdefault((bucket.dtype, bucket.trainable), []).append(bucket)
-        return [_together(sizes) for sizes in groups.values()]
+        return [together(sizes) for sizes in groups.values()]
 
     @cached_property
     def trained(self) -> list[BucketSize]:
@@ -188,7 +179,7 @@ class Buckets:
     @cached_property
     def root(self) -> list[BucketSize]:
         """The buckets of no unit, in a model that has units."""
-        return [bucket for bucket in self.sizes if bucket.unit == ROOT and self.in_units]
+        return [bucket for bucket in self.sizes if self.enclose(bucket)]
 
     @cached_property
     def by_unit(self) -> list[list[BucketSize]]:
@@ -198,7 +189,7 @@ class Buckets:
     @cached_property
     def beside_root(self) -> list[list[BucketSize]]:
         """The buckets of each unit that is gathered and resharded by itself; all buckets if units are unknown."""
-        return [sizes for sizes in self.by_unit if sizes[0].unit != ROOT or not self.in_units]
+        return [sizes for sizes in self.by_unit if not self.enclose(sizes[0])]
 
     @cached_property
     def last_unit_nbytes(self) -> int:
@@ -216,9 +207,9 @@ class Buckets:
     @cached_property
     def gathered_nbytes(self) -> int:
         """The most bytes of unsharded parameters at a time: the root and two neighbours, one being prefetched."""
-        units: dict[int, int] = {}
+        units = Counter[int]()
         for bucket in self.sizes:
-            units[bucket.unit] = units.get(bucket.unit, 0) + bucket.nbytes
+            units[bucket.unit] += bucket.nbytes
         root, others = units.pop(0, 0), [nbytes for _, nbytes in sorted(units.items())]
         return root + max((sum(others[i : i + 2]) for i in range(len(others))), default=0)
 
@@ -234,8 +225,8 @@ class Buckets:
         model, is_sharded = self.model, shards_state(self.stage)
         if not model.members:
             (bucket,) = self.sizes
-            numel, parts = bucket.updated(is_sharded)[0], bucket.count if needed_first else 1
-            ends = [numel * number // parts for number in range(parts + 1)]
+            parts = bucket.count if needed_first else 1
+            ends = [bucket.own_numel * number // parts for number in range(parts + 1)]
             return [OwnedPart(b - a, bucket.dtype, None, a, turn) for turn, (a, b) in enumerate(pairwise(ends))]
         matrices = model.matrices or [None] * len(model.members)
         own = {at: (model.members[at].numel, 0) for at in model.stepped}
@@ -275,7 +266,7 @@ class Buckets:
     def in_backward_nbytes(self, recipe: Recipe, device: str) -> int:
         """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
         buckets = [one for one in self.cut if one.trainable]
-        sizes = [itemsize(recipe.wire_dtype(one.dtype)) for one in buckets]
+        sizes = [recipe.wire_itemsize(one.dtype) for one in buckets]
         together = [
             device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
             for one, size in zip(buckets, sizes, strict=True)
@@ -288,7 +279,8 @@ def _part(total: int, number: int, count: int) -> int:
     return total * (number + 1) // count - total * number // count
 
 
-def _together(sizes: Sequence[BucketSize]) -> BucketSize:
+def together(sizes: Sequence[BucketSize]) -> BucketSize:
+    """Returns what these buckets are together, which are of one dtype."""
     first = sizes[0]
     sums = {name: sum(getattr(bucket, name) for bucket in sizes) for name in _SUMMED}
     largest = max(bucket.largest_numel for bucket in sizes)
@@ -370,10 +362,10 @@ class ModelSpec:
         """The dtype of most trainable elements, or of most elements."""
         if not self.members:
             return self.dtype
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for member in [member for member in self.members if member.trainable] or self.members:
-            totals[member.dtype] = totals.get(member.dtype, 0) + member.numel
-        return max(totals, key=lambda dtype: totals[dtype])
+            totals[member.dtype] += member.numel
+        return max(totals, key=totals.__getitem__)
 
     @cached_property
     def stepped(self) -> list[int]:
@@ -394,8 +386,10 @@ class ModelSpec:
         return self._divided[key]
 
     def _divide(self, stage: int, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> Buckets:
+        is_sharded = shards_state(stage)
         if not self.members:
-            return Buckets(self, stage, world, (), (BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes),))
+            size = BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes, is_sharded=is_sharded)
+            return Buckets(self, stage, world, (), (size,))
         cut = self._partition(in_units, whole, world, bucket_bytes)
         works, rank, most = list[int](), 0, 0
         if self.matrices:
@@ -403,7 +397,7 @@ class ModelSpec:
             uncut = cut if whole else self._partition(False, True, world, bucket_bytes)
             fullest, most = most_loaded(self.members, uncut, world)
             rank = fullest if whole else 0
-        sizes = tuple(BucketSize.of(bucket, rank, works) for bucket in cut)
+        sizes = tuple(BucketSize.of(bucket, rank if is_sharded else None, works) for bucket in cut)
         return Buckets(self, stage, world, cut, sizes, rank=rank, most_work=most)
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:

@@ -12,13 +12,13 @@ from zerokern.planner.amounts import count, gigabytes
 from zerokern.planner.filling import would_fit
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
-from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
+from zerokern.planner.recipe import short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters, shards_state
 
 __all__ = [
-    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "param_tier_said", "settings",
-    "stage_page", "tier_said", "title", "worlds_page",
+    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "order_said", "page", "settings", "stage_page",
+    "title", "worlds_page",
 ]  # fmt: skip
 
 NAMES = {
@@ -140,10 +140,10 @@ def title(plan: Footprint) -> str:
 def settings(plan: Footprint) -> str:
     """Returns the formats in one phrase."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
-    words = [recipe.optimizer_class, f"{short(dtype)} parameters"]
+    words = [recipe.rule.called, f"{short(dtype)} parameters"]
     words.append(f"gradients reduced in {short(recipe.wire_dtype(dtype))}")
     if recipe.optimizer != "none":
-        words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
+        words += [f'state_format="{recipe.state_format}"'] if recipe.rule.moments else []
         master = recipe.master_of(dtype)
         words += [] if master == "own" else [f'master_format="{master}"']
         words += [] if recipe.tier == "device" else [f"state {_filled(plan.budgets, recipe.tier)}"]
@@ -409,41 +409,20 @@ def _placement(plan: Footprint) -> str:
     'param_tier="cpu", tier="nvme"'
     """
     recipe = plan.recipe
-    words = [f"param_tier={_order_said(recipe.param_budgets, recipe.param_tier)}", f"tier={tier_said(plan)}"]
-    words += [f"keep={keep_said(recipe)}"] if recipe.keep else []
+    words = [f"param_tier={order_said(recipe.param_budgets, recipe.param_tier)}"]
+    words += [f"tier={order_said(plan.budgets, recipe.tier)}"]
+    words += [f"keep={order_said(recipe.keep_budgets, recipe.keep)}"] if recipe.keep else []
     words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
     words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
     return ", ".join(words)
 
 
-def tier_said(plan: Footprint, disk: str = '"nvme"') -> str:
-    """Returns what `tier=` is given.
+def order_said(budgets: Sequence[tuple[str, int]], last: str, disk: str = '"nvme"') -> str:
+    """Returns what `tier=`, `param_tier=` or `keep=` is given.
 
-    >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]))
-    '["cpu:1GB", "nvme"]'
+    >>> order_said([("cpu", 10**9)], "nvme"), order_said([], "nvme", "zk.Nvme(path)")
+    ('["cpu:1GB", "nvme"]', 'zk.Nvme(path)')
     """
-    return _order_said(plan.budgets, plan.recipe.tier, disk)
-
-
-def param_tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
-    """Returns what `tier=` of `zk.shard` is given.
-
-    >>> param_tier_said(zk.plan("1B", stage=3, param_tier=["cpu:1GB", "nvme"], tier="cpu").recipe, "zk.Nvme(path)")
-    '["cpu:1GB", zk.Nvme(path)]'
-    """
-    return _order_said(recipe.param_budgets, recipe.param_tier, disk)
-
-
-def keep_said(recipe: Recipe, disk: str = '"nvme"') -> str:
-    """Returns what `keep=` is given.
-
-    >>> keep_said(zk.plan("1B", keep=["device:2GB", "cpu"]).recipe)
-    '["device:2GB", "cpu"]'
-    """
-    return _order_said(recipe.keep_budgets, recipe.keep or "device", disk)
-
-
-def _order_said(budgets: Sequence[tuple[str, int]], last: str, disk: str = '"nvme"') -> str:
     words = [
         f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"' for tier, budget in budgets
     ]
@@ -543,15 +522,10 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
     recipe, settings, dtype = plan.recipe, plan.settings, plan.subject.main_dtype
     return {
         "model": plan.subject.title,
-        "numel": plan.numel,
-        "world": plan.world,
-        "ranks": plan.ranks,
+        **_fields(plan, "numel", "world", "ranks"),
         "mesh": settings.mesh,
         "stage": plan.stage,
-        "device": settings.device,
-        "bucket_bytes": settings.bucket_bytes,
-        "accumulate": settings.accumulate,
-        "no_sync": settings.no_sync,
+        **_fields(settings, "device", "bucket_bytes", "accumulate", "no_sync"),
         "optimizer": recipe.optimizer,
         "param_dtype": dtype,
         "reduce_dtype": recipe.wire_dtype(dtype),
@@ -577,17 +551,14 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
 
 def _stage_dict(plan: Footprint) -> dict[str, Any]:
     return {
-        "stage": plan.stage,
-        "roles": plan.roles,
-        "tiers": plan.tiers,
-        "states": plan.states,
-        "total": plan.total,
-        "pinned": plan.pinned,
+        **_fields(plan, "stage", "roles", "tiers", "states", "total", "pinned"),
         "fits": {name: plan.total <= most for name, most in plan.device_memory.items()},
         "volume_numel": plan.traffic.numel,
-        "reduced_nbytes": plan.traffic.reduced_nbytes,
-        "gathered_nbytes": plan.traffic.gathered_nbytes,
-        "sent_nbytes": plan.traffic.sent_nbytes,
+        **_fields(plan.traffic, "reduced_nbytes", "gathered_nbytes", "sent_nbytes"),
         "sent": plan.sent,
         "muon": None if plan.muon is None else asdict(plan.muon),
     }
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
