@@ -307,15 +307,15 @@ MUTANTS = (
     Mutant(
         "rounds_are_planned_without_parts_of_others",
         "zerokern/planner/matrices.py",
-        "                    numels[rank] += 0 if rank == owner else part\n",
-        "                    numels[rank] += 0\n",
+        "                        numels[rank] += part\n",
+        "",
         "A plan of stage 3 leaves out what a rank has in memory of the matrices that others orthogonalize.",
         ("tests/zero/test_muon_stage3.py::test_two_rounds_are_in_memory_as_planned",),
     ),
     Mutant(
         "factors_come_back_for_nothing_in_a_plan",
         "zerokern/planner/matrices.py",
-        "            sent[owner] += 0 if rank == owner else part  # and back\n",
+        "                        sent[owner] += part  # and back\n",
         "",
         "A plan of stage 3 counts half of what Muon sends.",
         ("tests/planner/test_muon_plan.py::test_the_rank_that_multiplies_and_sends_most_at_stage_3_is_planned",),

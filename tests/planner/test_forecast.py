@@ -104,7 +104,7 @@ class TestBudgets:
         assert embedding.tier == ("device" if gb > 5.3 else "cpu")
         assert shape.there[0] == (embedding.part.numel if gb > 5.3 else 0)
         assert sum(shape.there) == staying_numel(plan) > 0.9 * gb * 1e8
-        assert all(there <= part.own_numel for there, part in zip(shape.there, shape.parts, strict=True))
+        assert all(there <= part.own_numel for there, (_, part) in zip(shape.there, shape.parts, strict=True))
 
     def test_state_in_memory_before_a_disk_is_of_whole_parameters(self) -> None:
         plan = zk.plan("llama-3-8b", tier=["device:1GB", "cpu:4GB", "nvme"], schedule="overlap")

@@ -63,7 +63,7 @@ class TestEightGpus:
     def test_a_trillion(self, formats: dict, at_rest_tb: float, io: int) -> None:
         """Beside 2,000 s of compute at a million tokens all of it is hidden: 500 tokens per second."""
         plan = at_rest("1T", world=8, schedule="overlap", **formats)
-        on_disk = sum(one.nbytes for one in plan.share.held if one.tier == "nvme") * 8 / 1e12
+        on_disk = sum(one.nbytes for one in plan.held if one.tier == "nvme") * 8 / 1e12
         assert on_disk == pytest.approx(at_rest_tb, abs=0.05) and io_seconds(plan) == pytest.approx(io, abs=1)
         seconds = 8 * 1e12 * 1e6 / (8 * 500e12)
         machine = replace(H100, net_gb_s=1e9)

@@ -70,7 +70,7 @@ class TestBytes:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         by_policy = zk.plan(model, stage=2, world=2, mp_policy=policy)
         assert by_policy.roles == zk.plan(model, stage=2, world=2, param_dtype="bf16", reduce_dtype="fp32").roles
-        formats = {one.role: one.format for one in by_policy.share.held}
+        formats = {one.role: one.format for one in by_policy.held}
         assert formats["parameters"] == "bf16" and formats["gradients"] == "fp32" and formats["remainder"] == "int16"
 
     @pytest.mark.parametrize("world", [2, 4])
@@ -153,7 +153,7 @@ class TestTraffic:
         if stage == 3:
             units = units_of(model)
             once = sum(param.numel() for unit in (units[0], units[-1]) for _, param in unit.params)
-        padding = plan.share.padding
+        padding = plan.buckets.padding
         assert abs(plan.traffic.numel - (psi * numel - once)) <= psi * padding
         assert plan.traffic.nbytes == 4 * plan.traffic.numel
         assert plan.traffic.sent_nbytes == plan.traffic.nbytes * 3 // 4

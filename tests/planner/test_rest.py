@@ -123,7 +123,7 @@ class TestTiers:
     @pytest.mark.parametrize("keep", ["cpu", "nvme"])
     def test_inputs_leave_but_for_the_last_one_and_one_that_comes_back(self, keep: str) -> None:
         plan, one = at_rest(SHAPE, keep=keep), SHAPE.checkpoint
-        held = {held.tier: held.nbytes for held in plan.share.held if held.role == "checkpoints"}
+        held = {held.tier: held.nbytes for held in plan.held if held.role == "checkpoints"}
         assert held == {"device": 2 * one, keep: 23 * one}
         assert plan.kept == 23 * one
 
@@ -136,13 +136,13 @@ class TestTiers:
         disk = (23 - device - 7) * one
         assert plan.kept_in == {"device": device * one, "cpu": 7 * one, "nvme": disk}
         held = dict.fromkeys(plan.kept_in, 0)
-        for holding in plan.share.held:
+        for holding in plan.held:
             held[holding.tier] += holding.nbytes * (holding.role == "checkpoints")
         assert held == {"device": (device + 2) * one, "cpu": 7 * one, "nvme": disk}
         moved = {move.lane: move.nbytes for move in plan.moves if move.role == "checkpoints"}
         assert moved == {"up": 2 * (disk + 7 * one), "down": 2 * (disk + 7 * one), "read": 2 * disk, "write": 2 * disk}
         single = at_rest(SHAPE, keep="nvme", micro=micro)
-        assert at_rest(SHAPE, keep=["nvme"], micro=micro).share.held == single.share.held
+        assert at_rest(SHAPE, keep=["nvme"], micro=micro).held == single.held
         in_memory = zk.plan(SHAPE, stage=3, tier="nvme", keep=keep, micro=micro, device="cpu")
         assert in_memory.kept_in["device"] == pytest.approx((device + 7) * one, abs=one // micro)
 

@@ -28,7 +28,7 @@ status = open("/proc/self/status").read()  # ru_maxrss begins with that of the p
 peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 print(json.dumps({
     "numel": plans[0].numel, "seconds": seconds, "peak": peak, "steps": steps, "last": last, "text": text,
-    "padding": [plan.share.padding for plan in plans], "states": [plan.states for plan in plans],
+    "padding": [plan.buckets.padding for plan in plans], "states": [plan.states for plan in plans],
     "shards": sum(bucket.shard_numel for bucket in buckets), "psi": [plan.traffic.numel / plan.numel for plan in plans],
 }))
 """

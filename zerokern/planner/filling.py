@@ -55,7 +55,7 @@ def _of_each(run: Footprint, nbytes: int) -> int:
     """
     if not run.recipe.is_muon:
         return nbytes
-    pieces = run.subject.pieces(run.stage, run.world, run.settings.bucket_bytes, needed_first=True)
+    pieces = run.buckets.pieces(needed_first=True)
     sizes = [0, 0]
     for one in run.placed or place_state(run.recipe, pieces, ()):
         sizes[one.part.matrix is None] += one.nbytes * (one.tier == run.recipe.tier)

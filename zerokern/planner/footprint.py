@@ -8,6 +8,7 @@ the last unit of forward, and parameters of no unit. A test compares the bytes o
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import TypeVar
 from zerokern.core.errors import got
 from zerokern.core.units import AUTO, BUFFERS, FILLED, itemsize
 from zerokern.planner.amounts import parse_device_memory
-from zerokern.planner.holding import HeldMemory, Holding, Move, Share, lanes_to
+from zerokern.planner.holding import HeldMemory, Holding, Move, lanes_to
 from zerokern.planner.layouts import (
     StatePiece,
     by_optimizer,
@@ -26,9 +27,9 @@ from zerokern.planner.layouts import (
     round_slots_nbytes,
     slots_nbytes,
 )
-from zerokern.planner.matrices import Iteration, exchanged, in_turns, rounds_nbytes, workspace_nbytes
+from zerokern.planner.matrices import Exchange, Iteration, exchange_of, workspace_nbytes
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
-from zerokern.planner.program import Volume, between_ranks, traffic_of
+from zerokern.planner.program import Volume, all_reduced, between_ranks, scratch_nbytes, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, short
 from zerokern.schedule import StepProgram
 from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
@@ -112,11 +113,10 @@ class Footprint(HeldMemory):
         """One rank's bytes, item by item. No other rank has more, except for the padding at a cut: rank 0, or the one
         with most elements of matrices that are not cut."""
         working = _working_at_rest if self.recipe.rests else _working
-        ring = self.recipe.ring_nbytes
+        stores = 1
         if self.subject.members and (self.recipe.is_muon or self.recipe.budgets):
-            ring *= sum(1 for some in by_optimizer(self.recipe, self.on_disk) if some)  # each opens one, if it has to
-        if self.settings.device != "cpu":
-            ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
+            stores = sum(1 for some in by_optimizer(self.recipe, self.on_disk) if some)  # each opens one, if it has to
+        ring = self.recipe.rings_nbytes(self.settings.device, stores)
         rings = [Holding("ring", "", "cpu", ring), Holding("ring", "", "device", self.slots_nbytes)]
         found = [*_states(self), *working(self), *rings, *_activations(self)]
         if self.muon is not None:
@@ -135,11 +135,11 @@ class Footprint(HeldMemory):
         if not recipe.streams(self.settings.device):
             return 0
         pieces = [one.part for one in self.placed if one.tier == "cpu"]
-        all_of_it = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        all_of_it = self.buckets.pieces(needed_first=True)
         some = by_optimizer(recipe, pieces if self.placed else all_of_it)
         if not (recipe.is_muon and shards_parameters(self.stage) and self.world > 1):
             return sum(slots_nbytes(recipe, one) for one in some)
-        cut = self.subject.cut_matrices(self.world, self.settings.bucket_bytes)
+        cut = self.buckets.cut_matrices
         return round_slots_nbytes(recipe, cut, some[0], self.buckets.rank, self.world) + slots_nbytes(recipe, some[1])
 
     @cached_property
@@ -149,7 +149,7 @@ class Footprint(HeldMemory):
             return []
         if self.placed:
             return [one.part for one in self.placed if one.tier == "nvme" and one.nbytes]
-        return self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        return self.buckets.pieces()
 
     @cached_property
     def records(self) -> list[int]:
@@ -175,18 +175,14 @@ class Footprint(HeldMemory):
         whole, steps = subject.whole, 2 * recipe.ns_steps  # a product adds as often as it multiplies
         trained = [member for member in subject.members if member.trainable]
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
-        most, sent, rounds = buckets.most_work if shards_state(self.stage) else work, [0], 0
-        if shards_parameters(self.stage):  # in rounds of as many matrices as there are ranks, the largest first
-            turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
-            cut = subject.cut_matrices(world, self.settings.bucket_bytes)
-            of_turns = in_turns(cut, turns=turns)
-            most = sum(one.shape.work for some in of_turns for one in some[::world])
-            sent = [sum(of) for of in zip(*(exchanged(some, world) for some in of_turns), strict=True)] or [0]
         dtype = recipe.iterates_in(self.settings.device)
         on_host = self.settings.device == "cpu" or recipe.iterates_on_host(self.settings.device)
-        if shards_parameters(self.stage) and world > 1:
+        made = Exchange(buckets.most_work if shards_state(self.stage) else work, [0], 0)
+        if shards_parameters(self.stage):
             one_by_one = recipe.tier == "nvme" or (recipe.tier == "cpu" and not on_host)  # beside state that moves
-            rounds = rounds_nbytes(cut, world, itemsize(dtype), pairs=not one_by_one, turns=turns)
+            turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
+            made = exchange_of(buckets.cut_matrices, world, itemsize(dtype), pairs=not one_by_one, turns=turns)
+        rounds = made.nbytes if world > 1 else 0
         return Iteration(
             dtype,
             len(whole),
@@ -194,19 +190,18 @@ class Footprint(HeldMemory):
             len(trained) - len(whole),
             sum(member.numel for member in trained) - numel,
             flops=steps * work,
-            rank_flops=steps * most,
-            imbalance=most * world / work - 1 if shards_state(self.stage) and work else 0.0,
+            rank_flops=steps * made.work,
+            imbalance=made.work * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
             workspace=workspace_nbytes(whole, dtype, rounds=rounds, place="cpu" if on_host else "cuda"),
-            exchanged=sum(sent) * itemsize(dtype),
-            rank_exchanged=max(sent) * itemsize(dtype),
+            exchanged=sum(made.sent) * itemsize(dtype),
+            rank_exchanged=max(made.sent) * itemsize(dtype),
         )
 
-    @cached_property
-    def share(self) -> Share:
-        """What one rank holds, and what lies beside it."""
-        arriving = max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
-        return Share(self.held, self.buckets.padding, arriving)
+    @property
+    def arriving(self) -> int:
+        """Bytes of a bucket's gradients as autograd allocates them, on top of the rest while backward runs."""
+        return max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
 
     @cached_property
     def pinned(self) -> int:
@@ -219,7 +214,7 @@ class Footprint(HeldMemory):
         has_copies = bool(self.copied) or recipe.delays_at_rest
         if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu" or recipe.budgets):
             return 0
-        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes)
+        pieces = self.buckets.pieces()
         in_memory = pieces if recipe.tier != "nvme" or not has_copies else []
         if self.placed:
             pieces = [one.part for one in self.placed if one.tier != "device"]
@@ -246,19 +241,18 @@ class Footprint(HeldMemory):
         recipe = self.recipe
         if not recipe.budgets:
             return []
-        pieces = self.subject.pieces(self.stage, self.world, self.settings.bucket_bytes, needed_first=True)
+        pieces = self.buckets.pieces(needed_first=True)
         return place_state(recipe, pieces, self.budgets)
 
     @cached_property
     def program(self) -> StepProgram:
         """The step in order: what is gathered, computed, released, reduced, updated and published."""
-        return between_ranks(self.buckets.sizes, self.subject.units, self.recipe, self.stage, self.settings)
+        return between_ranks(self.buckets, self.recipe, self.stage, self.settings)
 
     @cached_property
     def traffic(self) -> Volume:
         """What one optimizer step moves between the ranks."""
-        found = traffic_of(self.program, self.world)
-        return found if self.muon is None else replace(found, exchanged_nbytes=self.muon.rank_exchanged)
+        return traffic_of(self.program, self.world, 0 if self.muon is None else self.muon.rank_exchanged)
 
     @cached_property
     def sent(self) -> dict[str, int | None]:
@@ -276,22 +270,22 @@ class Footprint(HeldMemory):
             times, total = 1 if settings.no_sync else settings.accumulate, 0
             for bucket in [bucket for bucket in self.buckets.sizes if bucket.trainable]:
                 numel = bucket.shard_numel if shards_state(self.stage) else bucket.padded_numel
-                total += times * _all_reduced(numel, settings.replicate) * itemsize(recipe.wire_dtype(bucket.dtype))
+                total += times * all_reduced(numel, settings.replicate) * recipe.wire_itemsize(bucket.dtype)
             found["replicate"] = total
         if settings.world > 1:
             found["dp"] = self.traffic.sent_nbytes
         if settings.tp > 1:
             passes = 2 if recipe.keep is None else 3  # forward, again where it is recomputed, backward
             count = passes * _ALL_REDUCES * settings.accumulate
-            found["tp"] = count * shape.layers * _all_reduced(shape.checkpoint, settings.tp) if shape else None
+            found["tp"] = count * shape.layers * all_reduced(shape.checkpoint, settings.tp) if shape else None
         return found
 
     @cached_property
     def moves(self) -> list[Move]:
         """What a rank moves over its link and to and from its disk; what ranks send each other is `traffic`."""
-        sums: dict[tuple[str, str], int] = {}
+        sums = Counter[tuple[str, str]]()
         for move in _moves(self):
-            sums[move.role, move.lane] = sums.get((move.role, move.lane), 0) + move.nbytes
+            sums[move.role, move.lane] += move.nbytes
         return [Move(role, lane, nbytes) for (role, lane), nbytes in sums.items() if nbytes]
 
     def moved(self, lane: str) -> int:
@@ -391,8 +385,7 @@ def share_filled(run: Footprint) -> float:
 def free_for_state(run: Footprint) -> int:
     """Returns the bytes that the smallest device has left at a step's peak, up to that share."""
     without = replace(run, recipe=replace(run.recipe, budgets=()))
-    wire = run.recipe.wire_dtype
-    gradients = sum(_gradient_numel(kind, run) * itemsize(wire(kind.dtype)) for kind in run.buckets.trained)
+    gradients = sum(_gradient_numel(kind, run) * run.recipe.wire_itemsize(kind.dtype) for kind in run.buckets.trained)
     stay = max(0, gradients - _leaving_nbytes(without))  # beside state that stays they do, too
     return int(share_filled(run) * min(run.device_memory.values(), default=0)) - without.total - stay
 
@@ -414,29 +407,35 @@ def _states(run: Footprint) -> Iterator[Holding]:
     for tier, buckets in tiers.items():
         host = "device" if tier == "device" or settings.device == "cpu" else "cpu"
         for kind in buckets.trained:
-            wire = recipe.wire_dtype(kind.dtype)
-            nbytes = min(_gradient_numel(kind, run) * itemsize(wire), most if host == "device" else sys.maxsize)
-            yield Holding("gradients", short(wire), "nvme" if settings.spills else host, nbytes)
-            most -= nbytes if host == "device" else 0
+            nbytes = _gradient_numel(kind, run) * recipe.wire_itemsize(kind.dtype)
+            if host == "device":
+                nbytes = min(nbytes, most)
+                most -= nbytes
+            yield Holding(
+                "gradients", short(recipe.wire_dtype(kind.dtype)), "nvme" if settings.spills else host, nbytes
+            )
     yield from _optimizer_state(run)
     for kind in run.copied:
-        wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
-        numel -= staying_numel(run, kind.dtype)
+        numel = kind.own_numel - staying_numel(run, kind.dtype)
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
-        yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
+        yield _host_gradients(run, kind, numel)
     # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
     waits = recipe.delays_at_rest if recipe.rests else run.copied and settings.device != "cpu"
     for kind in trained if recipe.delays and waits else ():
-        numel, _ = kind.updated(shards_state(run.stage))
+        numel = kind.own_numel
         yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
         if recipe.rests:  # the update reads gradients while the next backward makes others
-            wire = recipe.wire_dtype(kind.dtype)
-            yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
+            yield _host_gradients(run, kind, numel)
+
+
+def _host_gradients(run: Footprint, kind: BucketSize, numel: int) -> Holding:
+    wire = run.recipe.wire_dtype(kind.dtype)
+    return Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
 
 
 def _optimizer_state(run: Footprint) -> Iterator[Holding]:
     for kind in run.buckets.trained:
-        for is_matrix, numel, blocks in kind.updated_by_rule(shards_state(run.stage)):
+        for is_matrix, numel, blocks in kind.by_rule():
             for state in run.recipe.state_of(kind.dtype, is_matrix):
                 yield Holding(state.role, state.format, run.recipe.tier, state.nbytes(numel, blocks))
     for one in run.placed:
@@ -454,7 +453,7 @@ def _leaving_nbytes(run: Footprint) -> int:
     if not leaves or recipe.budgets or settings.accumulate > 1 or not shards_state(run.stage):
         return sys.maxsize
     parts = run.world if shards_gradients(run.stage) else 1
-    sizes = [kind.largest_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in run.buckets.trained]
+    sizes = [kind.largest_numel * recipe.wire_itemsize(kind.dtype) for kind in run.buckets.trained]
     return (BUFFERS + 1) * -(-max(sizes) // parts)
 
 
@@ -473,22 +472,22 @@ def _working(run: Footprint) -> Iterator[Holding]:
     settings, buckets, stage = run.settings, run.buckets, run.stage
     if not settings.has_others:
         return
-    wire = [(kind, itemsize(run.recipe.wire_dtype(kind.dtype))) for kind in buckets.trained]
-    largest = max((kind.largest_numel * size for kind, size in wire), default=0)
+    wire = run.recipe.wire_itemsize
+    largest = max((kind.largest_numel * wire(kind.dtype) for kind in buckets.trained), default=0)
     if shards_parameters(stage) and run.world > 1 and (run.subject.units or settings.pp > 1):
         stays = settings.pp > 1  # from a step's first micro-batch to its last
         nbytes = sum(bucket.nbytes for bucket in buckets.sizes) if stays else buckets.gathered_nbytes
         yield Holding("gathered", "", "device", nbytes)
     if run.world > 1 and shards_gradients(stage):
         if settings.accumulate > 1 and settings.no_sync:
-            nbytes = sum(kind.padded_numel * size for kind, size in wire)
+            nbytes = sum(kind.padded_numel * wire(kind.dtype) for kind in buckets.trained)
         else:
             nbytes = min(BUFFERS, sum(kind.count for kind in buckets.trained)) * largest
             if run.subject.matrices and not shards_parameters(stage):
-                nbytes = run.subject.buffers_nbytes(run.world, settings.bucket_bytes, run.recipe, settings.device)
+                nbytes = buckets.in_backward_nbytes(run.recipe, settings.device)
         yield Holding("buffers", "", "device", nbytes)
     if settings.device == "cpu":
-        yield Holding("scratch", "", "device", _scratch_nbytes(largest, stage, settings))
+        yield Holding("scratch", "", "device", scratch_nbytes(largest, stage, settings))
 
 
 def _working_at_rest(run: Footprint) -> Iterator[Holding]:
@@ -502,10 +501,10 @@ def _working_at_rest(run: Footprint) -> Iterator[Holding]:
         units_nbytes = (sum(bucket.shard_nbytes for bucket in u) for u in run._resting_in("nvme").beside_root)
         handed = max(units_nbytes, default=0) if hands_over else 0
         yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
-    wire = {kind.dtype: itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained}
-    largest = max((kind.largest_numel * wire[kind.dtype] for kind in buckets.trained), default=0)
+    wire = recipe.wire_itemsize
+    largest = max((kind.largest_numel * wire(kind.dtype) for kind in buckets.trained), default=0)
     units = ([bucket for bucket in unit if bucket.trainable] for unit in buckets.by_unit)
-    of_unit = max((sum(bucket.padded_numel * wire[bucket.dtype] for bucket in unit) for unit in units), default=0)
+    of_unit = max((sum(bucket.padded_numel * wire(bucket.dtype) for bucket in unit) for unit in units), default=0)
     if settings.micro > 1 and run.subject.units:  # slices are added in a unit's own gradients, which leave together
         largest = of_unit
     if settings.spills and settings.device == "cpu":  # of a unit that is updated, a bucket on its way
@@ -513,20 +512,7 @@ def _working_at_rest(run: Footprint) -> Iterator[Holding]:
     else:
         yield Holding("buffers", "", "device", BUFFERS * largest)
     if settings.device == "cpu" and settings.has_others:
-        yield Holding("scratch", "", "device", _scratch_nbytes(largest, run.stage, settings))
-
-
-def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
-    """Returns the scratch memory that spans of other ranks are received into, for the largest bucket.
-
-    >>> [_scratch_nbytes(1024, stage, Arrangement(2, "cpu", 1, 1, False, replicate=2)) for stage in (0, 1)]
-    [512, 768]
-    """
-    span = largest // settings.world
-    first, second = (settings.world - 1) * span, (settings.replicate - 1) * -(-span // settings.replicate)
-    if shards_state(stage):
-        return first + second
-    return max(first, (settings.replicate - 1) * -(-largest // settings.replicate))
+        yield Holding("scratch", "", "device", scratch_nbytes(largest, run.stage, settings))
 
 
 def _activations(run: Footprint) -> Iterator[Holding]:
@@ -550,8 +536,8 @@ def _moves(run: Footprint) -> Iterator[Move]:
         yield from _moves_at_rest(run)
     if settings.device != "cpu":
         for kind in run.copied:
-            numel = kind.updated(shards_state(run.stage))[0] - staying_numel(run, kind.dtype)
-            yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
+            numel = kind.own_numel - staying_numel(run, kind.dtype)
+            yield Move("gradients", "down", numel * recipe.wire_itemsize(kind.dtype))
             yield Move("parameters", "up", numel * kind.itemsize)
     if recipe.streams(settings.device):
         for state in (state for state in _optimizer_state(run) if state.tier == "cpu"):
@@ -581,20 +567,11 @@ def _moves_at_rest(run: Footprint) -> Iterator[Move]:
         yield Move("parameters", "write", updated)
         if recipe.schedule != "overlap":  # which hands over what it has updated to the next forward
             yield Move("parameters", "read", updated)
-    own = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained)
+    own = sum(kind.own_numel * recipe.wire_itemsize(kind.dtype) for kind in buckets.trained)
     if settings.device != "cpu":
         leaving = run._resting_in("cpu", "nvme").trained
-        down = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in leaving)
+        down = sum(kind.own_numel * recipe.wire_itemsize(kind.dtype) for kind in leaving)
         yield Move("gradients", "down", down * settings.accumulate)
     if settings.spills:
         yield Move("gradients", "write", own * settings.accumulate)
         yield Move("gradients", "read", own * settings.accumulate)
-
-
-def _all_reduced(amount: int, size: int) -> int:
-    """Returns what each of `size` ranks sends for a reduce-scatter and an all-gather.
-
-    >>> _all_reduced(128, 2), _all_reduced(128, 4)
-    (128, 192)
-    """
-    return 2 * (size - 1) * -(-amount // size)

@@ -10,12 +10,12 @@ from functools import cache, cached_property
 from typing import Any
 
 from zerokern.core.errors import got
-from zerokern.core.units import itemsize
 from zerokern.pages import markdown_table
-from zerokern.planner.amounts import gigabytes, in_seconds
+from zerokern.planner.amounts import check_whole, gigabytes, in_seconds
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import lanes_to
 from zerokern.planner.layouts import StatePiece
+from zerokern.planner.model import BucketSize, together
 from zerokern.schedule import Delayed, Machine, Span, StepProgram, flow_bound, program_of, resident, simulate
 from zerokern.schedule.passes import ROOT
 from zerokern.schedule.program import PIECE_NBYTES
@@ -256,8 +256,7 @@ def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
     """Predicts every schedule at every number of tokens, whatever the plan's own schedule and tier are."""
     for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 1:
-            raise ValueError(got("tokens", token, "whole numbers of tokens per rank and step, from 1 on"))
+        check_whole("tokens", token, "whole numbers of tokens per rank and step, from 1 on")
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.ranks)
@@ -316,7 +315,7 @@ def _program(shape: StepShape, name: str, tokens: int, *, plain: bool = False) -
         spans = [replace(span, measured=False) for span in spans]
         return resident(shape.at_once(spans))
     if isinstance(SCHEDULES[name], Delayed):  # what stays on the device is put in place there
-        shadows = [there * itemsize(part.dtype) for there, part in zip(shape.there, shape.parts, strict=True)]
+        shadows = [there * part.itemsize for there, (_, part) in zip(shape.there, shape.parts, strict=True)]
         pairs = zip(spans, shadows, strict=True)
         spans = [replace(span, there_nbytes=span.there_nbytes + nbytes) for span, nbytes in pairs]
     if name != "sync":
@@ -385,33 +384,6 @@ def _least(computes: Callable[[int], float], share: float) -> int | None:
     return high
 
 
-@dataclass(frozen=True)
-class StepPart:
-    """Elements that are fetched, updated and stored together, `own_numel` of them by this rank.
-
-    `tier`: where they rest. `encloses`: they belong to no unit, and are needed by all. `alone`: they are one bucket.
-    `matrix_numel`: of its own, what Muon updates; `work`: of these matrices, on all ranks."""
-
-    numel: int
-    own_numel: int
-    dtype: str
-    trainable: bool
-    tier: str = "device"
-    encloses: bool = False
-    alone: bool = False
-    matrix_numel: float = 0.0
-    work: float = 0.0
-
-    @property
-    def rests(self) -> bool:
-        return self.tier != "device"
-
-    @property
-    def in_matrices(self) -> float:
-        """The share of its own that Muon updates."""
-        return self.matrix_numel / self.own_numel if self.own_numel else 0.0
-
-
 class StepShape:
     """A plan's buckets as at most about `count` spans, for steps of any number of tokens."""
 
@@ -423,20 +395,20 @@ class StepShape:
         self.passes = self.accumulate if rests else 1
         count = max(4, count // self.passes)
         self.has_transfers = rests or plan.recipe.tier == "nvme"
-        self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
-        self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
-        self.kept = list(self._kept())
-        self.work = sum(part.work for part in self.parts)
-        placed = list(_placed(self.parts, plan.placed))
+        self.parts = _parts(plan, max(1, -(-plan.numel // count)))
+        self.stays = list(self._stays(plan.buckets.last_unit_nbytes))[::-1] if rests else [0] * len(self.parts)
+        self.kept = list(self._kept()) if rests else [(0, ())] * len(self.parts)
+        self.work = float(sum(part.work for _, part in self.parts if part.trainable))
+        placed = list(_placed([part for _, part in self.parts], plan.placed))
         self.there = [0 if plan.settings.device == "cpu" else numel["device"] for numel, _ in placed]
         self.in_memory = [nbytes["cpu"] for _, nbytes in placed]  # state that never leaves host memory
 
     def _stays(self, last: int) -> Iterator[int]:
         """Yields, for each part from the last on, the bytes that stay from forward to backward: those of the last unit
         and of the root."""
-        for part in reversed(self.parts):
-            nbytes = part.own_numel * itemsize(part.dtype)
-            yield nbytes if part.encloses else min(last, nbytes)
+        for _, part in reversed(self.parts):
+            nbytes = part.own_numel * part.itemsize
+            yield nbytes if self.plan.buckets.enclose(part) else min(last, nbytes)
             last -= min(last, nbytes)
 
     def _kept(self) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -457,7 +429,7 @@ class StepShape:
         """Returns the spans. Gradients leave in the last micro-batch, whose backward begins with the compute of earlier
         ones."""
         last = tokens / self.accumulate
-        spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
+        spans = [self._span(number, last) for number in range(len(self.parts))]
         if self.plan.recipe.rests:
             return spans
         before = sum(span.forward_flops + span.backward_flops for span in spans) * (self.accumulate - 1)
@@ -468,8 +440,8 @@ class StepShape:
         if self.plan.recipe.tier == "nvme":
             return list(spans)
         counts = (-(-span.param_nbytes // PIECE_NBYTES) for span in spans)
-        pairs = zip(spans, self.parts, counts, strict=True)
-        return [replace(span, pieces=max(1, count)) if part.alone else span for span, part, count in pairs]
+        rows = zip(spans, self.parts, counts, strict=True)
+        return [replace(span, pieces=max(1, count)) if part.count == 1 else span for span, (_, part), count in rows]
 
     def at_once(self, spans: Sequence[Span]) -> list[Span]:
         """Returns the same spans with all passes merged, as a step without offload has them."""
@@ -479,90 +451,87 @@ class StepShape:
             for span in spans
         ]
 
-    def _span(self, number: int, part: StepPart, tokens: float) -> Span:
+    def _span(self, number: int, tokens: float) -> Span:
         recipe, settings, stage = self.plan.recipe, self.plan.settings, self.plan.stage
-        compute = 2.0 * part.numel * tokens
+        (tier, part), muon = self.parts[number], self.plan.muon
+        owned = part.own_numel
+        is_sharded, compute = shards_state(stage), 2.0 * part.numel * tokens
         again = compute if self.flops > 6 else 0.0
-        at_rest = self._at_rest(number, part)
+        rests = tier != "device"
+        keep_nbytes, keep_lanes = self.kept[number]
+        at_rest: dict[str, Any] = {
+            "fetch_nbytes": owned * part.itemsize if rests else 0,
+            "fetch_lanes": lanes_to(tier, settings.device),
+            "stays_nbytes": self.stays[number],
+            "keep_nbytes": keep_nbytes,
+            "keep_lanes": keep_lanes,
+        }
         if not part.trainable:
             return Span(f"{number}", 0, forward_flops=compute, backward_flops=compute + again, **at_rest)
-        wire = itemsize(recipe.wire_dtype(part.dtype))
+        wire = recipe.wire_itemsize(part.dtype)
         sent = (settings.world - 1) / settings.world
         crosses = not (recipe.rests and settings.device == "cpu")
         reductions = 1 if settings.no_sync else settings.accumulate
-        reduced = part.numel * wire * sent * reductions * (1 if shards_state(stage) else 2)
-        left = part.numel / settings.world if shards_state(stage) else part.numel
+        reduced = part.numel * wire * sent * reductions * (1 if is_sharded else 2)
+        left = part.numel / settings.world if is_sharded else part.numel
         reduced += 2 * left * wire * (settings.replicate - 1) / settings.replicate * reductions
-        gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
-        there = self.there[number]
-        moved, state = part.own_numel - there, recipe.state_nbytes(part.dtype, part.in_matrices)
-        muon, step_flops = self.plan.muon, 0.0
+        gathers = (2 if shards_parameters(stage) else 1) if is_sharded else 0
+        in_matrices = step_flops = 0.0
         if muon is not None and part.work:
-            step_flops = 0.0 if recipe.iterates_on_host(settings.device) else muon.rank_flops * part.work / self.work
+            in_matrices = part.matrix_numel / owned if owned else 0.0
+            share = float(part.work)
+            step_flops = 0.0 if recipe.iterates_on_host(settings.device) else muon.rank_flops * share / self.work
             if shards_parameters(stage):
-                reduced += muon.rank_exchanged * part.work / self.work
-        streamed = 0
+                reduced += muon.rank_exchanged * share / self.work
+        there, streamed = self.there[number], 0
+        moved, state = owned - there, recipe.state_nbytes(part.dtype, in_matrices)
+        on_disk = round(moved * state - self.in_memory[number]) if recipe.tier == "nvme" else 0
         if recipe.streams(settings.device):
-            streamed, moved, there = round(moved * state), 0, part.own_numel
+            streamed, moved, there = round(moved * state), 0, owned
         own_master = recipe.master_of(part.dtype) != "fp32"
-        each = wire + (2 if own_master else 1) * itemsize(part.dtype) + 2 * state
+        each = wire + (2 if own_master else 1) * part.itemsize + 2 * state
         return Span.of(
             f"{number}",
             moved,
             grad_nbytes=moved * wire,
-            param_nbytes=moved * itemsize(part.dtype),
+            param_nbytes=moved * part.itemsize,
             state_nbytes=moved * state,
             own_master=own_master,
             there_nbytes=round(there * each),
             streamed_nbytes=streamed,
             forward_flops=compute,
             fetched=crosses,
-            stored=crosses and not part.rests,
+            stored=crosses and not rests,
             measured=True,
             backward_flops=2 * compute + again,
             reduce_nbytes=round(reduced),
-            gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
+            gather_nbytes=round(part.numel * part.itemsize * sent * gathers),
             gathered_again=shards_parameters(stage),
-            unit=ROOT if part.encloses else None,
+            unit=ROOT if self.plan.buckets.enclose(part) else None,
             step_flops=step_flops,
+            record_nbytes=on_disk,
+            spill_nbytes=owned * wire if settings.spills else 0,
             **at_rest,
         )
 
-    def _at_rest(self, number: int, part: StepPart) -> dict[str, Any]:
-        """Returns the bytes of a part that rest off the device, and the lanes that they are fetched through."""
-        recipe, settings = self.plan.recipe, self.plan.settings
-        found: dict[str, Any] = {}
-        if part.trainable and recipe.tier == "nvme":
-            found["record_nbytes"] = round(
-                (part.own_numel - self.there[number]) * recipe.state_nbytes(part.dtype, part.in_matrices)
-                - self.in_memory[number]
-            )
-        if part.rests:
-            found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
-            found["fetch_lanes"] = lanes_to(part.tier, settings.device)
-        if recipe.rests:
-            found["stays_nbytes"] = self.stays[number]
-        if part.trainable and settings.spills:
-            found["spill_nbytes"] = part.own_numel * itemsize(recipe.wire_dtype(part.dtype))
-        if recipe.rests:
-            found["keep_nbytes"], found["keep_lanes"] = self.kept[number]
-        return found
+
+def _parts(plan: Footprint, least: int) -> list[tuple[str, BucketSize]]:
+    """Returns buckets with the tiers that they rest in: neighbours of one kind together, until they have at least so
+    many elements, and of equal ones that are only counted at most `SPANS` parts."""
+    found: list[tuple[str, BucketSize]] = []
+    kinds = []
+    for tier, bucket in plan.lying:
+        kind = tier, bucket.dtype, bucket.trainable, plan.buckets.enclose(bucket)
+        for part in bucket.each(SPANS):
+            if found and kinds[-1] == kind and found[-1][1].numel < least:
+                found[-1] = tier, together([found[-1][1], part])
+            else:
+                found.append((tier, part))
+                kinds.append(kind)
+    return found
 
 
-def _parts(plan: Footprint) -> Iterator[StepPart]:
-    """Yields each bucket as one part; a count of equal buckets as at most `SPANS` parts."""
-    for tier, load in plan.lying:
-        count, encloses = min(SPANS, max(load.count, 1)), plan.buckets.in_units and load.unit == ROOT
-        for number in range(count):
-            numel, own = (n * (number + 1) // count - n * number // count for n in (load.numel, load.own_numel))
-            own = own if shards_state(plan.stage) else numel
-            alone = count == max(load.count, 1)
-            matrix_numel = load.own_matrix_numel if shards_state(plan.stage) else load.matrix_numel
-            of_muon = (matrix_numel / count, load.work / count) if load.trainable and plan.muon else (0.0, 0.0)
-            yield StepPart(numel, own, load.dtype, load.trainable, tier, encloses, alone, *of_muon)
-
-
-def _placed(parts: Sequence[StepPart], placed: Sequence[StatePiece]) -> Iterator[tuple[Counter[str], Counter[str]]]:
+def _placed(parts: Sequence[BucketSize], placed: Sequence[StatePiece]) -> Iterator[tuple[Counter[str], Counter[str]]]:
     """Yields of each part its elements and the bytes of their state, by the tier that the pieces of state are in."""
     left: dict[str, list[StatePiece]] = {}
     for one in reversed(placed):
@@ -581,20 +550,3 @@ def _placed(parts: Sequence[StepPart], placed: Sequence[StatePiece]) -> Iterator
                 tensors = ((one.tensors[0][0], state - share),) if one.tensors else ()
                 pieces.append(one._replace(part=one.part._replace(numel=one.part.numel - taken), tensors=tensors))
         yield numel, nbytes
-
-
-def _merged(parts: Sequence[StepPart], least: int) -> Iterator[StepPart]:
-    """Merges neighbours of one kind until they have at least this many elements."""
-    held: StepPart | None = None
-    for part in parts:
-        kind = part.dtype, part.trainable, part.tier, part.encloses
-        if held is not None and (held.dtype, held.trainable, held.tier, held.encloses) == kind and held.numel < least:
-            own = held.own_numel + part.own_numel
-            more = {name: getattr(held, name) + getattr(part, name) for name in ("numel", "matrix_numel", "work")}
-            held = replace(held, **more, own_numel=own, alone=False)
-            continue
-        if held is not None:
-            yield held
-        held = part
-    if held is not None:
-        yield held

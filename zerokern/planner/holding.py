@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "Share", "lanes_to"]
+__all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "lanes_to"]
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
@@ -15,6 +17,7 @@ WORKING = (
 )  # fmt: skip
 LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "write": "to disk", "net": "to other ranks"}
 """in the order of a table"""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ class HeldMemory:
     @property
     def roles(self) -> dict[str, int]:
         """Bytes per rank by role, all tiers together."""
-        return _summed(self.held, lambda holding: holding.role)
+        return self.summed(lambda holding: holding.role)
 
     @property
     def tiers(self) -> dict[str, int]:
         """Bytes per rank by tier, all roles together; "device" is where parameters are computed with."""
-        return _summed(self.held, lambda holding: holding.tier)
+        return self.summed(lambda holding: holding.tier)
 
     @property
     def states(self) -> int:
@@ -61,25 +64,12 @@ class HeldMemory:
         """Bytes per rank on the device; activations are among them only where the shape of a transformer says them."""
         return self.tiers.get("device", 0)
 
-
-def _summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for holding in held:
-        found[key(holding)] = found.get(key(holding), 0) + holding.nbytes
-    return found
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank holds at one stage.
-
-    `padding`: elements of all buckets that belong to no parameter. `arriving`: bytes of a bucket's gradients as
-    autograd allocates them, on top of the rest while backward runs.
-    """
-
-    held: tuple[Holding, ...]
-    padding: int
-    arriving: int
+    def summed(self, key: Callable[[Holding], _Key]) -> dict[_Key, int]:
+        """Returns bytes by what `key` says of each."""
+        found = Counter[_Key]()
+        for holding in self.held:
+            found[key(holding)] += holding.nbytes
+        return dict(found)
 
 
 def lanes_to(tier: str | None, device: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from zerokern.core.units import BLOCK, itemsize
 from zerokern.planner.matrices import CutShape
 from zerokern.planner.model import BucketSize, OwnedPart
-from zerokern.planner.recipe import OPTIMIZERS, Recipe, StateRole
+from zerokern.planner.recipe import Recipe, StateRole
 
 if TYPE_CHECKING:
     from zerokern.io.pieces import Width
@@ -92,8 +92,8 @@ def _span_of(recipe: Recipe, part: OwnedPart) -> StateSpan:
     from zerokern.optim.records import StateSpan as Span
 
     matrix, dtype = part.matrix if recipe.is_muon else None, getattr(torch, part.dtype)
-    name = "Muon" if matrix is not None else recipe.optimizer_class.rpartition(".")[2].split()[0]
-    has_moments = recipe.is_muon or bool(OPTIMIZERS[recipe.optimizer])
+    name = "Muon" if matrix is not None else recipe.rule.called.rpartition(".")[2].split()[0]
+    has_moments = recipe.is_muon or bool(recipe.rule.moments)
     formats = has_moments, recipe.state_format, recipe.master_format, False
     split = 0 if matrix is None else matrix.split
     layout = layout_of(algorithm_of(getattr(optim, name)), dtype, *formats, split)
@@ -208,9 +208,9 @@ def pinned_nbytes(
     if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
         values = parts if recipe.param_tier != "nvme" else ()  # else they are there, too
         nbytes = [one.numel * itemsize(one.dtype) for one in values]
-        nbytes += [one.numel * itemsize(recipe.wire_dtype(one.dtype)) for one in parts]
+        nbytes += [one.numel * recipe.wire_itemsize(one.dtype) for one in parts]
     if has_copies or recipe.streams(device):
         state = sorted(state, key=lambda tensor: tensor[0])
     elif copied:  # of what is on the device, as one
-        nbytes = [kind.own_numel * (kind.itemsize + itemsize(recipe.wire_dtype(kind.dtype))) for kind in copied]
+        nbytes = [kind.own_numel * (kind.itemsize + recipe.wire_itemsize(kind.dtype)) for kind in copied]
     return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])

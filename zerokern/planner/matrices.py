@@ -10,7 +10,7 @@ from zerokern.core.units import BUFFERS
 from zerokern.zero.partition import Bucket, Member, work_of
 
 __all__ = [
-    "CutShape", "Iteration", "MatrixShape", "exchanged", "in_turns", "most_loaded", "open_in_backward", "rounds_nbytes",
+    "CutShape", "Exchange", "Iteration", "MatrixShape", "exchange_of", "most_loaded", "open_in_backward",
     "workspace_nbytes",
 ]  # fmt: skip
 
@@ -137,59 +137,49 @@ class CutShape(NamedTuple):
         return {rank: self.numel_of(rank) for rank in ranks}
 
 
-def in_turns(matrices: Sequence[CutShape], *, turns: bool) -> list[list[CutShape]]:
-    """Returns matrices as ranks are given them, those with most work first. `turns`: buckets are updated one by one.
+class Exchange(NamedTuple):
+    """What rounds of matrices of which ranks have parts ask of them.
 
-    >>> some = [CutShape(MatrixShape(2, 2 + n), "a", "float32", n, bucket=n % 2, begin=0, each=8) for n in range(3)]
-    >>> [[one.turn for one in turn] for turn in in_turns(some, turns=True)]
-    [[2, 0], [1]]
+    `work`: on the rank that has the largest of each round. `sent`: the elements that each rank sends in a step: its
+    parts of others' matrices, and the results of its own to the ranks that have parts of them. `nbytes`: of rounds in
+    memory, on the rank with most: its matrix of each, and its parts of the others.
     """
-    found: dict[int, list[CutShape]] = {}
-    for one in sorted(matrices, key=lambda one: (-one.shape.work, one.name)):
-        found.setdefault(one.bucket if turns else 0, []).append(one)
-    return [found[turn] for turn in sorted(found)]
+
+    work: int
+    sent: list[int]
+    nbytes: int
 
 
-def exchanged(matrices: Sequence[CutShape], world: int) -> list[int]:
-    """Returns the elements that each rank sends in a step: its parts of others' matrices, and the results of its own to
-    the ranks that have parts of them.
+def exchange_of(matrices: Sequence[CutShape], world: int, itemsize: int, *, pairs: bool, turns: bool) -> Exchange:
+    """Returns what rounds of as many matrices as there are ranks ask for, those with most work first.
 
-    >>> some = [CutShape(MatrixShape(2, 3), "a", "float32", 0, n, begin=2 + 4 * n, each=6) for n in range(2)]
-    >>> exchanged(some, 2)  # 4 and 2, 0 and 6
-    [2, 2]
-    """
-    sent = [0] * world
-    for turn, one in enumerate(matrices):
-        owner = turn % world
-        for rank, part in one.parts.items():
-            sent[rank] += 0 if rank == owner else part  # there, what is to be orthogonalized
-            sent[owner] += 0 if rank == owner else part  # and back
-    return sent
-
-
-def rounds_nbytes(matrices: Sequence[CutShape], world: int, itemsize: int, *, pairs: bool, turns: bool) -> int:
-    """Returns the bytes of rounds in memory, on the rank with most: its matrix of each, and its parts of the others.
-
-    `pairs`: there are two at a time, of which one is on its way. `turns`: buckets are updated one after the other.
+    `pairs`: two rounds at a time are in memory, of which one is on its way. `turns`: buckets are updated one by one.
 
     >>> some = [CutShape(MatrixShape(4, 8), "a", "float32", n, 0, begin=16, each=32) for n in range(4)]  # 16 and 16
-    >>> rounds_nbytes(some, 2, 4, pairs=True, turns=False)  # of 48 elements each
-    384
+    >>> exchange_of(some, 2, 4, pairs=True, turns=False)._replace(work=0)  # of 48 elements each
+    Exchange(work=0, sent=[64, 64], nbytes=384)
     """
-    largest = 0
-    for some in in_turns(matrices, turns=turns):
+    in_turns: dict[int, list[CutShape]] = {}
+    for one in sorted(matrices, key=lambda one: (-one.shape.work, one.name)):
+        in_turns.setdefault(one.bucket if turns else 0, []).append(one)
+    work, sent, largest = 0, [0] * world, 0
+    for some in in_turns.values():
         room = [[0, 0] for _ in range(world)]  # of every second round, and of the others
         for number, begin in enumerate(range(0, len(some), world)):
-            numels = [0] * world
-            for owner, one in enumerate(some[begin : begin + world]):
-                numels[owner] += one.shape.numel
+            of_round = some[begin : begin + world]
+            work += of_round[0].shape.work
+            numels = [one.shape.numel for one in of_round] + [0] * (world - len(of_round))
+            for owner, one in enumerate(of_round):
                 for rank, part in one.parts.items():
-                    numels[rank] += 0 if rank == owner else part
+                    if rank != owner:
+                        numels[rank] += part
+                        sent[rank] += part  # there, what is to be orthogonalized
+                        sent[owner] += part  # and back
             place = number % 2 if pairs else 0
             for mine, numel in zip(room, numels, strict=True):
                 mine[place] = max(mine[place], numel * itemsize)
         largest = max(largest, *(-(-even // _ALIGNED) * _ALIGNED + odd if odd else even for even, odd in room))
-    return largest
+    return Exchange(work, sent, largest)
 
 
 def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together: Sequence[bool], *, hosts: bool) -> int:
@@ -239,7 +229,7 @@ def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together:
 def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int = 0, place: str = "cpu") -> int:
     """Returns the bytes of one matrix that is orthogonalized, the largest: itself, its sums of squares, and what the
     iteration needs beside. `rounds`: ranks have parts of matrices, and so many bytes of it and others are in memory
-    (`rounds_nbytes`). `place`: where they are multiplied, equal small ones at once.
+    (`Exchange`). `place`: where they are multiplied, equal small ones at once.
 
     >>> workspace_nbytes([MatrixShape(10, 4)], "float32") == 4 * (40 + 72) + 8
     True

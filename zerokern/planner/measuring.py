@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -94,12 +95,8 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | Iterable[torch.optim.
     memories = [one for sharding in shardings for one in (*sharding.memories, *sharding.gradient_buckets)]
     rests = [rest for memory in memories if (rest := getattr(memory, "rest", None)) is not None]
     hosted = [one.shard for sharding in shardings for one in sharding.memories if one.host is not None]
-    hosted += [
-        one.reduced
-        for sharding in shardings
-        for one in sharding.gradient_buckets
-        if one.host_reducer is not None and one.reduced is not None
-    ]
+    buckets = [one for sharding in shardings for one in sharding.gradient_buckets if one.host_reducer is not None]
+    hosted += [one.reduced for one in buckets if one.reduced is not None]
     computing = next((one.group.device for one in shardings if hosted), params[0].device)
     tally = _Tally(computing.type, rests, hosted)
     for sharding in shardings:
@@ -133,7 +130,7 @@ class _Tally:
         self._resting = {rest.memory.untyped_storage().data_ptr(): rest for rest in resting}
         self._seen: set[int] = set()
         self._keep: list[Tensor] = []  # a storage that is freed meanwhile could lend its address to the next
-        self._found: dict[tuple[str, str, str], int] = {}
+        self._found = Counter[tuple[str, str, str]]()
 
     def add(self, role: str, tensor: Tensor, form: str = "") -> None:
         local = local_of(tensor)
@@ -152,8 +149,7 @@ class _Tally:
         self.put(role, form or _format(local), tier, storage.nbytes())
 
     def put(self, role: str, form: str, tier: str, nbytes: int) -> None:
-        key = (role, form if role in STATES else "", tier)
-        self._found[key] = self._found.get(key, 0) + nbytes
+        self._found[role, form if role in STATES else "", tier] += nbytes
 
     def rows(self) -> Iterator[Holding]:
         order = [*STATES, *WORKING]
@@ -167,12 +163,13 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     for copy in [] if host is None else host.copies.values():
         if copy.shadow is not None:
             tally.add("shadow", copy.shadow)
-        if copy.stays is None and copy.rest is None:
+        if copy.stays is not None:
+            continue
+        if copy.rest is None:
             tally.add("host parameters", copy.values.detach())
-        elif copy.stays is None:  # on the disk beside its parameter, until it takes its place
-            tally.put("shadow", _format(copy.values), "nvme", copy.values.numel() * copy.values.dtype.itemsize)
-        if copy.stays is None:
-            tally.add("host gradients", copy.grad)
+        else:  # on the disk beside its parameter, until it takes its place
+            tally.put("shadow", _format(copy.values), "nvme", copy.values.nbytes)
+        tally.add("host gradients", copy.grad)
     for entry in opt.state.values():
         if not isinstance(entry, dict):
             continue
@@ -182,7 +179,7 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
         owner = on_disk_of(entry)
         for key, stand_in in ({} if owner is None else owner.described()).items():
             role, _, form = _role(key, stand_in)
-            tally.put(role, form, "nvme", stand_in.numel() * stand_in.dtype.itemsize)
+            tally.put(role, form, "nvme", stand_in.nbytes)
     beside = None if here is None or here.bound.binding is None else here.bound.binding.beside
     tally.put("ring", "", "device", 0 if beside is None else beside.ring_nbytes)
     disk = None if here is None else here.disk

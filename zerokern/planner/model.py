@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,28 +23,28 @@ from zerokern.zero.partition import Bucket, Member, partition, shards_parameters
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BucketSize", "Buckets", "ModelSpec", "OwnedPart", "keeps_whole", "model_spec"]
+__all__ = ["BucketSize", "Buckets", "ModelSpec", "OwnedPart", "keeps_whole", "model_spec", "together"]
 
 _SUMMED = (
-    "count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel", "own_blocks",
-    "matrix_numel", "matrix_blocks", "own_matrix_numel", "own_matrix_blocks", "work",
+    "count", "numel", "padded_numel", "shard_numel", "own_numel", "own_blocks", "matrix_numel", "matrix_blocks", "work",
 )  # fmt: skip
 _NO_SHAPES = "Muon updates whole matrices, and a number alone does not say which there are"
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and of one rank.
+    """Counts the elements of a bucket, or of `count` buckets together: of parameters, with padding, and those that one
+    rank updates, which are its own, or all where state is not sharded.
 
-    `blocks`: of int8 state. `largest_numel`: padded elements of the largest of the buckets. `matrix_numel` and the
-    like: what of these is in matrices that are updated whole; `work`: of that, as the partition counts it.
+    `own_blocks`: of its int8 state. `largest_numel`: padded elements of the largest of the buckets. `matrix_numel`,
+    `matrix_blocks`: what of its own is in matrices that are updated whole. `work`: of these on all ranks, as the
+    partition counts it.
     """
 
     unit: int
     dtype: str
     trainable: bool
     numel: int
-    blocks: int
     padded_numel: int
     shard_numel: int
     own_numel: int
@@ -52,37 +53,32 @@ class BucketSize:
     count: int = 1
     matrix_numel: int = 0
     matrix_blocks: int = 0
-    own_matrix_numel: int = 0
-    own_matrix_blocks: int = 0
     work: int = 0
 
     @classmethod
-    def of(cls, bucket: Bucket, rank: int = 0, works: Sequence[int] = ()) -> BucketSize:
-        """Returns the size of a bucket of the partition, for a rank. `works`: of each parameter, 0 if it is none that
-        is updated whole; empty: all are so."""
-        own, places = bucket.pieces(rank), bucket.places
-        own_matrices, matrices = ([one for one in some if works and works[one.param]] for some in (own, places))
+    def of(cls, bucket: Bucket, rank: int | None, works: Sequence[int] = ()) -> BucketSize:
+        """Returns the size of a bucket of the partition, for a rank; None: one of those that update all. `works`: of
+        each parameter, 0 if it is none that is updated whole; empty: all are so."""
+        own = bucket.places if rank is None else bucket.pieces(rank)
+        matrices = [piece for piece in own if works and works[piece.param]]
         return cls(
             bucket.unit,
             bucket.dtype,
             bucket.trainable,
-            sum(place.numel for place in places),
-            sum(-(-place.numel // BLOCK) for place in places),
+            sum(place.numel for place in bucket.places),
             bucket.padded_numel,
             bucket.shard_numel,
             sum(piece.numel for piece in own),
             sum(-(-piece.numel // BLOCK) for piece in own),
             bucket.padded_numel,
             1,
-            sum(one.numel for one in matrices),
-            sum(-(-one.numel // BLOCK) for one in matrices),
-            sum(one.numel for one in own_matrices),
-            sum(-(-one.numel // BLOCK) for one in own_matrices),
-            sum(works[one.param] for one in matrices),
+            sum(piece.numel for piece in matrices),
+            sum(-(-piece.numel // BLOCK) for piece in matrices),
+            sum(works[place.param] for place in bucket.places if works),
         )
 
     @classmethod
-    def bare(cls, numel: int, dtype: str, world: int, bucket_bytes: int) -> BucketSize:
+    def bare(cls, numel: int, dtype: str, world: int, bucket_bytes: int, *, is_sharded: bool = True) -> BucketSize:
         """Returns the size of all buckets of a model that is only a number of parameters.
 
         >>> size = BucketSize.bare(7_500_000_000, "bfloat16", 64, 32 << 20)
@@ -94,9 +90,8 @@ class BucketSize:
         shard = own_blocks * BLOCK
         cut = world * BLOCK
         largest = min(shard * world, -(-bucket_bytes // itemsize(dtype) // cut) * cut)
-        own = min(shard, numel)
-        count = -(-shard * world // largest)
-        return cls(0, dtype, True, numel, blocks, shard * world, shard, own, own_blocks, largest, count)
+        own = (min(shard, numel), own_blocks) if is_sharded else (numel, blocks)
+        return cls(0, dtype, True, numel, shard * world, shard, *own, largest, -(-shard * world // largest))
 
     @property
     def itemsize(self) -> int:
@@ -110,41 +105,37 @@ class BucketSize:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.itemsize
 
-    def each(self) -> list[BucketSize]:
-        """Returns the buckets that it counts together, one by one.
+    def each(self, most: int = sys.maxsize) -> list[BucketSize]:
+        """Returns the buckets that it counts together, one by one; or as `most` parts, if they are more.
 
         >>> [one.numel for one in BucketSize.bare(1000, "float32", 1, 2000).each()]
         [500, 500]
         """
-        if self.count == 1:
+        count = min(self.count, most)
+        if count == 1:
             return [self]
-        found = []
-        for number in range(self.count):
-            fields: dict[str, Any] = {name: _part(getattr(self, name), number, self.count) for name in _SUMMED}
-            found.append(replace(self, **fields))
-        return found
+        return [
+            replace(self, **{name: _part(getattr(self, name), number, count) for name in _SUMMED})
+            for number in range(count)
+        ]
 
-    def updated(self, is_sharded: bool) -> tuple[int, int]:
-        """Returns the elements and int8 blocks that this rank updates: its own, or all where state is not sharded."""
-        return (self.own_numel, self.own_blocks) if is_sharded else (self.numel, self.blocks)
-
-    def updated_by_rule(self, is_sharded: bool) -> Iterator[tuple[bool, int, int]]:
-        """Yields the same of what is in matrices that are updated whole, and of the rest: (whether it is, elements,
-        blocks)."""
-        numel, blocks = self.updated(is_sharded)
-        matrix = (
-            (self.own_matrix_numel, self.own_matrix_blocks) if is_sharded else (self.matrix_numel, self.matrix_blocks)
-        )
-        yield True, *matrix
-        yield False, numel - matrix[0], blocks - matrix[1]
+    def by_rule(self) -> Iterator[tuple[bool, int, int]]:
+        """Yields what the rank updates in matrices that are updated whole, and of the rest: (whether it is, elements,
+        int8 blocks)."""
+        yield True, self.matrix_numel, self.matrix_blocks
+        yield False, self.own_numel - self.matrix_numel, self.own_blocks - self.matrix_blocks
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Holds the sizes of all buckets of a model at a stage, in the order of the units."""
+    """The buckets that `zk.shard` would make of a model at a stage, in the order of the units, and their sizes."""
 
+    model: ModelSpec = field(compare=False, repr=False)
+    stage: int
+    world: int
+    cut: Sequence[Bucket]
+    """none of a bare number"""
     sizes: tuple[BucketSize, ...]
-    in_units: bool = False
     last_unit: int = -1
     """where these are some of a model's, the last unit of that; negative: theirs"""
     rank: int = 0
@@ -152,8 +143,20 @@ class Buckets:
     most_work: int = 0
     """of matrices that are updated whole, on the rank that has most of it; where ranks have parts of them, as if they
     had not"""
-    whole_padding: int = 0
-    """elements of padding in the buckets of such matrices"""
+
+    @property
+    def in_units(self) -> bool:
+        """Whether they are of one unit each."""
+        return shards_parameters(self.stage) and bool(self.model.units)
+
+    @property
+    def whole_padding(self) -> int:
+        """Elements of padding in the buckets of matrices that are updated whole."""
+        return sum(bucket.padding for bucket in self.cut if bucket.whole)
+
+    def enclose(self, bucket: BucketSize) -> bool:
+        """Returns whether a bucket belongs to no unit, in a model that has units: all of them need it."""
+        return self.in_units and bucket.unit == ROOT
 
     def some(self, sizes: Sequence[BucketSize]) -> Buckets:
         """Returns those of the same model that are among these."""
@@ -166,7 +169,7 @@ class Buckets:
         groups: dict[tuple[str, bool], list[BucketSize]] = {}
         for bucket in self.sizes:
             groups.setdefault((bucket.dtype, bucket.trainable), []).append(bucket)
-        return [_together(sizes) for sizes in groups.values()]
+        return [together(sizes) for sizes in groups.values()]
 
     @cached_property
     def trained(self) -> list[BucketSize]:
@@ -176,7 +179,7 @@ class Buckets:
     @cached_property
     def root(self) -> list[BucketSize]:
         """The buckets of no unit, in a model that has units."""
-        return [bucket for bucket in self.sizes if bucket.unit == ROOT and self.in_units]
+        return [bucket for bucket in self.sizes if self.enclose(bucket)]
 
     @cached_property
     def by_unit(self) -> list[list[BucketSize]]:
@@ -186,7 +189,7 @@ class Buckets:
     @cached_property
     def beside_root(self) -> list[list[BucketSize]]:
         """The buckets of each unit that is gathered and resharded by itself; all buckets if units are unknown."""
-        return [sizes for sizes in self.by_unit if sizes[0].unit != ROOT or not self.in_units]
+        return [sizes for sizes in self.by_unit if not self.enclose(sizes[0])]
 
     @cached_property
     def last_unit_nbytes(self) -> int:
@@ -204,18 +207,80 @@ class Buckets:
     @cached_property
     def gathered_nbytes(self) -> int:
         """The most bytes of unsharded parameters at a time: the root and two neighbours, one being prefetched."""
-        units: dict[int, int] = {}
+        units = Counter[int]()
         for bucket in self.sizes:
-            units[bucket.unit] = units.get(bucket.unit, 0) + bucket.nbytes
+            units[bucket.unit] += bucket.nbytes
         root, others = units.pop(0, 0), [nbytes for _, nbytes in sorted(units.items())]
         return root + max((sum(others[i : i + 2]) for i in range(len(others))), default=0)
+
+    def pieces(self, *, needed_first: bool = False) -> list[OwnedPart]:
+        """Returns what the rank updates of each trained parameter, in the optimizer's order.
+
+        `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.
+
+        >>> from zerokern.planner.recipe import Recipe
+        >>> model_spec(1000, Recipe(), None).buckets(2, 4, 1 << 20).pieces()
+        [OwnedPart(numel=256, dtype='bfloat16', matrix=None, start=0, turn=0, bucket=None)]
+        """
+        model, is_sharded = self.model, shards_state(self.stage)
+        if not model.members:
+            (bucket,) = self.sizes
+            parts = bucket.count if needed_first else 1
+            ends = [bucket.own_numel * number // parts for number in range(parts + 1)]
+            return [OwnedPart(b - a, bucket.dtype, None, a, turn) for turn, (a, b) in enumerate(pairwise(ends))]
+        matrices = model.matrices or [None] * len(model.members)
+        own = {at: (model.members[at].numel, 0) for at in model.stepped}
+        rows = [(at, turn) for turn, at in enumerate(model.stepped)]
+        cut_in: dict[int, int] = {}
+        if is_sharded or self.world > 1:  # else nobody has cut it into buckets
+            number_of = {spot.param: number for number, bucket in enumerate(self.cut) for spot in bucket.places}
+            if is_sharded:
+                pieces = (piece for bucket in self.cut for piece in bucket.pieces(self.rank))
+                own = {piece.param: (piece.numel, piece.start) for piece in pieces}
+            if shards_parameters(self.stage) and self.world > 1:
+                cut_in = {at: number for at, number in number_of.items() if matrices[at] is not None}
+            rows.sort(key=lambda row: number_of[row[0]] if needed_first else row[1])
+        return [
+            OwnedPart(own[at][0], model.members[at].dtype, matrices[at], own[at][1], turn, cut_in.get(at))
+            for at, turn in rows
+            if at in own
+        ]
+
+    @cached_property
+    def cut_matrices(self) -> list[CutShape]:
+        """All matrices of which ranks have parts at stage 3, whichever ranks these are."""
+        model, found = self.model, []
+        names = model.params or [f"{place:09}" for place in range(len(model.members))]
+        turns = {place: turn for turn, place in enumerate(model.stepped)}
+        for number, bucket in enumerate(self.cut):
+            for spot in bucket.places:
+                one, called = model.matrices[spot.param] if model.matrices else None, names[spot.param]
+                if one is None or spot.param not in turns:
+                    continue
+                for nth in range(one.split):
+                    name = called if one.split == 1 else f"{called}[{nth}]"
+                    at = spot.offset + nth * one.each.numel, bucket.shard_numel
+                    found.append(CutShape(one.each, name, bucket.dtype, turns[spot.param], number, *at))
+        return found
+
+    def in_backward_nbytes(self, recipe: Recipe, device: str) -> int:
+        """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
+        buckets = [one for one in self.cut if one.trainable]
+        sizes = [recipe.wire_itemsize(one.dtype) for one in buckets]
+        together = [
+            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
+            for one, size in zip(buckets, sizes, strict=True)
+        ]
+        nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
+        return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
 
 
 def _part(total: int, number: int, count: int) -> int:
     return total * (number + 1) // count - total * number // count
 
 
-def _together(sizes: Sequence[BucketSize]) -> BucketSize:
+def together(sizes: Sequence[BucketSize]) -> BucketSize:
+    """Returns what these buckets are together, which are of one dtype."""
     first = sizes[0]
     sums = {name: sum(getattr(bucket, name) for bucket in sizes) for name in _SUMMED}
     largest = max(bucket.largest_numel for bucket in sizes)
@@ -297,10 +362,15 @@ class ModelSpec:
         """The dtype of most trainable elements, or of most elements."""
         if not self.members:
             return self.dtype
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for member in [member for member in self.members if member.trainable] or self.members:
-            totals[member.dtype] = totals.get(member.dtype, 0) + member.numel
-        return max(totals, key=lambda dtype: totals[dtype])
+            totals[member.dtype] += member.numel
+        return max(totals, key=totals.__getitem__)
+
+    @cached_property
+    def stepped(self) -> list[int]:
+        """The trained members, in the optimizer's order."""
+        return [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
 
     @cached_property
     def whole(self) -> list[MatrixShape]:
@@ -312,85 +382,23 @@ class ModelSpec:
         """Returns the buckets that `zk.shard` would make at this stage."""
         key = shards_parameters(stage), keeps_whole(stage), world, bucket_bytes
         if key not in self._divided:
-            in_units, rank, most, padding = key[0] and bool(self.units), 0, 0, 0
-            sizes: tuple[BucketSize, ...]
-            if not self.members:
-                sizes = (BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes),)
-            else:
-                cut = self._partition(*key)
-                if self.matrices:
-                    uncut = cut if key[1] else self._partition(False, True, world, bucket_bytes)
-                    fullest, most = most_loaded(self.members, uncut, world)
-                    rank = fullest if key[1] else 0
-                    whole = {place for place, one in enumerate(self.matrices) if one is not None} if key[1] else set()
-                    padding = sum(bucket.padding for bucket in cut if bucket.places[0].param in whole)
-                works = [member.work for member in self.members] if self.matrices else []
-                sizes = tuple(BucketSize.of(bucket, rank, works) for bucket in cut)
-            self._divided[key] = Buckets(sizes, in_units, rank=rank, most_work=most, whole_padding=padding)
+            self._divided[key] = self._divide(stage, *key)
         return self._divided[key]
 
-    def pieces(self, stage: int, world: int, bucket_bytes: int, *, needed_first: bool = False) -> list[OwnedPart]:
-        """Returns what a rank updates of each trained parameter, in the optimizer's order: that of `Buckets.rank`.
-
-        `needed_first`: in the order in which forwards need them; those of a bare number are its buckets.
-
-        >>> from zerokern.planner.recipe import Recipe
-        >>> model_spec(1000, Recipe(), None).pieces(2, 4, 1 << 20)
-        [OwnedPart(numel=256, dtype='bfloat16', matrix=None, start=0, turn=0, bucket=None)]
-        """
-        buckets = self.buckets(stage, world, bucket_bytes)
+    def _divide(self, stage: int, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> Buckets:
+        is_sharded = shards_state(stage)
         if not self.members:
-            (bucket,) = buckets.sizes
-            numel, parts = bucket.updated(shards_state(stage))[0], bucket.count if needed_first else 1
-            ends = [numel * number // parts for number in range(parts + 1)]
-            return [OwnedPart(b - a, bucket.dtype, None, a, turn) for turn, (a, b) in enumerate(pairwise(ends))]
-        matrices = self.matrices or [None] * len(self.members)
-        order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
-        own = {at: (self.members[at].numel, 0) for at in order}
-        rows = [(at, turn) for turn, at in enumerate(order)]
-        cut_in: dict[int, int] = {}
-        if shards_state(stage) or world > 1:  # else nobody has cut it into buckets
-            cut = self._partition(shards_parameters(stage), keeps_whole(stage), world, bucket_bytes)
-            number_of = {spot.param: number for number, bucket in enumerate(cut) for spot in bucket.places}
-            if shards_state(stage):
-                pieces = (piece for bucket in cut for piece in bucket.pieces(buckets.rank))
-                own = {piece.param: (piece.numel, piece.start) for piece in pieces}
-            if shards_parameters(stage) and world > 1:
-                cut_in = {at: number for at, number in number_of.items() if matrices[at] is not None}
-            rows.sort(key=lambda row: number_of[row[0]] if needed_first else row[1])
-        return [
-            OwnedPart(own[at][0], self.members[at].dtype, matrices[at], own[at][1], turn, cut_in.get(at))
-            for at, turn in rows
-            if at in own
-        ]
-
-    def cut_matrices(self, world: int, bucket_bytes: int) -> list[CutShape]:
-        """Returns all matrices of which ranks have parts at stage 3, whichever ranks these are."""
-        names = self.params or [f"{place:09}" for place in range(len(self.members))]
-        order = [place for place in self.order or range(len(self.members)) if self.members[place].trainable]
-        turns = {place: turn for turn, place in enumerate(order)}
-        found = []
-        for number, bucket in enumerate(self._partition(True, False, world, bucket_bytes)):
-            for spot in bucket.places:
-                one, called = self.matrices[spot.param] if self.matrices else None, names[spot.param]
-                if one is None or spot.param not in turns:
-                    continue
-                for nth in range(one.split):
-                    name = called if one.split == 1 else f"{called}[{nth}]"
-                    at = spot.offset + nth * one.each.numel, bucket.shard_numel
-                    found.append(CutShape(one.each, name, bucket.dtype, turns[spot.param], number, *at))
-        return found
-
-    def buffers_nbytes(self, world: int, bucket_bytes: int, recipe: Recipe, device: str) -> int:
-        """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
-        buckets = [one for one in self._partition(False, True, world, bucket_bytes) if one.trainable]
-        sizes = [itemsize(recipe.wire_dtype(one.dtype)) for one in buckets]
-        together = [
-            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
-            for one, size in zip(buckets, sizes, strict=True)
-        ]
-        nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
-        return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
+            size = BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes, is_sharded=is_sharded)
+            return Buckets(self, stage, world, (), (size,))
+        cut = self._partition(in_units, whole, world, bucket_bytes)
+        works, rank, most = list[int](), 0, 0
+        if self.matrices:
+            works = [member.work for member in self.members]
+            uncut = cut if whole else self._partition(False, True, world, bucket_bytes)
+            fullest, most = most_loaded(self.members, uncut, world)
+            rank = fullest if whole else 0
+        sizes = tuple(BucketSize.of(bucket, rank if is_sharded else None, works) for bucket in cut)
+        return Buckets(self, stage, world, cut, sizes, rank=rank, most_work=most)
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""

@@ -13,7 +13,7 @@ from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import AUTO, RING_NBYTES
 from zerokern.pages import html_page
 from zerokern.planner import table
-from zerokern.planner.amounts import Memory, gigabytes, in_seconds, parse_device_memory, parse_memory
+from zerokern.planner.amounts import Memory, check_whole, gigabytes, in_seconds, parse_device_memory, parse_memory
 from zerokern.planner.filling import filling, would_fit
 from zerokern.planner.footprint import Footprint, share_filled, with_recipe
 from zerokern.planner.forecast import USUAL, Forecast, forecast, step_seconds
@@ -106,9 +106,12 @@ class Plan(Footprint):
             return None, ""
         self._refuse_untimed()
         there, shape = machine_of(machine), self.subject.activated
-        passes = self.settings.accumulate
-        number = tokens or ((shape.batch or 1) * shape.seq * passes if shape and shape.seq else USUAL[0])
-        return partial(_step_seconds, machine=there, tokens=number), f"{number:,} tokens on {there.name}"
+        number = tokens or (shape.tokens * self.settings.accumulate if shape else USUAL[0])
+
+        def seconds(plan: Plan) -> float:
+            return step_seconds(plan, there, number, plain=not _is_sharded(plan))
+
+        return seconds, f"{number:,} tokens on {there.name}"
 
     def _refuse_untimed(self) -> None:
         if self.settings.tp * self.settings.pp > 1:
@@ -286,14 +289,9 @@ def _budget(
 ) -> dict[str, int]:
     """Returns one rank's share of a host's memory and disk."""
     ranks = min(world, _RANKS_PER_HOST) if ranks_per_host is None else ranks_per_host
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
-        raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
+    check_whole("ranks_per_host", ranks, f"a whole number of ranks, from 1 to world={world}", most=world)
     asked = {"cpu": ("host_memory", host_memory), "nvme": ("disk", disk)}
     return {tier: parse_memory(name, memory) // ranks for tier, (name, memory) in asked.items() if memory is not None}
-
-
-def _step_seconds(plan: Plan, machine: Machine, tokens: int) -> float:
-    return step_seconds(plan, machine, tokens, plain=not _is_sharded(plan))
 
 
 def _advice(plan: Plan, seconds: _Seconds, said: str) -> str:
@@ -378,10 +376,9 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     for (param_tier, tier), keep in product(_PLACES, keeps):
         if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
             continue  # the device is the host
+        schedule = "sync" if tier == "device" else "overlap"
         here = replace(
-            recipe.placed(tier, param_tier, keep),
-            keep_ring_nbytes=recipe.keep_ring_nbytes,
-            schedule="sync" if tier == "device" else "overlap",
+            recipe.placed(tier, param_tier, keep), keep_ring_nbytes=recipe.keep_ring_nbytes, schedule=schedule
         )
         stages: tuple[int, ...] = (0, 1, 2, 3) if plan.ranks > 1 else (0,)
         if param_tier != "device":
@@ -409,8 +406,7 @@ def _fewer_activations(plan: Plan, seconds: _Seconds = None) -> Plan | None:
         in_slices = replace(plan, settings=replace(plan.settings, micro=slices))
         for here in (in_slices, _with_micro_batches(plan, batch, slices)) if slices > 1 else (plan,):
             for keep in keeps:
-                rings = RING_NBYTES * (keep == "nvme")
-                recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=rings, keep_budgets=())
+                recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES, keep_budgets=())
                 found = _cheapest(replace(here, recipe=recipe), seconds)
                 if found is not None:
                     return found
@@ -520,10 +516,8 @@ def _next_stage(plan: Plan, most: int) -> str:
     if plan.ranks == 1 or plan.stage > 1 or plan.total < share_filled(plan) * most:
         return ""
     stage = plan.stage + 1
-    spilled = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
-    return (
-        f" (stage {stage} moves as much and takes {gigabytes(spilled.total)} GB)" if spilled.total < plan.total else ""
-    )
+    total = with_recipe(plan, plan.recipe.on(plan.settings.device, stage), stage).total
+    return f" (stage {stage} moves as much and takes {gigabytes(total)} GB)" if total < plan.total else ""
 
 
 def _is_sharded(plan: Plan) -> bool:
@@ -533,8 +527,9 @@ def _is_sharded(plan: Plan) -> bool:
 
 def _code(plan: Plan) -> str:
     recipe = plan.recipe
-    rests = f", tier={table.param_tier_said(recipe, 'zk.Nvme(path)')}" if recipe.rests else ""
-    recomputed = f", keep={table.keep_said(recipe, 'zk.Nvme(path)')}" if recipe.keep else ""
+    said = partial(table.order_said, disk="zk.Nvme(path)")
+    rests = f", tier={said(recipe.param_budgets, recipe.param_tier)}" if recipe.rests else ""
+    recomputed = f", keep={said(recipe.keep_budgets, recipe.keep)}" if recipe.keep else ""
     if plan.settings.micro > 1:  # slices alone imply the device
         recomputed = f"{'' if recipe.keep == 'device' else recomputed}, micro={plan.settings.micro}"
     # whether the whole model fits before it is sharded: on the device, or in host memory if that is the device
@@ -543,7 +538,7 @@ def _code(plan: Plan) -> str:
     fits = sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)
     model = "zk.shard(model" if fits else "model = zk.build(make_model"
     shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
-    tier = f", tier={table.tier_said(plan, 'zk.Nvme(path)')}" if recipe.tier != "device" else ""
+    tier = f", tier={said(plan.budgets, recipe.tier)}" if recipe.tier != "device" else ""
     options = ', update="device"' if recipe.streams(plan.settings.device) else ""
     options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
@@ -558,7 +553,6 @@ def _code(plan: Plan) -> str:
         classes = [f"{name}{folder}{options})" for name, folder in zip(names, folders, strict=True)]
         lines = ["matrices, rest = zk.muon_groups(model)", *lines, f"opts = {', '.join(classes)}"]
         return "; ".join(lines)
-    lines += (
-        [f"opt = {recipe.optimizer_class}(model.parameters(){tier}{options})"] if recipe.optimizer != "none" else []
-    )
+    if recipe.optimizer != "none":
+        lines.append(f"opt = {recipe.rule.called}(model.parameters(){tier}{options})")
     return "; ".join(lines) or "none, the model is trained as it is"

@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from zerokern.core.units import itemsize
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.model import BucketSize
+from zerokern.planner.model import Buckets, BucketSize
 from zerokern.planner.recipe import Arrangement, Recipe
 from zerokern.schedule import Op, Ref, StepProgram
 from zerokern.schedule.passes import ROOT, step_of
 from zerokern.zero.partition import shards_parameters, shards_state
 
-__all__ = ["Volume", "between_ranks", "line_of", "traffic_of"]
+__all__ = ["Volume", "all_reduced", "between_ranks", "line_of", "scratch_nbytes", "traffic_of"]
 
 _ROOT = "root"
 _MOVES = ("Gather", "Reduce", "Publish")
@@ -56,8 +55,8 @@ class Volume:
         return self.nbytes // self.world * (self.world - 1) + self.exchanged_nbytes
 
 
-def traffic_of(program: StepProgram, world: int) -> Volume:
-    """Sums the traffic of a program.
+def traffic_of(program: StepProgram, world: int, exchanged_nbytes: int = 0) -> Volume:
+    """Sums the traffic of a program. `exchanged_nbytes`: as of a `Volume`.
 
     >>> reduce, publish = Op("Reduce", "bucket 0", "net", (), 8, 4), Op("Publish", "bucket 0", "net", (), 8, 4)
     >>> traffic_of(StepProgram("step", (reduce, publish)), 2)
@@ -72,26 +71,47 @@ def traffic_of(program: StepProgram, world: int) -> Volume:
         sum(op.nbytes for op in reduced),
         sum(op.numel for op in gathered),
         sum(op.nbytes for op in gathered),
+        exchanged_nbytes,
     )
 
 
-def between_ranks(
-    loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, settings: Arrangement
-) -> StepProgram:
+def all_reduced(amount: int, size: int) -> int:
+    """Returns what each of `size` ranks sends for a reduce-scatter and an all-gather.
+
+    >>> all_reduced(128, 2), all_reduced(128, 4)
+    (128, 192)
+    """
+    return 2 * (size - 1) * -(-amount // size)
+
+
+def scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
+    """Returns the scratch memory that spans of other ranks are received into, for the largest bucket.
+
+    >>> [scratch_nbytes(1024, stage, Arrangement(2, "cpu", 1, 1, False, replicate=2)) for stage in (0, 1)]
+    [512, 768]
+    """
+    span = largest // settings.world
+    first, second = (settings.world - 1) * span, (settings.replicate - 1) * -(-span // settings.replicate)
+    if shards_state(stage):
+        return first + second
+    return max(first, (settings.replicate - 1) * -(-largest // settings.replicate))
+
+
+def between_ranks(buckets: Buckets, recipe: Recipe, stage: int, settings: Arrangement) -> StepProgram:
     """Builds the communication of one optimizer step: every micro-batch is reduced, or, under `zk.no_sync`, the last.
 
     Compute comes after the gathers of its parameters; a prefetch comes after the compute that it overlaps with.
     """
-    step = _Step(loads, names, recipe, stage, settings.world)
+    step = _Step(buckets, recipe)
     for number in range(settings.accumulate):
         reduces = not settings.no_sync or number == settings.accumulate - 1
         if settings.pp > 1 and not recipe.rests:  # a pipeline stage stays unsharded for the whole step
             step.whole(reduces, gathers=() if number else ("Forward",))
-        elif shards_parameters(stage) and names:
+        elif buckets.in_units:
             step.by_units(reduces)
         else:
             step.whole(reduces)
-    if any(load.trainable for load in loads) and recipe.optimizer != "none":
+    if buckets.trained and recipe.optimizer != "none":
         step.update("device" if recipe.tier == "device" else "cpu")
     return StepProgram(f"stage {stage}", tuple(step.in_turn()))
 
@@ -99,14 +119,10 @@ def between_ranks(
 class _Step:
     """The ops of a step, added one by one."""
 
-    def __init__(
-        self, loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, world: int
-    ) -> None:
-        self.loads, self.names, self.recipe, self.stage, self.world = loads, names, recipe, stage, world
+    def __init__(self, buckets: Buckets, recipe: Recipe) -> None:
+        self.buckets, self.loads, self.recipe, self.world = buckets, buckets.sizes, recipe, buckets.world
+        self.shards_state, self.shards_parameters = shards_state(buckets.stage), shards_parameters(buckets.stage)
         self.ops: list[Op] = []
-        self.of_unit: dict[int, list[BucketSize]] = {}
-        for load in loads:
-            self.of_unit.setdefault(load.unit, []).append(load)
         self._turns: Counter[tuple[str, str]] = Counter()
         self._computed: list[int] = []  # the last Forward or Backward
         self._gathered: dict[str, int] = {}  # what is unsharded, by its last Gather
@@ -124,9 +140,9 @@ class _Step:
         self._computed = [self.add(verb, what, "device", [*self._computed, *there])]
 
     def update(self, lane: str) -> None:
-        whose = "own shard" if shards_state(self.stage) else "everything"
+        whose = "own shard" if self.shards_state else "everything"
         step = self.add("Step", whose, lane, [*self._computed, *self._reduced])
-        if shards_state(self.stage) and not shards_parameters(self.stage) and self.world > 1:
+        if self.shards_state and not self.shards_parameters and self.world > 1:
             for number, load in enumerate(self.loads):
                 if load.trainable:
                     self.add("Publish", f"bucket {number}", "net", [step], load.nbytes, load.padded_numel)
@@ -142,24 +158,24 @@ class _Step:
     def whole(self, reduces: bool, gathers: Sequence[str] = ("Forward", "Backward")) -> None:
         """Adds forward and backward of a model without units. The last bucket's gradients come first."""
         for verb in ("Forward", "Backward"):
-            if verb in gathers and shards_parameters(self.stage) and self.world > 1:
+            if verb in gathers and self.shards_parameters and self.world > 1:
                 for number, load in enumerate(self.loads):
                     self._gather(f"bucket {number}", [load])
             self.compute(verb, "model", self._gathered)
         for number, load in reversed(list(enumerate(self.loads))):
             if load.trainable and self.world > 1 and reduces:
                 op = self._reduce(f"bucket {number}", load)
-                if not shards_state(self.stage):
+                if not self.shards_state:
                     wire = self.ops[op]
                     what = f"bucket {number}, gradients"
                     self._reduced.append(self.add("Gather", what, "net", [op], wire.nbytes, wire.numel))
 
     def by_units(self, reduces: bool) -> None:
         """Adds forward and backward of stage 3: a unit is unsharded while it computes, the next one is prefetched."""
-        units = [unit for unit in sorted(self.of_unit) if unit != ROOT]
-        nbytes = [sum(load.nbytes for load in self.of_unit.get(unit, ())) for unit in range(len(self.names))]
-        for verb, unit in step_of(units, nbytes):
-            name, loads = self.names[unit] or _ROOT, self.of_unit.get(unit, [])
+        names, of_unit = self.buckets.model.units, {loads[0].unit: loads for loads in self.buckets.by_unit}
+        nbytes = [sum(load.nbytes for load in of_unit.get(unit, ())) for unit in range(len(names))]
+        for verb, unit in step_of([unit for unit in of_unit if unit != ROOT], nbytes):
+            name, loads = names[unit] or _ROOT, of_unit.get(unit, [])
             if verb in ("Forward", "Backward"):
                 self.compute(verb, name, self._gathered if unit == ROOT else (_ROOT, name))
             elif self.world == 1 or not loads:
@@ -179,6 +195,6 @@ class _Step:
         self._gathered[what] = self.add("Gather", what, "net", self._computed, nbytes, numel)
 
     def _reduce(self, what: str, load: BucketSize) -> int:
-        nbytes = load.padded_numel * itemsize(self.recipe.wire_dtype(load.dtype))
+        nbytes = load.padded_numel * self.recipe.wire_itemsize(load.dtype)
         self._reduced.append(self.add("Reduce", what, "net", self._computed, nbytes, load.padded_numel))
         return self._reduced[-1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from zerokern.core.errors import got
-from zerokern.core.units import AUTO, BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS
+from zerokern.core.units import AUTO, BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS, itemsize
+from zerokern.planner.amounts import check_whole
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
@@ -16,22 +17,27 @@ __all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "mesh
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
 
-OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the parameters
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "adagrad": ("sum",),
-    "sgd": (),
-    "sgd-momentum": ("momentum_buffer",),
-    "muon": ("momentum_buffer",),  # of matrices; what is none has AdamW's
-    "none": (),
+
+class Rule(NamedTuple):
+    """An optimizer: its name in Python, the state keys that grow with the parameters, and the formats they may have."""
+
+    called: str
+    moments: tuple[str, ...] = ()
+    state_formats: tuple[str, ...] = STATE_FORMATS
+
+
+_NO_INT8 = tuple(name for name in STATE_FORMATS if name != "int8")
+OPTIMIZERS = {
+    "adamw": Rule("zk.AdamW", ("exp_avg", "exp_avg_sq")),
+    "adam": Rule("zk.Adam", ("exp_avg", "exp_avg_sq")),
+    "lion": Rule("zk.Lion", ("exp_avg",)),
+    "adagrad": Rule("zk.Adagrad", ("sum",), _NO_INT8),
+    "sgd": Rule("zk.SGD", (), _NO_INT8),
+    "sgd-momentum": Rule("zk.SGD", ("momentum_buffer",), _NO_INT8),
+    "muon": Rule("zk.Muon (matrices) and zk.AdamW (the rest)", ("momentum_buffer",)),  # the rest has AdamW's
+    "none": Rule("no optimizer"),
 }
-_CLASSES = {
-    "adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD",
-    "muon": "zk.Muon (matrices) and zk.AdamW (the rest)",
-}  # fmt: skip
 _NS_DTYPES = {None: None, "bf16": "bfloat16", "fp32": "float32"}
-_WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
 _MESH_DIMS = {  # names of mesh dimensions, by what they are to a plan
     "pp": "pp",
     **dict.fromkeys(("replicate", "dp_replicate"), "replicate"),
@@ -77,19 +83,20 @@ class Recipe:
     state_format: str = "fp32"
     master_format: str | None = None
     tier: str = "device"
-    ring_nbytes: int = 0
-    schedule: str | Delayed = "sync"
-    param_tier: str = "device"
-    param_ring_nbytes: int = 0
-    keep: str | None = None
-    keep_ring_nbytes: int = 0
+    ring_nbytes: int = RING_NBYTES
+    """of host memory that a disk is read and written through"""
     budgets: tuple[tuple[str, int | Literal["auto"]], ...] = ()
     """tiers that are filled with state, each up to so many bytes, before `tier` takes what is left; "auto": what a plan
     leaves (`Footprint.budgets`)"""
+    param_tier: str = "device"
+    param_ring_nbytes: int = RING_NBYTES
     param_budgets: tuple[tuple[str, Any], ...] = ()
     """the same of parameters, before `param_tier`"""
+    keep: str | None = None
+    keep_ring_nbytes: int = RING_NBYTES
     keep_budgets: tuple[tuple[str, Any], ...] = ()
     """the same of kept inputs, before `keep`"""
+    schedule: str | Delayed = "sync"
     update: str = "host"
     """where the update of state in host memory runs"""
     ns_dtype: str | None = None
@@ -126,36 +133,32 @@ class Recipe:
         name = "none" if optimizer is None else optimizer
         if name not in OPTIMIZERS:
             raise ValueError(got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS))))
-        formats = _state_formats(name)
-        if state_format not in formats:
-            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, formats))} with {name}"))
+        there = OPTIMIZERS[name].state_formats
+        if state_format not in there:
+            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, there))} with {name}"))
         if master_format is not None and master_format not in MASTER_FORMATS:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
-        state, budgets = _tiers("tier", tier, auto=True)
-        params, param_budgets = _tiers("param_tier", param_tier)
-        kept, keep_budgets = ((None, 0), ()) if keep is None else _tiers("keep", keep)
-        places = *state, check_schedule(schedule), *params, *kept
-        made = cls(name, param, reduce, state_format, master_format, *places)
+        state, params = _tiers("tier", tier, auto=True), _tiers("param_tier", param_tier)
+        kept = (None, RING_NBYTES, ()) if keep is None else _tiers("keep", keep)
+        schedule, is_muon = check_schedule(schedule), name == "muon"
         if update is None:
-            update = "device" if made.is_muon else "host"
+            update = "device" if is_muon else "host"
         if update not in ("host", "device"):
             do = (
                 "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
             )
             raise ValueError(got("update", update, "'host' or 'device'", do))
-        if update == "device" and made.tier == "nvme" and not made.is_muon:
+        if update == "device" and state[0] == "nvme" and not is_muon:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
         if ns_dtype not in _NS_DTYPES:
             raise ValueError(got("ns_dtype", ns_dtype, "None | 'bf16' | 'fp32'"))
-        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 0 <= ns_steps <= 99:
-            raise ValueError(got("ns_steps", ns_steps, "a whole number from 0 to 99"))
-        made = replace(made, ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps)
-        if not made.is_muon and (ns_dtype is not None or ns_steps != 5):
+        check_whole("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
+        if not is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
-        budgets_by_name: dict[str, Any] = {"param_budgets": param_budgets, "keep_budgets": keep_budgets}
-        return replace(made, budgets=budgets, update=str(update), **budgets_by_name)
+        formats, places = (param, reduce, state_format, master_format), (*state, *params, *kept)
+        return cls(name, *formats, *places, schedule, str(update), _NS_DTYPES[ns_dtype], ns_steps)
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
         """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
@@ -194,6 +197,11 @@ class Recipe:
         except ValueError:
             return False
         return True
+
+    @property
+    def rule(self) -> Rule:
+        """What the optimizer is called and keeps."""
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def is_muon(self) -> bool:
@@ -241,18 +249,13 @@ class Recipe:
         """Returns whether these formats round."""
         return self.state_format != "fp32" or self.master_format in ("split8", "none")
 
-    @property
-    def optimizer_class(self) -> str:
-        """The optimizer's name in Python."""
-        return _CLASSES.get(self.optimizer.removesuffix("-momentum"), "no optimizer")
-
     def placed(self, tier: str, param_tier: str, keep: str | None) -> Recipe:
         """Returns the same recipe with state, parameters and kept inputs in other tiers, each in one."""
-        rings = [RING_NBYTES * (place == "nvme") for place in (tier, param_tier, keep)]
-        names = ("ring_nbytes", "param_ring_nbytes", "keep_ring_nbytes")
-        rings_by_name: dict[str, Any] = dict(zip(names, rings, strict=True))
-        made = replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
-        return replace(made, budgets=(), param_budgets=(), keep_budgets=self.keep_budgets if keep == self.keep else ())
+        kept = self.keep_budgets if keep == self.keep else ()
+        made = replace(
+            self, tier=tier, param_tier=param_tier, keep=keep, keep_budgets=kept, budgets=(), param_budgets=()
+        )
+        return replace(made, ring_nbytes=RING_NBYTES, param_ring_nbytes=RING_NBYTES, keep_ring_nbytes=RING_NBYTES)
 
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
@@ -274,16 +277,26 @@ class Recipe:
         if device != "cpu" and self.tier == "device" and self.optimizer != "none":
             allowed = "'cpu' or 'nvme' (zk.Nvme(path)) for parameters that rest off the device"
             raise ValueError(got("tier", self.tier, allowed, "Their state is larger than they are"))
-        if here.is_on_both_sides(device) and self.budgets:
+        if not here.is_on_both_sides(device):
+            return here
+        do = "Some parameters are on the device and others are not"
+        if self.budgets:
             allowed = "'cpu' or 'nvme', one of them, where some parameters are on the device and others off it"
             raise ValueError(got("tier", [*self.budgets, self.tier], allowed, "Such a split of both is not planned"))
-        if here.is_on_both_sides(device) and self.update == "device" and not self.is_muon:
-            do = "Some parameters are on the device and others are not"
+        if self.update == "device" and not self.is_muon:
             raise ValueError(got("update", self.update, "'host'", do))
-        if here.is_on_both_sides(device) and self.delays:
-            do = "Some parameters are on the device and others are not"
+        if self.delays:
             raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap'", do))
         return here
+
+    def rings_nbytes(self, device: str, stores: int) -> int:
+        """Returns the bytes of host memory that disks are read and written through. `stores`: optimizers that each have
+        one for state."""
+        nbytes = stores * self.ring_nbytes if self.tier == "nvme" else 0
+        if device != "cpu":
+            nbytes += self.param_ring_nbytes if self.param_tier == "nvme" else 0
+            nbytes += self.keep_ring_nbytes if self.keep == "nvme" else 0
+        return nbytes
 
     def is_on_both_sides(self, device: str) -> bool:
         """Returns whether some parameters may be on a device with memory of its own, and others off it."""
@@ -350,21 +363,25 @@ class Recipe:
         elif master in ("split16", "split8"):
             bits = 16 if master == "split16" else 8
             roles.append(StateRole("remainder", f"int{bits}", bits // 8))
-        keys = OPTIMIZERS["adamw" if self.is_muon and not matrix else self.optimizer]
-        itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[self.state_format]
+        keys = OPTIMIZERS["adamw"].moments if self.is_muon and not matrix else self.rule.moments
+        each = {"fp32": 4, "bf16": 2, "int8": 1}[self.state_format]
         scales = 4 if self.state_format == "int8" else 0
-        return roles + [StateRole(key, self.state_format, itemsize, scales) for key in keys]
+        return roles + [StateRole(key, self.state_format, each, scales) for key in keys]
 
     def wire_dtype(self, dtype: str) -> str:
         """Returns the dtype in which a gradient of a parameter of this dtype is reduced and kept."""
         return self.reduce_dtype or dtype
+
+    def wire_itemsize(self, dtype: str) -> int:
+        """Returns the bytes of one of its elements."""
+        return itemsize(self.wire_dtype(dtype))
 
     def alternatives(self, dtype: str) -> list[Recipe]:
         """Returns the same run in every format there is for parameters of this dtype, the exact ones first."""
         if self.optimizer == "none":
             return []
         masters = MASTERS[dtype][1] or (None,)
-        states = _state_formats(self.optimizer) if OPTIMIZERS[self.optimizer] else STATE_FORMATS[:1]
+        states = self.rule.state_formats if self.rule.moments else STATE_FORMATS[:1]
         made = [replace(self, state_format=state, master_format=master) for state in states for master in masters]
         return sorted(made, key=Recipe.is_lossy)
 
@@ -406,9 +423,7 @@ class Arrangement:
         counts = {"world": "ranks", "bucket_bytes": "bytes", "accumulate": "micro-batches in a step"}
         counts |= {"micro": "slices of a batch", "replicate": "ranks", "tp": "ranks", "pp": "ranks"}
         for name, what in counts.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(got(name, value, f"a whole number of {what}, from 1 on"))
+            check_whole(name, getattr(self, name), f"a whole number of {what}, from 1 on")
         if self.device not in ("cuda", "cpu"):
             raise ValueError(got("device", self.device, "None | 'cuda' | 'cpu'"))
 
@@ -448,9 +463,8 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
             do = "Experts that have a mesh of their own are not planned" if apart else "Give it as a dict"
             found_there = name if isinstance(name, str) else f"one for a {type(name).__name__}"
             raise ValueError(got("mesh", found_there, f"dimensions named {', '.join(_MESH_DIMS)}", do))
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(got(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on"))
-        found[_MESH_DIMS[name]] = found.get(_MESH_DIMS[name], 1) * size
+        count = check_whole(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on")
+        found[_MESH_DIMS[name]] = found.get(_MESH_DIMS[name], 1) * count
     return found
 
 
@@ -488,25 +502,19 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
-def _state_formats(optimizer: str) -> tuple[str, ...]:
-    return tuple(name for name in STATE_FORMATS if name != "int8" or optimizer not in _WITHOUT_INT8)
-
-
 def _in_one_memory(budgets: Sequence[tuple[str, int]], tier: str | None) -> tuple[tuple[str, int], ...]:
     """Returns the budgets before a tier where "device" and "cpu" are the same."""
     return (("device", sum(budget for _, budget in budgets)),) if budgets and tier == "nvme" else ()
 
 
-def _tiers(
-    argument: str, tier: Any, *, auto: bool = False
-) -> tuple[tuple[str, int], tuple[tuple[str, int | Literal["auto"]], ...]]:
+def _tiers(argument: str, tier: Any, *, auto: bool = False) -> tuple[str, int, tuple[tuple[str, Any], ...]]:
     """Returns the last of several tiers, as `_tier` does, and the others with their budgets."""
     if not isinstance(tier, list | tuple):
-        return _tier(argument, tier), ()
+        return *_tier(argument, tier), ()
     from zerokern.memory.order import read_order  # its package needs torch, other plans do not
 
     named = read_order(argument, tier, _tier, auto=auto)
-    return named[-1][0], tuple((name, budget) for (name, _), budget in named[:-1] if budget is not None)
+    return *named[-1][0], tuple((name, budget) for (name, _), budget in named[:-1] if budget is not None)
 
 
 def _tier(argument: str, tier: Any) -> tuple[str, int]:
@@ -518,5 +526,5 @@ def _tier(argument: str, tier: Any) -> tuple[str, int]:
     if hasattr(tier, "ring_nbytes"):
         return "nvme", int(tier.ring_nbytes)
     if tier in ("device", "cpu", "nvme"):
-        return str(tier), RING_NBYTES if tier == "nvme" else 0
+        return str(tier), RING_NBYTES
     raise ValueError(got(argument, tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path), as text 'nvme:/path'"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from zerokern.pages import markdown_table
@@ -11,13 +12,13 @@ from zerokern.planner.amounts import count, gigabytes
 from zerokern.planner.filling import would_fit
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
-from zerokern.planner.recipe import OPTIMIZERS, Recipe, short
+from zerokern.planner.recipe import short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters, shards_state
 
 __all__ = [
-    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "param_tier_said", "settings",
-    "stage_page", "tier_said", "title", "worlds_page",
+    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "order_said", "page", "settings", "stage_page",
+    "title", "worlds_page",
 ]  # fmt: skip
 
 NAMES = {
@@ -44,6 +45,7 @@ _LOSSY = " *(lossy)*"
 _NOTES_AT_REST = (  # beginnings of the notes that hold there too
     "Not counted", "Activations: ", "Logits", "Assumed", "Muon", "Newton-Schulz", "Ranks have", "Stage",
 )  # fmt: skip
+_KIND = attrgetter("role", "format", "tier")  # what rows of a table are told apart by
 _MOST_FITTING = 4  # placements that are named where the plan's own does not fit
 
 
@@ -138,10 +140,10 @@ def title(plan: Footprint) -> str:
 def settings(plan: Footprint) -> str:
     """Returns the formats in one phrase."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
-    words = [recipe.optimizer_class, f"{short(dtype)} parameters"]
+    words = [recipe.rule.called, f"{short(dtype)} parameters"]
     words.append(f"gradients reduced in {short(recipe.wire_dtype(dtype))}")
     if recipe.optimizer != "none":
-        words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
+        words += [f'state_format="{recipe.state_format}"'] if recipe.rule.moments else []
         master = recipe.master_of(dtype)
         words += [] if master == "own" else [f'master_format="{master}"']
         words += [] if recipe.tier == "device" else [f"state {_filled(plan.budgets, recipe.tier)}"]
@@ -172,15 +174,15 @@ def _notes(plan: Footprint) -> list[str]:
             f"rank sends {world - 1}/{world} of it."
         )
     if world > 1 and subject.members:
-        padding = f"{plan.share.padding:,} elements of all, {_percent(plan.share.padding / subject.numel)}"
+        padding = f"{plan.buckets.padding:,} elements of all, {_percent(plan.buckets.padding / subject.numel)}"
         said.append(f"Padding at cuts between ranks: {padding}.")
     if world > 1 and not subject.members and plan.settings.pp == 1:
         said.append(
             "A number alone has no layers: what stage 3 gathers to compute (?) comes on top. Plan a model or the shape "
             "of a transformer to know it."
         )
-    if subject.members and plan.share.arriving:
-        arriving = gigabytes(plan.share.arriving)
+    if subject.members and plan.arriving:
+        arriving = gigabytes(plan.arriving)
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
@@ -343,22 +345,13 @@ def _stages(plan: Footprint) -> str:
 
 def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
     """Returns a row for each role, format and tier that any stage has."""
-    sums = [_sums(stage.held) for stage in stages]
+    sums = [stage.summed(_KIND) for stage in stages]
     keys = {key for found in sums for key in found if key[0] in roles}
     return [
         [NAMES.get(role, role), _format(Holding(role, form, tier, 0), names_tiers)]
         + [_gb(found.get((role, form, tier), 0)) for found in sums]
         for role, form, tier in sorted(keys, key=lambda key: (roles.index(key[0]), key))
     ]
-
-
-def _sums(held: Sequence[Holding]) -> dict[tuple[str, str, str], int]:
-    """Returns bytes by role, format and tier."""
-    found: dict[tuple[str, str, str], int] = {}
-    for holding in held:
-        key = holding.role, holding.format, holding.tier
-        found[key] = found.get(key, 0) + holding.nbytes
-    return found
 
 
 def _format(holding: Holding, names_tier: bool) -> str:
@@ -369,7 +362,7 @@ def _format(holding: Holding, names_tier: bool) -> str:
 
 def _tiers(plan: Footprint) -> str:
     tiers = [tier for tier in TIERS if tier == "device" or tier in plan.tiers or tier in plan.budget]
-    sums = _sums(plan.held)
+    sums = plan.summed(_KIND)
     rows = []
     for role, form in sorted({key[:2] for key in sums}, key=lambda key: (_ROLES.index(key[0]), key)):
         rows.append([NAMES.get(role, role), form, *(_gb(sums.get((role, form, tier), 0)) for tier in tiers)])
@@ -416,41 +409,20 @@ def _placement(plan: Footprint) -> str:
     'param_tier="cpu", tier="nvme"'
     """
     recipe = plan.recipe
-    words = [f"param_tier={_order_said(recipe.param_budgets, recipe.param_tier)}", f"tier={tier_said(plan)}"]
-    words += [f"keep={keep_said(recipe)}"] if recipe.keep else []
+    words = [f"param_tier={order_said(recipe.param_budgets, recipe.param_tier)}"]
+    words += [f"tier={order_said(plan.budgets, recipe.tier)}"]
+    words += [f"keep={order_said(recipe.keep_budgets, recipe.keep)}"] if recipe.keep else []
     words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
     words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
     return ", ".join(words)
 
 
-def tier_said(plan: Footprint, disk: str = '"nvme"') -> str:
-    """Returns what `tier=` is given.
+def order_said(budgets: Sequence[tuple[str, int]], last: str, disk: str = '"nvme"') -> str:
+    """Returns what `tier=`, `param_tier=` or `keep=` is given.
 
-    >>> tier_said(zk.plan("1B", tier=["cpu:1GB", "nvme"]))
-    '["cpu:1GB", "nvme"]'
+    >>> order_said([("cpu", 10**9)], "nvme"), order_said([], "nvme", "zk.Nvme(path)")
+    ('["cpu:1GB", "nvme"]', 'zk.Nvme(path)')
     """
-    return _order_said(plan.budgets, plan.recipe.tier, disk)
-
-
-def param_tier_said(recipe: Recipe, disk: str = '"nvme"') -> str:
-    """Returns what `tier=` of `zk.shard` is given.
-
-    >>> param_tier_said(zk.plan("1B", stage=3, param_tier=["cpu:1GB", "nvme"], tier="cpu").recipe, "zk.Nvme(path)")
-    '["cpu:1GB", zk.Nvme(path)]'
-    """
-    return _order_said(recipe.param_budgets, recipe.param_tier, disk)
-
-
-def keep_said(recipe: Recipe, disk: str = '"nvme"') -> str:
-    """Returns what `keep=` is given.
-
-    >>> keep_said(zk.plan("1B", keep=["device:2GB", "cpu"]).recipe)
-    '["device:2GB", "cpu"]'
-    """
-    return _order_said(recipe.keep_budgets, recipe.keep or "device", disk)
-
-
-def _order_said(budgets: Sequence[tuple[str, int]], last: str, disk: str = '"nvme"') -> str:
     words = [
         f'"{tier}:{budget // 10**9}GB"' if not budget % 10**9 else f'"{tier}:{budget}"' for tier, budget in budgets
     ]
@@ -550,15 +522,10 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
     recipe, settings, dtype = plan.recipe, plan.settings, plan.subject.main_dtype
     return {
         "model": plan.subject.title,
-        "numel": plan.numel,
-        "world": plan.world,
-        "ranks": plan.ranks,
+        **_fields(plan, "numel", "world", "ranks"),
         "mesh": settings.mesh,
         "stage": plan.stage,
-        "device": settings.device,
-        "bucket_bytes": settings.bucket_bytes,
-        "accumulate": settings.accumulate,
-        "no_sync": settings.no_sync,
+        **_fields(settings, "device", "bucket_bytes", "accumulate", "no_sync"),
         "optimizer": recipe.optimizer,
         "param_dtype": dtype,
         "reduce_dtype": recipe.wire_dtype(dtype),
@@ -584,17 +551,14 @@ def as_dict(plan: Footprint) -> dict[str, Any]:
 
 def _stage_dict(plan: Footprint) -> dict[str, Any]:
     return {
-        "stage": plan.stage,
-        "roles": plan.roles,
-        "tiers": plan.tiers,
-        "states": plan.states,
-        "total": plan.total,
-        "pinned": plan.pinned,
+        **_fields(plan, "stage", "roles", "tiers", "states", "total", "pinned"),
         "fits": {name: plan.total <= most for name, most in plan.device_memory.items()},
         "volume_numel": plan.traffic.numel,
-        "reduced_nbytes": plan.traffic.reduced_nbytes,
-        "gathered_nbytes": plan.traffic.gathered_nbytes,
-        "sent_nbytes": plan.traffic.sent_nbytes,
+        **_fields(plan.traffic, "reduced_nbytes", "gathered_nbytes", "sent_nbytes"),
         "sent": plan.sent,
         "muon": None if plan.muon is None else asdict(plan.muon),
     }
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}

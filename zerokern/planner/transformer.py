@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from zerokern.core.errors import got
+from zerokern.planner.amounts import check_whole
 
 __all__ = ["ATTENTIONS", "PRESETS", "Transformer", "Widths", "from_config", "named", "preset"]
 
 ATTENTIONS = ("sdpa", "eager")
 Shape = tuple[int, ...]
+_FROM_1 = "a whole number from 1 on"
 _FP32 = 4
 _GELU_STEPS = {"gelu_new": 4}  # tensors kept of an activation that is written in Python; a kernel keeps one
 _STATE_NBYTES = 20  # per parameter: fp16 parameter, fp32 gradient and its fp16 source, fp32 master and two averages
@@ -169,10 +171,8 @@ class Transformer:
         optional = ("heads", "batch", "seq")
         for name in ("layers", "hidden", *optional, "ci", "itemsize"):
             value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(got(name, value, "a whole number from 1 on"))
+            if value is not None or name not in optional:
+                check_whole(name, value, _FROM_1)
         missing = [name for name in optional if getattr(self, name) is None]
         if 0 < len(missing) < len(optional):
             names = ", ".join(missing)
@@ -304,9 +304,7 @@ class _Config:
         for name in names:
             value = self._values.get(name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise ValueError(got(f"{self.source}: {name}", value, "a whole number from 1 on"))
-                return value
+                return check_whole(f"{self.source}: {name}", value, _FROM_1)
         if default is None:
             raise ValueError(f"{self.source} has no {names[0]!r}, which the number of parameters depends on")
         return default
