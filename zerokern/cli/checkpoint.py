@@ -109,6 +109,9 @@ def _verify(path: str) -> int:
 
 def _facts(source: Source) -> dict[str, Any]:
     """Returns what `show` says of a checkpoint, as JSON has it."""
+    from zerokern.checkpoint.folder import saved_at
+    from zerokern.checkpoint.source import Saved
+
     roles: dict[str, dict[str, Any]] = {}
     for key, row in source.tensors.items():
         counts = roles.setdefault(_role(key), {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
@@ -117,10 +120,8 @@ def _facts(source: Source) -> dict[str, Any]:
         counts["nbytes"] += row.nbytes
         counts["dtypes"] = sorted({*counts["dtypes"], row.dtype})
     facts: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
-    index = getattr(getattr(source, "published", None), "index", None)
-    if index is not None:
-        from zerokern.checkpoint.folder import saved_at
-
+    if isinstance(source, Saved):
+        index = source.index
         saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(index.save_id)))
         facts |= {"save_id": index.save_id, "saved": saved, "world": index.world}
         facts |= {"files": len(index.files), "versions": index.versions}
