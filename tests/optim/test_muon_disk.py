@@ -17,7 +17,7 @@ from tables import each
 import zerokern as zk
 from zerokern.io import Store
 from zerokern.io.pieces import columns
-from zerokern.optim import Muon, matrices
+from zerokern.optim import Muon, matrix_table
 from zerokern.optim.formats import widths_of
 from zerokern.optim.matrix_table import MatrixTable
 from zerokern.optim.records import LEAST_SLOT, RecordSpan, StateSpan, records_of
@@ -176,7 +176,7 @@ def test_ctrl_c_waits_until_the_step_is_whole(
     both = twins(on_disk(tier), SHAPES[3:], BF16)
     both.train(1)
     step_reference(both, 1)
-    of, name = (Store, "put") if where == "put" else (matrices, "iterate_")
+    of, name = (Store, "put") if where == "put" else (matrix_table, "iterate_")
     made, count = getattr(of, name), iter(range(1 << 30))
 
     def interrupted(*given: Any, **named: Any) -> Any:
