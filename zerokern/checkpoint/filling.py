@@ -445,24 +445,10 @@ def _fill_record(plan: StatePlan, place: Any, cells: Mapping[str, Tensor], batch
 def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     """Yields batches for parameter values that a delayed update has computed and not published yet."""
 
-    def fill(plan: StatePlan, piece: Tensor, begin: int, batch: Batch) -> None:
-        source, here = f"{plan.prefix}{PENDING}", here_of_state(plan.param)
-        if rest_of(piece) is None:
-            batch.read_into(source, here, 0, piece.detach().view(-1))
-            return
-        read = batch.buffer(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
+    def fill(plan: StatePlan, piece: Tensor, batch: Batch) -> None:
+        batch.read_into(f"{plan.prefix}{PENDING}", here_of_state(plan.param), 0, piece.detach().view(-1))
 
-        def copy_to_piece() -> None:
-            with present(piece, written=True):
-                piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)
-
-        batch.then(copy_to_piece)
-
-    pieces, fills = optimizer.pieces(), []
-    for number, plan in plans.items():
-        piece, numel = pieces[number], here_of_state(plan.param).numel
-        for begin in (0,) if rest_of(piece) is None else range(0, numel, PIECE):
-            fills.append(partial(fill, plan, piece, begin))
-    yield from _bounded(fills)
+    pieces = optimizer.pieces()
+    yield from _bounded([partial(fill, plan, pieces[number]) for number, plan in plans.items()])
     with torch.no_grad():
         optimizer.mark_pending(list(plans))

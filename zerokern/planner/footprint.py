@@ -428,7 +428,7 @@ def _states(run: Footprint) -> Iterator[Holding]:
     waits = recipe.delays_at_rest if recipe.rests else run.copied and settings.device != "cpu"
     for kind in trained if recipe.delays and waits else ():
         numel, _ = kind.updated(shards_state(run.stage))
-        yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+        yield Holding("shadow", short(kind.dtype), "cpu" if recipe.rests else "device", numel * kind.itemsize)
         if recipe.rests:  # the update reads gradients while the next backward makes others
             wire = recipe.wire_dtype(kind.dtype)
             yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))

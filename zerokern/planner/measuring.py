@@ -167,11 +167,8 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     for copy in [] if host is None else host.copies.values():
         if copy.shadow is not None:
             tally.add("shadow", copy.shadow)
-        if copy.stays is None and copy.rest is None:
-            tally.add("host parameters", copy.values.detach())
-        elif copy.stays is None:  # on the disk beside its parameter, until it takes its place
-            tally.put("shadow", _format(copy.values), "nvme", copy.values.numel() * copy.values.dtype.itemsize)
         if copy.stays is None:
+            tally.add("host parameters", copy.values.detach())
             tally.add("host gradients", copy.grad)
     for entry in opt.state.values():
         if not isinstance(entry, dict):

@@ -38,14 +38,12 @@ def compute_resting(
     passes: int,
     *,
     hands_over: bool = False,
-    behind: int = 1,
 ) -> None:
     """Adds forward and backward of spans in forward order, of which some are fetched.
 
     `passes`: micro-batches, one after the other. `hands_over`: updated parameters stay in memory for the next forward.
-    `behind`: how many steps ago the update was that compute sees.
     """
-    _Resting(builder, spans, begin, passes, hands_over, behind).add()
+    _Resting(builder, spans, begin, passes, hands_over).add()
 
 
 def gradients(spans: Sequence[Span], passes: int) -> Iterator[OpKey]:
@@ -68,10 +66,9 @@ class _Resting:
         begin: Begin,
         passes: int,
         hands_over: bool,
-        behind: int,
     ) -> None:
         self.builder, self.spans, self.begin, self.passes = builder, spans, begin, passes
-        self.hands_over, self.behind = hands_over, behind
+        self.hands_over = hands_over
         order = range(len(spans))
         self.uses = [
             _Use(verb, place, turn)
@@ -124,7 +121,7 @@ class _Resting:
 
     def _away(self, span: Span) -> list[OpKey]:
         """What was updated is on disk before it is read again."""
-        return [OpKey("Store", f"{span.name} record", self.behind)] if span.numel and span.written_nbytes else []
+        return [OpKey("Store", f"{span.name} record", 1)] if span.numel and span.written_nbytes else []
 
     def _keep(self, use: _Use, span: Span, last: list[OpKey]) -> None:
         """Inputs leave as soon as they were used; the last span's stay."""
