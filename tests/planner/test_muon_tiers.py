@@ -63,7 +63,7 @@ QUICK = {
         Run(0, SOME, SMALL, schedule=DELAYED, wraps=False),
         Run(3, SOME, {}, "fp32", schedule="overlap", chained=True),
         Run(3, DISK, param_tier=DISK, bias=False),
-        Run(3, SOME, SMALL, schedule="overlap", param_tier=DISK, bias=False),
+        Run(3, SOME, SMALL, param_tier=DISK, bias=False),
     ],
     2: [
         Run(1, DISK, schedule="overlap"),

@@ -187,7 +187,7 @@ def test_a_shard_is_not_written_while_a_copy_reads_it() -> None:
             with torch.no_grad():
                 for _ in range(3):
                     outputs.append(model(x))
-                    assert model is plain or not any(memory._coming for memory in sharding_of(model).memories)
+                    assert model is plain or not any(memory._reading for memory in sharding_of(model).memories)
                     for param in model.parameters():
                         param.mul_(0.5)
         assert all(map(torch.equal, expected, found))

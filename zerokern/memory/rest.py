@@ -252,11 +252,13 @@ class Rest:
                 self.store_if_unused()
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Context manager within which the contents are in memory."""
+    def used(self, *, changed: bool = False) -> Iterator[None]:
+        """Context manager within which the contents are in memory. `changed`: they are written within."""
         self.fetch()
         try:
             self.wait()
+            if changed:
+                self.change()
             yield
         finally:
             self.leave()
