@@ -27,7 +27,7 @@ import zerokern as zk
 from zerokern.core import native
 from zerokern.memory import Arena
 from zerokern.planner.forecast import step_program
-from zerokern.schedule import Delayed, Machine, flow_bound
+from zerokern.schedule import Machine, flow_bound
 
 from .. import foretold
 from ..foretold import Outcome, Say, Told, compare
@@ -36,7 +36,6 @@ from .disk import CHUNK_NBYTES, SLOTS
 from .ours import STAGE
 
 MI = 1 << 20
-SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", "overlap": "overlap", "delayed": Delayed()}
 FORMATS: dict[str, dict[str, Any]] = {"fp32": {}, "int8": {"state_format": "int8", "master_format": "split8"}}
 DTYPE = torch.bfloat16
 WARM_STEPS, STEPS = 4, 9
@@ -75,8 +74,6 @@ CASES = (
     Case("parameters on disk, state in memory", "overlap", EVEN, 50, 100, state="cpu"),
     Case("all on disk, 4 micro-batches, vertical", "overlap", EVEN, 60, 120, micro=4),
     Case("all on disk, 4 micro-batches, horizontal", "overlap", EVEN, 60, 120, accumulate=4),
-    Case("all on disk, much compute", "delayed", EVEN, 400, 800),
-    Case("all on disk, little compute", "delayed", EVEN, 20, 40),
 )
 SMOKE = (
     Case("a few steps", "overlap", (MI // 4,) * 3, 2, 4),
@@ -211,7 +208,7 @@ def foretell(case: Case, rates: Rates) -> Told:
         model = _model(case)
     plan = zk.plan(
         model, stage=STAGE, units=list(model), param_tier=case.params, tier=case.state, micro=case.micro,
-        schedule=SCHEDULES[case.schedule], accumulate=case.accumulate, device="cpu", **FORMATS[case.form],
+        schedule=case.schedule, accumulate=case.accumulate, device="cpu", **FORMATS[case.form],
     )  # fmt: skip
     tokens = 3 * case.micro * case.accumulate  # any number: compute is as long as it was measured to be
     machine = Machine(
@@ -251,7 +248,7 @@ def _training(case: Case, folder: Path) -> Iterator[Callable[[], None]]:
     model = _model(case)
     zk.shard(model, stage=STAGE, units=list(model), tier=tier(case.params), micro=case.micro)
     optimizer: Any = zk.AdamW(
-        model.parameters(), tier=tier(case.state), schedule=SCHEDULES[case.schedule], max_grad_norm=MAX_NORM,
+        model.parameters(), tier=tier(case.state), schedule=case.schedule, max_grad_norm=MAX_NORM,
         **FORMATS[case.form],
     )  # fmt: skip
     computes = _computing(case, model)

@@ -39,9 +39,7 @@ parse_tokens = arguments.number("tokens", "a number of tokens such as 4096 or 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern trace`."""
-    parser.add_argument(
-        "--schedule", type=parse_schedules, default=SCHEDULES, metavar="NAMES", help=",".join(SCHEDULES)
-    )
+    parser.add_argument("--schedule", type=parse_schedules, metavar="NAMES", help=",".join(SCHEDULES))
     parser.add_argument("--steps", type=arguments.count, default=2, metavar="N", help="steps that are shown (2)")
     parser.add_argument("--json", type=arguments.new_file, metavar="FILE", help="a new file for ui.perfetto.dev")
     run_ = parser.add_argument_group("instead of the demo's GPT on this machine: one of")
@@ -61,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """Shows each schedule as soon as it has run, or is simulated."""
     console = pages.console(highlight=False, soft_wrap=True)
     traced = []
-    for name in args.schedule:
+    asked = args.schedule or [one for one in SCHEDULES if (one, args.param_tier) != ("delayed", "nvme")]
+    for name in asked:
         try:
             traced.append(_trace(name, args))
         except ValueError as error:

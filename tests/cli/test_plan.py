@@ -154,6 +154,10 @@ REFUSED = (
     ((*HOST, "--hardware", "h200-pcie", "--world", "4"), "net_gb_s=None: must be"),
     ((*HOST, "--schedule", "late"), "'late' is not one of sync, overlap, delayed"),
     ((*HOST, "--schedule", "overlap", "--tier", "device"), "'sync' for parameters on a device, or tier='cpu'"),
+    (
+        (*HOST, "--stage", "3", "--param-tier", "nvme", "--schedule", "delayed"),
+        "schedule=Delayed(after=0): must be 'sync' or 'overlap' for parameters that rest on a disk. A delayed update",
+    ),
 )
 OF_MODELS = (
     ("empty", "ReLU has no parameters"),

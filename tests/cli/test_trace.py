@@ -79,6 +79,11 @@ def test_parameters_at_rest_come_under_compute(capsys) -> None:
     assert "1B parameters in bf16, at rest on disk" in lines[0]
     assert {line.split(" ")[0] for line in lines} >= {"read", "write"}
     assert any("the time of down, cpu, up and the disk hidden" in line for line in lines)
+    on_disk = ("--hardware", "h100-pcie", "--param-tier", "nvme", "--tokens", "512k")
+    assert len(pictures(said(capsys, *on_disk))) == 2, "where parameters rest on a disk, no update is delayed"
+    assert "'sync' or 'overlap' for parameters that rest on a disk" in refused(
+        capsys, *on_disk, "--schedule", "delayed"
+    )
     traced = tracing.simulated("delayed", 2, "h100-pcie", "8B", 1 << 17, 1, "cpu")
     ran = [one for one in traced.events if one.step == 8]
     forward = {one.what: one for one in ran if one.verb == "Forward"}

@@ -104,7 +104,7 @@ QUICK = [
     (3, "device", "cpu", "overlap", None),
     (3, "nvme", "nvme", "sync", "nvme"),
     (3, "nvme", "nvme", "overlap", None),
-    (3, "nvme", "nvme", "delayed", None),
+    (3, "device", "nvme", "delayed", None),
     (3, "played cpu", "cpu", "overlap", None),
 ]
 PLAIN = [(None, None, tier, how, None) for tier in ("device", "cpu", "nvme") for how in ("sync", "overlap", "delayed")]

@@ -153,6 +153,22 @@ MUTANTS = (
         ("tests/optim/test_gradients_released.py::test_another_optimizer_may_step_the_same_gradients",),
     ),
     Mutant(
+        "a_delay_is_refused_when_an_optimizer_is_built_and_never_later",
+        "zerokern/optim/holdings.py",
+        "        self.refuse_at_rest(groups)\n        if self._splits(groups):",
+        "        if self._splits(groups):",
+        "An optimizer that was built before zk.shard put its parameters on a disk delays their updates.",
+        ("tests/optim/test_resting.py::test_a_delay_is_refused_by_the_step_of_an_optimizer_that_was_built_first",),
+    ),
+    Mutant(
+        "each_rank_refuses_by_its_own_budgets",
+        "zerokern/zero/sharding.py",
+        "        if self.rests is not None and len(order.tiers) > 1:\n",
+        "        if self.rests is None:\n",
+        "A rank whose budgets put parameters on a disk refuses a delay, and the others wait for it.",
+        ("tests/optim/test_resting.py::test_ranks_refuse_alike_whatever_their_budgets",),
+    ),
+    Mutant(
         "a_broken_write_leaves_all_whole",
         "zerokern/optim/holdings.py",
         "        if kind is None:\n            self._holdings.outcome = self._before",

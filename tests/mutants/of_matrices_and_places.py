@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "a_pending_update_counts_after_a_write",
         "zerokern/optim/hosted.py",
-        "        for copy in copies:\n            copy.pending = False\n        resting",
-        "        resting",
+        "        for copy in copies:\n            copy.pending = False\n        if self.link is None:\n",
+        "        if self.link is None:\n",
         "A delayed update that was dropped for a write from outside is put in place all the same.",
         ("tests/optim/test_placing_delayed.py::test_a_parameter_that_is_written_drops_its_pending_update",),
     ),

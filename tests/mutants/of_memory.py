@@ -127,14 +127,6 @@ MUTANTS = (
         ("tests/memory/test_arena.py",),
     ),
     Mutant(
-        "pending_copy_replaces_what_was_changed_meanwhile",
-        "zerokern/memory/rest.py",
-        "if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:",
-        "if base.is_here or self.is_here or not self._has_contents:",
-        "An update that waits on a disk takes the place of parameters that were written since it was made.",
-        ("tests/optim/test_resting.py",),
-    ),
-    Mutant(
         "state_that_begins_anew_is_not_zero",
         "zerokern/memory/tier.py",
         "if zeroed and key not in self._untouched:",

@@ -176,7 +176,7 @@ def test_a_cell_that_runs_again_has_the_folder(schedule: Any, wrap: str, tmp_pat
     assert train(one, out[-1], 2) == train(twin, other, 2), "the last one goes on"
 
 
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0)], ids=str)
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
 def test_a_cell_that_makes_the_model_too_runs_again(schedule: Any, tmp_path: Path) -> None:
     """Parameters and state on disk, and an update that may be under way when the cell runs again."""
     out: list[tuple[nn.Module, zk.AdamW]] = []

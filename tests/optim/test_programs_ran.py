@@ -313,8 +313,8 @@ def every_edge_of_the_update_held(events: Sequence[Event], runs: Sequence[Submit
 @each(
     "size, schedule, state, passes",
     [
-        *((1, schedule, state, 1) for schedule in ("sync", "overlap", "delayed") for state in ("host", "disk")),
-        *((2, schedule, "host", 2) for schedule in ("sync", "overlap", "delayed")),
+        *((1, schedule, state, 1) for schedule in ("sync", "overlap") for state in ("host", "disk")),
+        *((2, schedule, "host", 2) for schedule in ("sync", "overlap")),
     ],
 )
 def test_the_update_of_parameters_on_disk_is_the_one_simulated(
@@ -324,8 +324,7 @@ def test_the_update_of_parameters_on_disk_is_the_one_simulated(
     on_threads(size, updated_as_simulated, schedule, [tier() for _ in range(size)], states, passes, submitted)
 
 
-@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("where, schedule", [("host", "overlap"), ("disk", "overlap"), ("host", "delayed")])
 def test_the_update_of_parameters_off_a_device_is_the_one_simulated(
     where: str, schedule: str, submitted: Callable, tier: Callable
 ) -> None:
@@ -337,7 +336,7 @@ def test_the_update_of_parameters_off_a_device_is_the_one_simulated(
 
 @each(
     "size, schedule, passes",
-    [(1, "sync", 1), (2, "sync", 1), (2, "sync", 2), (2, "overlap", 1), (2, "overlap", 2), (2, "delayed", 1)],
+    [(1, "sync", 1), (2, "sync", 1), (2, "sync", 2), (2, "overlap", 1), (2, "overlap", 2)],
 )
 def test_parameters_at_rest_are_fetched_use_by_use(size: int, schedule: str, passes: int, tier: Callable) -> None:
     on_threads(size, fetched_and_gathered, schedule, [tier() for _ in range(size)], passes)

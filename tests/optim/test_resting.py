@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from offload_cases import values
 from optim_cases import same_bits
 from tables import each
 from torch import Tensor, nn
-from worlds import built
+from worlds import World, built, on_threads, ranked
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -25,9 +25,6 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey
 from zerokern.zero.sharded import Sharded
-
-DELAYED = zk.Delayed(after=1)
-SCHEDULES = {"sync": "sync", "overlap": "overlap", "delayed": DELAYED}
 
 
 class Model(nn.Module):
@@ -72,23 +69,11 @@ def tier_of(state: str, folder: Path) -> Any:
     return zk.Nvme(folder, ring_nbytes="1M") if state == "nvme" else state
 
 
-def pair(folder: Path, state: str = "cpu", schedule: Any = DELAYED) -> Iterator[tuple[Model, Any]]:
+def pair(folder: Path) -> Iterator[tuple[Model, Any]]:
     """A resident model and a resting one, with their optimizers."""
     for place in ("device", "nvme"):
         model = zk.shard(model_of("bf16"), stage=3, tier=tier_of(place, folder / "model"))
-        yield model, zk.AdamW(model.parameters(), tier=tier_of(state, folder / place), lr=1e-3, schedule=schedule)
-
-
-@each("state", ["cpu", "nvme"])
-def test_the_twins_are_in_memory_only_while_they_are_updated(state: str, tmp_path: Path) -> None:
-    *_, (model, opt) = pair(tmp_path, state)
-    for x in batches(4):
-        step(model, [opt], x)
-    opt.runner.finish(opt.param_groups)
-    sharding_of(model).rests.drain()
-    twins = opt.holdings.host.copies.values()
-    assert any(twin.pending for twin in twins)
-    assert not any(one.is_here for twin in twins for one in (twin.rest, twin.rest.base))
+        yield model, zk.AdamW(model.parameters(), tier="cpu", lr=1e-3, schedule="overlap")
 
 
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -101,44 +86,24 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
 @each("state", ["cpu", "nvme"])
 @each("rule", RULES)
 @each("how", ["in place", "gathered", "by a view", "of two optimizers"])
-@each("begins", ["before the write", "after it"])
-def test_writes_while_an_update_is_pending_stay(
-    how: str, begins: str, rule: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The update is of the parameters as they were at `step()`, and masters begin from what was written."""
-    ends, written, take = [], threading.Event(), Binding.take_turn
-    written.set()
-
-    def late(self: Binding, *given: Any) -> Any:
-        assert written.wait(5)
-        return take(self, *given)
-
-    monkeypatch.setattr(Binding, "take_turn", late)
+def test_writes_while_an_update_is_under_way_stay(how: str, rule: str, state: str, tmp_path: Path) -> None:
+    """They wait for it, and masters begin from what was written."""
+    ends = []
     for place in ("device", "nvme"):
-        alone = {"bucket_bytes": 1100} if how == "gathered" else {}  # where nothing beside it is pending
-        model = zk.shard(model_of("bf16"), stage=3, tier=tier_of(place, tmp_path / "model"), **alone)
+        model = zk.shard(model_of("bf16"), stage=3, tier=tier_of(place, tmp_path / "model"))
         kind, settings = RULES[rule]
-        where = {"tier": tier_of(state, tmp_path / place), "schedule": zk.Delayed()}
+        where = {"tier": tier_of(state, tmp_path / place), "schedule": "overlap"}
         weight = model.blocks[1][0].weight
         mine = [weight] if how == "of two optimizers" else model.parameters()
         opt = kind(mine, **where, **settings)
-        # another one of the same buckets, whose next values begin as copies of the same memory
+        # another one of the same buckets
         rest = [param for param in model.parameters() if param is not weight] if how == "of two optimizers" else []
-        opts = [opt, *([zk.SGD(rest, lr=1e-3, schedule=zk.Delayed())] if rest else [])]
+        opts = [opt, *([zk.SGD(rest, lr=1e-3, schedule="overlap")] if rest else [])]
         for number, x in enumerate(batches(5)):
-            if number == 2:
-                for one in opts:
-                    one.runner.finish(one.param_groups)  # of the step before
-                written.clear()
-            view = weight.local if how == "by a view" else weight
             step(model, opts, x)
             if number == 2:
-                if begins == "before the write":
-                    written.set()
-                    opt.runner.finish(opt.param_groups)
                 with torch.no_grad(), zk.gathered(weight, write=True) if how == "gathered" else nullcontext():
-                    view.mul_(0.5)
-                written.set()
+                    (weight.local if how == "by a view" else weight).mul_(0.5)
         for one in opts:
             one.flush()
         entries = opt.state_dict()["state"].values()
@@ -158,19 +123,6 @@ def freeze_at_times(model: Model, opt: Any, number: int, seen: list[Any]) -> Non
     model.blocks[0][0].weight.requires_grad_(number not in (0, 1, 4))
 
 
-def read_what_is_pending(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
-    if number > 2:
-        seen.append(opt.state[model.blocks[1][0].weight]["pending"].float().mul(2.0).local.sum().item())
-
-
-def keep_what_is_pending(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
-    if number == 3:
-        model.kept = opt.state[model.blocks[1][0].weight]["pending"].local
-    if number > 3:
-        opt.runner.finish(opt.param_groups)
-        seen.append(model.kept.float().sum().item())
-
-
 def evaluate(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
     with torch.no_grad():
         seen.append(model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().item())
@@ -186,8 +138,8 @@ def load_what_was_just_saved(model: Model, opt: Any, number: int, seen: list[Any
         opt.load_state_dict(opt.state_dict())
 
 
-@each("act", [freeze_at_times, read_what_is_pending, keep_what_is_pending, evaluate, clip, load_what_was_just_saved])
-def test_what_is_done_while_an_update_is_pending(act: Callable[..., None], tmp_path: Path) -> None:
+@each("act", [freeze_at_times, evaluate, clip, load_what_was_just_saved])
+def test_what_is_done_while_an_update_is_under_way(act: Callable[..., None], tmp_path: Path) -> None:
     ends = []
     for model, opt in pair(tmp_path):
         seen: list[Any] = []
@@ -199,9 +151,9 @@ def test_what_is_done_while_an_update_is_pending(act: Callable[..., None], tmp_p
     assert ends[0][0] == ends[1][0] and same_bits(ends[0][1], ends[1][1])
 
 
-@each("schedules", [(DELAYED, DELAYED), (DELAYED, "overlap"), ("sync", "overlap")])
+@each("schedules", [("overlap", "overlap"), ("sync", "overlap")])
 def test_two_optimizers_whose_parameters_rest_together(schedules: tuple[Any, Any], tmp_path: Path) -> None:
-    """What one publishes does not undo what the other has written beside it."""
+    """What one writes does not undo what the other has written beside it."""
     ends = []
     for place in ("device", "nvme"):
         model = zk.shard(model_of("bf16"), stage=3, tier=tier_of(place, tmp_path))
@@ -214,6 +166,84 @@ def test_two_optimizers_whose_parameters_rest_together(schedules: tuple[Any, Any
             opt.flush()
         ends.append((losses, values(model)))
     assert ends[0][0] == ends[1][0] and same_bits(ends[0][1], ends[1][1])
+
+
+REFUSED = (
+    "schedule=Delayed(after=0): must be 'sync' or 'overlap' for parameters that rest on a disk. A delayed update would "
+    "keep all of them there twice; 'overlap' hides updates as well, and zk.Delayed takes parameters in host memory "
+    "(tier='cpu') with their state on the disk"
+)
+
+
+def at_once(model: nn.Module, folder: Path) -> None:
+    zk.AdamW(model.parameters(), tier=zk.Nvme(folder), schedule=zk.Delayed())
+
+
+def by_name(model: nn.Module, folder: Path) -> None:
+    zk.SGD(model.named_parameters(), lr=0.1, schedule=zk.Delayed())
+
+
+def of_matrices(model: nn.Module, folder: Path) -> None:
+    rest = zk.AdamW([param for param in model.parameters() if param.ndim < 2], schedule="overlap")
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    zk.ChainedOptimizer([rest, zk.Muon(matrices, tier="cpu", schedule=zk.Delayed())])
+
+
+def by_a_group_more(model: nn.Module, folder: Path) -> None:
+    opt = zk.AdamW([nn.Parameter(torch.ones(2))], schedule=zk.Delayed())
+    try:
+        opt.add_param_group({"params": model.parameters()})
+    finally:
+        assert len(opt.param_groups) == 1
+
+
+@each("act", [at_once, by_name, of_matrices, by_a_group_more])
+@each("budgets", [[], ["cpu:4KiB"]])  # the second has room for the first parameters
+def test_a_delay_is_refused(act: Callable[..., None], budgets: list[str], tmp_path: Path) -> None:
+    """Before anything changes: an optimizer that has begun goes on."""
+    model = zk.shard(model_of("bf16"), stage=3, tier=[*budgets, tier_of("nvme", tmp_path / "model")], bucket_bytes=2048)
+    assert {memory.rest is None for memory in sharding_of(model).memories} == ({False, True} if budgets else {False})
+    plain = zk.shard(model_of("bf16"), stage=3)
+    opts = [zk.AdamW(one.parameters(), tier="cpu", schedule="overlap") for one in (plain, model)]
+    for number, x in enumerate(batches(3)):
+        for one, opt in zip((plain, model), opts, strict=True):
+            step(one, [opt], x)
+        if number == 1:
+            with pytest.raises(ValueError, match=f"^{re.escape(REFUSED)}$"):
+                act(model, tmp_path / "state")
+            assert not (tmp_path / "state").exists()
+    for opt in opts:
+        opt.flush()
+    assert same_bits(values(plain), values(model))
+
+
+def test_a_delay_is_refused_by_the_step_of_an_optimizer_that_was_built_first(tmp_path: Path) -> None:
+    model = model_of("bf16")
+    opt = zk.AdamW(model.parameters(), schedule=zk.Delayed())
+    zk.shard(model, stage=3, tier=zk.Nvme(tmp_path))
+    before = values(model)
+    for x in batches(2):
+        with pytest.raises(ValueError, match=f"^{re.escape(REFUSED)}$"):
+            step(model, [opt], x)
+    assert same_bits(values(model), before) and not opt.state
+
+
+@ranked
+def refuse_alike(world: World, folder: Path, budgets: Sequence[str], refused: bool) -> None:
+    tier = [budgets[world.rank], zk.Nvme(folder / "model")]
+    model = world.shard(model_of("bf16"), stage=3, tier=tier, bucket_bytes=2048)
+    rests = any(memory.rest is not None for memory in sharding_of(model).memories)
+    assert rests == (budgets[world.rank] == "cpu:1KiB")
+    with pytest.raises(ValueError, match="rest on a disk") if refused else nullcontext():
+        opt = zk.AdamW(model.parameters(), tier=zk.Nvme(folder / f"state-{world.rank}"), schedule=zk.Delayed())
+    if not refused:
+        step(model, [opt], next(batches(1)))
+        opt.flush()
+
+
+@each("budgets, refused", [(("cpu:1GiB", "cpu:1KiB"), True), (("cpu:1GiB", "cpu:2GiB"), False)])
+def test_ranks_refuse_alike_whatever_their_budgets(budgets: tuple[str, str], refused: bool, tmp_path: Path) -> None:
+    on_threads(2, refuse_alike, tmp_path, budgets, refused)
 
 
 class Stack(nn.Module):
@@ -232,13 +262,12 @@ class Stack(nn.Module):
 @each("schedule, formats, read, written", [
     ("sync", {}, 14, 12),
     ("overlap", {"state_format": "int8", "master_format": "split8"}, 7.0625, 5.0625),
-    ("delayed", {}, 16, 12),
 ])  # fmt: skip
 def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, written: float, tmp_path: Path) -> None:
-    """What the update reads serves the forward too, but under Delayed, whose forwards are those of the step before."""
+    """What the update reads serves the forward too."""
     model = zk.shard(built(Stack, 1).to(torch.bfloat16), stage=3, tier=zk.Nvme(tmp_path / "model"))
     tier = zk.Nvme(tmp_path / "state", ring_nbytes="8M")
-    opt = zk.AdamW(model.parameters(), tier=tier, schedule=SCHEDULES[schedule], **formats)
+    opt = zk.AdamW(model.parameters(), tier=tier, schedule=schedule, **formats)
     places = [sharding_of(model).rests.tier, opt.holdings.disk.tier]
     numel = sum(param.numel() for param in model.parameters())
     x = torch.randn(4, 256, dtype=torch.bfloat16)

@@ -63,7 +63,7 @@ QUICK = {
         Run(0, SOME, SMALL, schedule=DELAYED, wraps=False),
         Run(3, SOME, {}, "fp32", schedule="overlap", chained=True),
         Run(3, DISK, param_tier=DISK, bias=False),
-        Run(3, SOME, SMALL, schedule=DELAYED, param_tier=DISK, bias=False),
+        Run(3, SOME, SMALL, param_tier=DISK, bias=False),
     ],
     2: [
         Run(1, DISK, schedule="overlap"),
@@ -99,7 +99,7 @@ def drawn(seed: int, size: int) -> Run:
     budgets = [f"cpu:{draw.randrange(1, 4000)}KB", DISK]
     tier = draw.choice(["device", "cpu", DISK, budgets, budgets, ["device:200KB", budgets[0], DISK]])
     param_tier = draw.choice(["device", DISK]) if stage == 3 else "device"
-    schedules = ["sync", DELAYED] if param_tier != "device" else ["sync", "overlap", DELAYED]
+    schedules = ["sync"] if param_tier != "device" else ["sync", "overlap", DELAYED]
     state_format, dtype = draw.choice(["fp32", "bf16", "int8"]), draw.choice(["bf16", "bf16", "fp32"])
     master = draw.choice([None, "split16", "split8", "fp32", "none"]) if dtype == "bf16" else None
     formats = {"state_format": state_format, **({"master_format": master} if master else {})}

@@ -49,7 +49,6 @@ class TestBytes:
         """But under "overlap", whose next forward finds them in memory, an update reads parameters once more."""
         for world, schedule, formats, moved in (
             (1, "overlap", {}, (4, 2, 14, 12)),
-            (8, zk.Delayed(), {}, (4, 2, 16, 12)),
             (8, "overlap", SMALL, (4, 2, 7.063, 5.063)),
             (1, "sync", {}, (4, 2, 16, 12)),
             (8, "sync", SMALL, (4, 2, 9.063, 5.063)),
@@ -91,7 +90,7 @@ class TestBytes:
             {"param_tier": three, "world": 2},
         ):  # fmt: skip
             for schedule in SCHEDULES:
-                if asked.get("param_tier") == three and isinstance(schedule, zk.Delayed):
+                if asked.get("param_tier") != "cpu" and isinstance(schedule, zk.Delayed):
                     continue  # refused
                 plan = at_rest(subject, schedule=schedule, **asked)
                 program = step_program(plan, "delayed" if isinstance(schedule, zk.Delayed) else schedule, 3 * 8192)
@@ -117,8 +116,19 @@ class TestTiers:
         assert plan.total < 5 * GB and plan.tiers["cpu"] == 14 * plan.numel
 
     def test_a_delay_needs_room_for_what_is_shown_later(self) -> None:
-        exact, delayed = at_rest("8B"), at_rest("8B", schedule=zk.Delayed())
-        assert delayed.tiers["nvme"] - exact.tiers["nvme"] == 16 * GB
+        for param_tier in ("cpu", ["cpu:16GB", "nvme"]):  # which is room for all of them
+            exact, delayed = (at_rest("8B", param_tier, schedule=one) for one in ("sync", zk.Delayed()))
+            assert delayed.tiers["cpu"] - exact.tiers["cpu"] == (2 + 2) * 8 * GB, "values, and gradients"
+            assert delayed.tiers["nvme"] == exact.tiers["nvme"]
+
+    @pytest.mark.parametrize("param_tier", ["nvme", ["cpu:15GB", "nvme"]])
+    def test_a_delay_is_refused_where_parameters_are_on_a_disk(self, param_tier: object) -> None:
+        """With the words of the optimizer; other plans of the same schedule keep them off the disk."""
+        with pytest.raises(ValueError, match="'sync' or 'overlap' for parameters that rest on a disk"):
+            at_rest("8B", param_tier, schedule=zk.Delayed())
+        assert "delayed" not in at_rest("8B", param_tier).predict("h100-pcie").needed
+        small = zk.plan("70B", schedule=zk.Delayed(), tier="cpu", device_memory="80GB", host_memory="300GB")
+        assert small.would_fit() == [], "on the device or in host memory is no room for the parameters"
 
     @pytest.mark.parametrize("keep", ["cpu", "nvme"])
     def test_inputs_leave_but_for_the_last_one_and_one_that_comes_back(self, keep: str) -> None:

@@ -92,6 +92,11 @@ def late(schedule: str) -> bool:
     return schedule.startswith("delayed")
 
 
+def delays_on_disk(params: str, schedule: str) -> bool:
+    """What is refused (`test_what_is_ruled_out_is_refused`)."""
+    return params == "nvme" and late(schedule)
+
+
 # What is no program: torch's wrappers need processes, and zerokern refuses the rest by name.
 RULES = [
     (("wrap", "where"), lambda wrap, where: where in PLACES.get(wrap, (where,))),
@@ -106,6 +111,7 @@ RULES = [
     # matrices on a device are multiplied there, when they are needed
     (("rule", "played", "params"), lambda rule, played, params: not (rule in WHOLE and played) or params == "device"),
     (("rule", "played", "schedule"), lambda rule, played, when: not (rule in WHOLE and played) or not late(when)),
+    (("params", "schedule"), lambda params, schedule: not delays_on_disk(params, schedule)),
     (("update", "played"), lambda update, played: update is None or played),
     (("update", "tier"), lambda update, tier: update is None or tier in ("cpu", "split")),
     (("update", "schedule"), lambda update, schedule: update is None or not late(schedule)),
@@ -207,7 +213,8 @@ class Program:
             return replace(self, tier="cpu" if self.tier == "nvme" else "nvme", update=None)
         stage = (int(self.wrap[-1]) + 1) % 4 if sharded(self.wrap) else 3
         stage = 1 if stage == 0 and self._divided_first else stage
-        return replace(self, wrap=f"stage {stage}", params="nvme" if stage == 3 else "device", tier=tier)
+        params = "device" if stage < 3 or delays_on_disk("nvme", self.schedule) else "nvme"
+        return replace(self, wrap=f"stage {stage}", params=params, tier=tier)
 
 
 def programs(meet: int) -> list[Program]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lane import is_drawn
-from programs import Program, follow, programs, small_rings
+from programs import FACTORS, WHOLE, Program, Training, delays_on_disk, follow, programs, small_rings
+from tables import each
 from worlds import World, alone, on_hybrid_threads, on_ranks, on_threads, ranked
 
 A_LAUNCH = 12  # programs that processes run one after another
@@ -48,6 +50,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_the_expected_bits(program: Program, tmp_path: Path) -> None:
     RUNS[program.where](follow, program, tmp_path)
+
+
+@ranked
+def refused(world: World, program: Program, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^schedule=Delayed\(.*\): must be 'sync' or 'overlap' for parameters"):
+        Training(world, program, folder)
+    assert not list(folder.glob("state-*/*")), "the optimizer has opened no disk"
+
+
+@each("schedule", ["delayed", "delayed after 2"])
+@each("rule", FACTORS["rule"])
+def test_what_is_ruled_out_is_refused(rule: str, schedule: str, tmp_path: Path) -> None:
+    """Of any rule, on all ranks alike."""
+    given = next(one for one in QUICK if one.params == "nvme" and one.where == "threads" and one.rule not in WHOLE)
+    program = replace(given, rule=rule, schedule=schedule, tier="nvme", update=None, state_format="fp32")
+    assert delays_on_disk(program.params, program.schedule)
+    RUNS["threads"](refused, program, tmp_path)
 
 
 @ranked

@@ -86,12 +86,13 @@ THREE = ["device:100KiB", "cpu:100KiB", DISK]
 
 @each("size, budgets, settings, dtype, plays, kinds", [
     (1, ["cpu:200KiB", DISK], {**SYNC, "tier": ["cpu:300KiB", DISK]}, FP32, False, ".d"),
-    (2, ["device:20KiB", "cpu:20KiB", DISK], DELAYED, BF16, False, ".d"),
+    (2, ["device:20KiB", "cpu:20KiB", DISK], OVERLAP, BF16, False, ".d"),
     (2, (["cpu:90KiB", DISK], ["cpu:50KiB", DISK]), {**OVERLAP, "tier": DISK, **INT8}, BF16, False, ".d"),
     (1, THREE, OVERLAP, FP32, True, ".hd"),
     (1, ["device:100KiB", DISK], {**SYNC, "tier": ["device:300KiB", "cpu:300KiB", DISK]}, BF16, True, ".d"),
     (2, (["device:40KiB", "cpu"], ["device:20KiB", "cpu"]), {**OVERLAP, "tier": "cpu"}, BF16, True, ".h"),
-    (1, ["cpu:100KiB", DISK], {**DELAYED, "tier": DISK}, BF16, True, "hd"),
+    (1, ["cpu:100KiB", DISK], {**OVERLAP, "tier": DISK}, BF16, True, "hd"),
+    (2, ["cpu:1MiB", DISK], {**DELAYED, "tier": DISK}, BF16, False, "."),
 ])  # fmt: skip
 def test_a_split_has_the_bits_of_one_tier(
     size: int, budgets: Any, settings: dict, dtype: Any, plays: bool, kinds: str, tmp_path: Path

@@ -52,8 +52,8 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, lo
 
 
 ROWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
-    (1, "cpu", {}, {"accumulate": 3, "once": False}),
-    (2, "disk", {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5}, {"accumulate": 3, "once": True}),
+    (1, "cpu", {"schedule": zk.Delayed(after=2)}, {"accumulate": 3, "once": False}),
+    (2, "disk", {"schedule": "overlap", "max_grad_norm": 0.5}, {"accumulate": 3, "once": True}),
 ]
 
 
@@ -187,7 +187,7 @@ def test_a_shard_is_not_written_while_a_copy_reads_it() -> None:
             with torch.no_grad():
                 for _ in range(3):
                     outputs.append(model(x))
-                    assert model is plain or not any(memory._coming for memory in sharding_of(model).memories)
+                    assert model is plain or not any(memory._reading for memory in sharding_of(model).memories)
                     for param in model.parameters():
                         param.mul_(0.5)
         assert all(map(torch.equal, expected, found))

@@ -408,19 +408,10 @@ def _fill_state(plan: StatePlan, begin: int, numel: int, cells: Mapping[str, Ten
 def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     """Yields batches for parameter values that a delayed update has computed and not published yet."""
 
-    def fill(plan: StatePlan, piece: Tensor, begin: int, batch: Batch) -> None:
-        source, here = f"{plan.prefix}{PENDING}", here_of_state(plan.param)
-        if rest_of(piece) is None:
-            batch.read_into(source, here, 0, piece.detach().view(-1))
-            return
-        read = batch.buffer(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
-        batch.then(lambda: _copy_into_resting(piece, begin, read))
+    def fill(plan: StatePlan, piece: Tensor, batch: Batch) -> None:
+        batch.read_into(f"{plan.prefix}{PENDING}", here_of_state(plan.param), 0, piece.detach().view(-1))
 
-    pieces, fills = optimizer.pieces(), []
-    for number, plan in plans.items():
-        piece, numel = pieces[number], here_of_state(plan.param).numel
-        for begin in (0,) if rest_of(piece) is None else range(0, numel, PIECE):
-            fills.append(partial(fill, plan, piece, begin))
-    yield from _bounded(fills)
+    pieces = optimizer.pieces()
+    yield from _bounded([partial(fill, plan, pieces[number]) for number, plan in plans.items()])
     with torch.no_grad():
         optimizer.mark_pending(list(plans))

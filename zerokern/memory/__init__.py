@@ -9,12 +9,12 @@
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import FreeSpans
-from zerokern.memory.rest import NextRest, Rest, Rests
+from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.ring import Ring, Slot, flowing
 from zerokern.memory.staging import CudaDriver
 from zerokern.memory.tier import DeviceTier, HostTier, Tier, TierConfig, Wanted
 
 __all__ = [
-    "Arena", "Copies", "CudaDriver", "DeviceTier", "FreeSpans", "HostTier", "Lease", "NextRest", "Rest", "Rests",
+    "Arena", "Copies", "CudaDriver", "DeviceTier", "FreeSpans", "HostTier", "Lease", "Rest", "Rests",
     "Ring", "Slot", "Tier", "TierConfig", "Wanted", "flowing",
 ]  # fmt: skip

@@ -121,9 +121,9 @@ class BlockTier:
         block = part.block
         block.last = self.copies.to_host(value, block.memory[: value.numel()], after=block.last)
         part.going = block.last
-        return block.last if self.behind is None else _StoreBehind(self, part, value.numel())
+        return block.last if self.behind is None else _StoreBehind(self, part)
 
-    def begin_behind(self, part: BlockPart, nbytes: int) -> None:
+    def begin_behind(self, part: BlockPart) -> None:
         """Starts to store a block, once it has arrived, in the tier behind."""
         block, going = part.block, part.going
         if block is None or going is None or self.behind is None or part.storing is not None:
@@ -131,11 +131,11 @@ class BlockTier:
         going.wait()
         if part.part is None:
             (part.part,) = self.behind.lay_out([part.wanted])
-        part.storing = self.behind.store(part.part, block.memory[:nbytes])
+        part.storing = self.behind.store(part.part, block.memory[: part.wanted.nbytes])
 
-    def store_behind(self, part: BlockPart, nbytes: int) -> None:
+    def store_behind(self, part: BlockPart) -> None:
         """Stores a block in the tier behind, then returns the block to the pool."""
-        self.begin_behind(part, nbytes)
+        self.begin_behind(part)
         storing, part.storing = part.storing, None
         if storing is not None:
             storing.wait()  # if it raises, the block still has what there is
@@ -182,15 +182,15 @@ class BlockTier:
 class _StoreBehind:
     """The ticket of a store that continues from a block to the tier behind when it is waited for."""
 
-    def __init__(self, tier: BlockTier, part: BlockPart, nbytes: int) -> None:
-        self._tier, self._part, self._nbytes = tier, part, nbytes
+    def __init__(self, tier: BlockTier, part: BlockPart) -> None:
+        self._tier, self._part = tier, part
 
     def begin(self) -> None:
         """Starts what `wait` waits for."""
-        self._tier.begin_behind(self._part, self._nbytes)
+        self._tier.begin_behind(self._part)
 
     def wait(self) -> None:
-        self._tier.store_behind(self._part, self._nbytes)
+        self._tier.store_behind(self._part)
 
     def done(self) -> bool:
         return self._part.block is None

@@ -29,7 +29,7 @@ from zerokern.memory.room import check_fits
 from zerokern.memory.staging import Ticket
 from zerokern.memory.tier import Tier, Wanted
 
-__all__ = ["GOING", "NextRest", "Rest", "Rests"]
+__all__ = ["GOING", "Rest", "Rests"]
 
 GOING = 32 << 20
 PATIENCE_S = 10.0  # with an update that is under way beside its user's thread
@@ -178,8 +178,6 @@ class Rest:
         self._going: Ticket | None = None
         self._failure: BaseException | None = None
         self.is_awaited = False  # stays for its next user, even once it is stored
-        self.edition = 0  # another one for other contents: counts what may have changed them
-        self.followers: weakref.WeakSet[NextRest] = weakref.WeakSet()  # which begin as copies of it
         self.is_here = False
 
     def __del__(self) -> None:
@@ -217,25 +215,16 @@ class Rest:
 
     def change(self) -> None:
         """Marks the contents as changed, so that they are stored again; waits until they may be written."""
-        self._copy_before_changes()
         with self.rests.lock:
             going, self._going = self._going, None
             self._changed = True
-            self.edition += 1
         if going is not None:
             going.wait()
 
     def watch(self, tensor: Tensor) -> None:
         """Watches the version of a view that is handed out: a write to it counts as a change."""
-        self._copy_before_changes()
         if not any(one is tensor for one, _ in self._watched):
             self._watched.append((tensor, tensor._version))
-
-    def _copy_before_changes(self) -> None:
-        """Has updates that are under way read the contents as they are: they are of before what changes them."""
-        for one in list(self.followers):
-            if one.is_expected:
-                one.copy_now()
 
     def lend(self, view: Tensor) -> Tensor:
         """Returns a view, with its version, that may be kept. It has a storage of its own, whose users are counted."""
@@ -263,11 +252,13 @@ class Rest:
                 self.store_if_unused()
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Context manager within which the contents are in memory."""
+    def used(self, *, changed: bool = False) -> Iterator[None]:
+        """Context manager within which the contents are in memory. `changed`: they are written within."""
         self.fetch()
         try:
             self.wait()
+            if changed:
+                self.change()
             yield
         finally:
             self.leave()
@@ -307,7 +298,6 @@ class Rest:
         if self._failure is None and self._changed:
             if self._going is not None:
                 self._going.wait()
-            self.edition += 1  # who was given a view may have written until now
             self._going = self.rests.tier.store(self._kept, self._bytes)
             self._has_contents = True
             self._changed = False
@@ -331,20 +321,6 @@ class Rest:
             else:
                 self._give_back()
 
-    def wait_until_stored(self) -> None:
-        """Waits for a store that is under way, if there is one, and frees the memory. Called with the lock held."""
-        if not self._users and self in self.rests.leaving:
-            del self.rests.leaving[self]
-            self.end()
-
-    @contextlib.contextmanager
-    def adding_views(self) -> Iterator[None]:
-        """Context manager: views that are made within live as long as this object and do not keep the memory mapped."""
-        before = _users_of(self.memory)
-        yield
-        if self._views < sys.maxsize:
-            self._views += _users_of(self.memory) - before
-
     def _give_back(self) -> None:
         self.is_here, self.is_awaited, self._failure = False, False, None
         self.rests.pages.take(self._address, self.nbytes)
@@ -361,105 +337,6 @@ class Rest:
             raise
         if not self._has_contents:
             ctypes.memset(self._address, 0, given)
-
-
-class NextRest(Rest):
-    """Holds the next contents of another rest: begins as a copy of it when it is first fetched, is changed apart from
-    it, and takes its place without a copy.
-
-    >>> import torch; from zerokern.memory import HostTier, Rests
-    >>> rests = Rests(HostTier("example"))
-    >>> base = rests.make("parameters", 2, torch.float32); following = NextRest(base, "pending")
-    >>> with following.used():
-    ...     following.change(); _ = following.memory.add_(1.0)
-    >>> following.take_place()
-    True
-    >>> with base.used():
-    ...     base.memory
-    tensor([1., 1.])
-    """
-
-    def __init__(self, base: Rest, role: str) -> None:
-        base.rests.evict()
-        super().__init__(base.rests, role, base.memory.numel(), base.memory.dtype)
-        self.base = base
-        self._begun_from: int | None = None  # the edition of the other that it was copied from
-        self._is_copying = False  # the other is being fetched, to be copied
-        self._copies = threading.Lock()  # held by the thread that copies; others wait for the copy
-        self.is_expected = False  # an update is under way that may not have copied the other yet
-        base.followers.add(self)
-
-    def expect(self) -> None:
-        """An update is about to begin, which is of the other's contents as they are now, whoever writes to them."""
-        self.is_expected = True
-        if self.base.is_viewed():  # a view may be written at any time, and nobody would say so
-            self.copy_now()
-
-    def copy_now(self) -> None:
-        """Copies the other, unless that is done."""
-        with self.used():
-            self.change()
-
-    def fetch(self) -> None:
-        with self.rests.lock:
-            super().fetch()
-            if self._begun_from is None and not self._is_copying:
-                try:
-                    self.base.fetch()
-                except BaseException:
-                    super().leave()
-                    raise
-                self._is_copying = True
-
-    def wait(self) -> None:
-        super().wait()
-        with self._copies:
-            if not self._is_copying:
-                self.is_expected = False
-                return
-            self.base.wait()
-            going, self._going = self._going, None
-            if going is not None:  # of what it held before
-                going.wait()
-            edition = self.base.edition
-            self.memory.copy_(self.base.memory)
-            self._begun_from, self._is_copying, self.is_expected = edition, False, False
-        self.base.leave()
-
-    def leave(self, *, awaited: bool = False) -> None:
-        """Removes a user; it never stays for the next one, for its contents are about to be the other's."""
-        with self.rests.lock:
-            if self._users == 1 and self._is_copying:  # nobody has waited
-                self._is_copying = False
-                self.base.leave()
-            super().leave()
-
-    def take_place(self) -> bool:
-        """Makes its contents those of the base, and starts anew.
-
-        Returns False and does nothing if that needs a copy: the base has changed meanwhile, or one of the two is used.
-        """
-        base = self.base
-        with self.rests.lock:
-            for one in (base, self):
-                one.wait_until_stored()
-            if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:
-                return False
-            base._kept, self._kept = self._kept, base._kept
-            base._has_contents = True
-            base.edition += 1
-            self.forget()
-            return True
-
-    def forget(self) -> None:
-        """Drops the contents, which nobody uses: the next fetch copies the other's."""
-        with self.rests.lock:
-            self._has_contents, self._begun_from, self._changed = False, None, False
-
-    def _give_back(self) -> None:
-        super()._give_back()
-        if not self._has_contents:
-            self._begun_from = None
 
 
 def _users_of(tensor: Tensor) -> int:

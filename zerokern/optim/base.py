@@ -177,9 +177,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 param_group["params"] = list(param_group["params"])
                 checks.group(param_group, _NOT_OF_GROUPS, self.defaults)
             listed = param_group["params"]
-            checks.real(
-                [listed] if isinstance(listed, Tensor) else list(listed), len(getattr(self, "param_groups", ()))
-            )
+            given = [listed] if isinstance(listed, Tensor) else list(listed)
+            checks.real(given, len(getattr(self, "param_groups", ())))
+            self.holdings.refuse_at_rest([{"params": [one[1] if isinstance(one, tuple) else one for one in given]}])
             self._algorithm.checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
 

@@ -29,10 +29,11 @@ from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tra
 from zerokern.optim.placing import Placing, check_update, check_whole
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
-from zerokern.optim.survey import Groups, Survey
-from zerokern.schedule import Delayed, check_schedule
+from zerokern.optim.survey import Groups, Survey, params_of
+from zerokern.schedule import Delayed, check_schedule, refuse_at_rest
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.kinds import splits_of
+from zerokern.zero.kinds import shardings_of
+from zerokern.zero.sharded import known_shard
 from zerokern.zero.tiers import own_name
 
 __all__ = ["Bound", "Chosen", "Holdings"]
@@ -238,6 +239,7 @@ class Holdings:
         first = next((param for group in groups for param in group["params"] if param.requires_grad), None)
         if first is None:
             return False
+        self.refuse_at_rest(groups)
         if self._splits(groups):
             if self.delays:
                 do = "Some of these parameters are on a device and others are not (zk.shard(tier=[...]))"
@@ -266,12 +268,21 @@ class Holdings:
         if waits and all(param.grad is None for group in groups for param in group["params"]):
             raise StateError(_TOO_EARLY.format(tier=self.tier))
 
+    def refuse_at_rest(self, groups: Groups) -> None:
+        """Raises where updates are delayed, and parameters of the same models rest on a disk."""
+        if self.delays and any(getattr(one, "at_rest", False) for one in self._shardings(groups)):
+            refuse_at_rest(self.schedule)
+
     def _splits(self, groups: Groups) -> bool:
         """Whether zk.shard may have put some of these parameters on the device, and others off it."""
+        return any(getattr(one, "splits", False) for one in self._shardings(groups))
+
+    def _shardings(self, groups: Groups) -> list[Any]:
+        """Returns what has sharded the models of these parameters."""
         last = self.shards
         if last.shards and last.knows(groups):
-            return any(getattr(one, "splits", False) for one in last.shardings)
-        return any(splits_of(param) for group in groups for param in group["params"])
+            return last.shardings
+        return shardings_of(map(known_shard, params_of(groups)))
 
     def hosting(self, groups: Groups) -> tuple[HostCopies, LocationsOf] | None:
         """Returns what makes host copies of these parameters, if they are to have some."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
 from zerokern.kernels.squares import one_by_one
-from zerokern.memory import NextRest, Wanted, placement
+from zerokern.memory import Wanted, placement
 from zerokern.memory.addresses import MemoryRecord
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.squares import MeasuredThere, SquaresBelow
@@ -27,7 +27,7 @@ from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
-from zerokern.zero.kinds import present, rest_of, splits_of
+from zerokern.zero.kinds import splits_of
 from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
@@ -62,18 +62,15 @@ _DROPPED = (
 class HostCopy:
     """Holds the host copy of one parameter, of which this rank has `local` beside the compute.
 
-    `rest`: where the values are while nobody uses them, if the parameter rests too. Until an update changes them, they
-    are the parameter's own and take no room. `stays`: None; or the device updates the parameter: the gradient is the
-    device's own, the values are the parameter itself, or, with a delay, its shadow, and so many bytes of its state lie
-    there. `near`: so it is, but in host memory, where zk.shard has put what had no room on the device.
+    `stays`: None; or the device updates the parameter: the gradient is the device's own, the values are the parameter
+    itself, or, with a delay, its shadow, and so many bytes of its state lie there. `near`: so it is, but in host
+    memory, where zk.shard has put what had no room on the device.
     """
 
     local: Tensor
     values: Tensor
     grad: Tensor
     shadow: Tensor | None = None
-    rest: NextRest | None = None
-    shown: Tensor | None = None  # the values, for who shows them: other views would keep them in memory
     version: int = 0  # of `local`, and its memory, as of the last time both agreed
     memory: MemoryRecord | None = None
     fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
@@ -105,8 +102,7 @@ class HostCopy:
     @property
     def bits(self) -> int:
         """Fingerprint of the parameter."""
-        with present(self.local):
-            return int(fingerprints(self.local.detach().contiguous()))
+        return int(fingerprints(self.local.detach().contiguous()))
 
     def agree(self) -> None:
         """Notes that both have the same values now."""
@@ -217,14 +213,12 @@ class HostCopies:
     def _make(self, new: Sequence[tuple[Tensor, torch.dtype, StateLocation]]) -> list[HostCopy]:
         """Makes copies of these (parameter, dtype of its gradient, where its state lies), all in one arena."""
         copied = [(one, dtype, location.slots) for one, dtype, location in new if location.stays is None]
-        rests = self._rests_of([one for one, _, _ in copied])
-        loose = [one for (one, _, _), rest in zip(copied, rests, strict=True) if rest is None]
         pairs = ((one, slot) for one, _, location in new for slot in location.slots)
         slots = sorted(pairs, key=lambda pair: pair[1].key)
-        wanted = [Wanted("values", one.shape, one.dtype) for one in loose]
+        wanted = [Wanted("values", one.shape, one.dtype) for one, _, _ in copied]
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in copied]
         tensors = iter(self.room.lay_out(wanted + [slot.wanted(one) for one, slot in slots]))
-        values = {id(one): next(tensors) for one in loose}
+        values = [next(tensors) for _ in copied]
         grads = [next(tensors) for _ in copied]
         state = {(id(one), slot.key): next(tensors) for one, slot in slots}
         made: list[HostCopy] = []
@@ -234,8 +228,8 @@ class HostCopies:
             if location.streams:
                 mine = [state[id(one), slot.key] for slot in location.slots]
                 self.room.keep(one, [slot.wanted(one) for slot in location.slots], mine)
-        for (one, dtype, some), rest, grad in zip(copied, rests, grads, strict=True):
-            copy = HostCopy(one, nn.Parameter(values[id(one)]), grad) if rest is None else _resting(one, grad, rest)
+        for (one, dtype, some), value, grad in zip(copied, values, grads, strict=True):
+            copy = HostCopy(one, nn.Parameter(value), grad)
             if dtype != copy.values.dtype:
                 copy.values.grad_dtype = dtype
             mine = [state[id(one), slot.key] for slot in some]
@@ -245,15 +239,6 @@ class HostCopies:
                 copy.shadow = torch.empty_like(one.detach())
             made.append(copy)
         return made
-
-    def _rests_of(self, local: Sequence[Tensor]) -> list[NextRest | None]:
-        """Returns where the values of copies rest: in one place for all whose parameters rest in one place."""
-        found = {copy.rest.base: copy.rest for copy in self.copies.values() if copy.rest is not None}
-        bases = list(map(rest_of, local))
-        for base in bases:
-            if base is not None and base not in found:
-                found[base] = NextRest(base, "pending")
-        return [None if base is None else found[base] for base in bases]
 
     def of(self, local: Iterable[Tensor]) -> list[HostCopy]:
         """Returns the copies of these; frozen ones have none."""
@@ -269,11 +254,6 @@ class HostCopies:
         found = self.of(local)
         return bool(found) and all(copy.near for copy in found)
 
-    def expect_update(self, copies: Sequence[HostCopy]) -> None:
-        """An update of these is about to begin: it reads what parameters are now, whoever writes to them."""
-        for rest in {copy.rest for copy in copies if copy.rest is not None}:
-            rest.expect()
-
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
         copies = [copy for copy in self.copies.values() if copy.owns_values]
@@ -284,7 +264,7 @@ class HostCopies:
     def _follows(self, copy: HostCopy) -> bool:
         """Whether a copy follows its parameter: frozen ones do too, unless their dtype, shape or device has changed."""
         local, values = copy.local, copy.values
-        same = copy.rest is None and (local.dtype, local.shape) == (values.dtype, values.shape)
+        same = (local.dtype, local.shape) == (values.dtype, values.shape)
         return local.requires_grad or (same and device.is_apart(local) == (self.driver is not None))
 
     def follow(self, copies: Sequence[HostCopy]) -> None:
@@ -301,13 +281,9 @@ class HostCopies:
             return
         for copy in copies:
             copy.pending = False
-        resting = [copy for copy in copies if copy.rest is not None]
-        self._forget(resting)
-        torch.autograd.graph.increment_version([copy.values for copy in resting])  # masters begin anew from them
-        pairs = [(copy.local.detach(), copy.values.detach()) for copy in copies if copy.rest is None]
         if self.link is None:
-            for local, values in pairs:
-                values.copy_(local)
+            for copy in copies:
+                copy.values.detach().copy_(copy.local.detach())
         else:
             leave = [(copy.local.detach().contiguous(), copy.values.detach()) for copy in copies if copy.stays is None]
             ticket = self.link.to_host([local for local, _ in leave], [values for _, values in leave])
@@ -320,17 +296,6 @@ class HostCopies:
         for copy in copies:
             copy.checked = False
             copy.agree()
-
-    def _forget(self, copies: Sequence[HostCopy]) -> None:
-        """Drops the values of copies that rest, to be read from parameters when needed; beside pending ones, copies."""
-        needed = {copy.rest for copy in self.pending}
-        for copy in copies:
-            assert copy.rest is not None
-            if copy.rest not in needed:
-                copy.rest.forget()
-                continue
-            with present(copy.local), present(copy.values, written=True), torch.no_grad():
-                copy.values.copy_(copy.local)
 
     def fetch(
         self,
@@ -458,8 +423,6 @@ class HostCopies:
             elif self._poisons and copy.left is None:
                 copy.grad.fill_(torch.nan)
             copy.sumsq = None
-            if copy.rest is not None:
-                copy.rest.is_expected = False
             copy.free = True  # last: from now on the next one may be fetched
         self.freed()
 
@@ -484,41 +447,24 @@ class HostCopies:
         copies = [copy for copy in updated if copy.pending]
         if not copies:
             return None
-        loose = [copy for copy in copies if copy.rest is None]
-        rests = {copy.rest for copy in copies if copy.rest is not None}
-        if rests:
-            copies = loose + [copy for copy in self.pending if copy.rest in rests]  # and what lies beside them
-        for rest in rests:
-            self._put_rest(rest, [copy for copy in copies if copy.rest is rest])
         if self.driver is None:
             with torch.no_grad():
-                for copy in loose:
+                for copy in copies:
                     copy.local.detach().copy_(copy.values.detach())
         else:
-            shadowed = [(alias(copy.local, 0, copy.local.shape), copy.shadow) for copy in loose]
+            shadowed = [(alias(copy.local, 0, copy.local.shape), copy.shadow) for copy in copies]
             put_in_place(self.driver, [(local, shadow) for local, shadow in shadowed if shadow is not None])
         for copy in copies:
             copy.pending = False
         self._put += copies
         return self.here()
 
-    def _put_rest(self, rest: NextRest, copies: Sequence[HostCopy]) -> None:
-        """Writes pending values of all that rest together: by a swap, or by copies if others wrote beside them."""
-        if rest.take_place():
-            return
-        with rest.base.used(), rest.used(), torch.no_grad():
-            rest.base.change()
-            for copy in copies:
-                copy.local.detach().copy_(copy.values.detach())
-        rest.forget()
-
     def load_pending(self, local: Tensor, values: Tensor) -> None:
         """Writes loaded values to a copy, as pending, if they differ from the copy's."""
         copy = self.copies[id(local)]
-        with present(values), present(copy.values):
-            if torch.equal(values.to(copy.values.device), copy.values):
-                return
-        with torch.no_grad(), present(values), present(copy.values, written=True):
+        if torch.equal(values.to(copy.values.device), copy.values):
+            return
+        with torch.no_grad():
             alias(copy.values, 0, copy.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
         self.mark_pending([copy])
 
@@ -528,8 +474,7 @@ class HostCopies:
         if ticket is not None:
             ticket.wait()
         for copy in copies:
-            with present(copy.values), present(copy.local):
-                copy.pending = not torch.equal(copy.values.detach(), copy.local.detach().to(copy.values.device))
+            copy.pending = not torch.equal(copy.values.detach(), copy.local.detach().to(copy.values.device))
             copy.loaded = copy.bits if copy.pending else None
 
 
@@ -542,14 +487,3 @@ def _portions(piece: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> list[
 def _is_near(local: Tensor) -> bool:
     """Whether this is in host memory, of a model of which other parameters are on the device."""
     return splits_of(local) and not device.is_apart(local)
-
-
-def _resting(local: Tensor, grad: Tensor, rest: NextRest) -> HostCopy:
-    """Makes the copy of a parameter that rests; it rests at the same offset."""
-    with rest.adding_views():
-        offset = int(local.storage_offset()) - int(rest.base.memory.storage_offset())
-        values = nn.Parameter(alias(rest.memory, offset, local.shape))
-        shown = values.detach()
-    values.zk_rest = shown.zk_rest = rest  # type: ignore[attr-defined]
-    rest.is_viewed()  # by nobody else yet
-    return HostCopy(local, values, grad, rest=rest, shown=shown)

@@ -340,7 +340,7 @@ class Shards:
         near = self.local[place]
         waits = self.host.delays and bool(self.host.of([near]))  # one that was trained may have a copy
         if not waits:
-            with present(values), present(near):
+            with present(near):
                 if not torch.equal(values.to(near.device), near):
                     frozen = _FROZEN.format(name=self.shards[place].name)
                     raise StateError(frozen if self.host.delays else NOT_DELAYED)
@@ -399,7 +399,7 @@ class Shards:
         piece = self.updated[place]
         for copy in self.host.of([self.local[place]]):
             if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
-                entry.setdefault(PENDING, piece.detach() if copy.shown is None else copy.shown)
+                entry.setdefault(PENDING, piece.detach())
 
     def localize(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
@@ -415,10 +415,7 @@ class Shards:
     def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> WatchedState:
         """Returns state as users see it, with copies of pending values: loading in place writes into a state_dict."""
         waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
-        copies = {}
-        for key, entry in waiting.items():
-            with present(entry[PENDING]):
-                copies[key] = {**entry, PENDING: entry[PENDING].clone()}
+        copies = {key: {**entry, PENDING: entry[PENDING].clone()} for key, entry in waiting.items()}
         return WatchedState(self.shown({**state, **copies}, outer))
 
     def refetch(self) -> None:
@@ -431,7 +428,7 @@ class Shards:
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
         outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
         # replaced, not lost: nobody need be warned of it
-        self.host.refetch([one for one in self.host.copies.values() if one.pending or one.rest is not None])
+        self.host.refetch([one for one in self.host.copies.values() if one.pending])
         self.look()
         for place, values in pending.items():
             self.host.load_pending(self.local[place], values)
@@ -488,10 +485,6 @@ class Shards:
             total = torch.where(broken, torch.inf, terms.sum()).reshape(1)
             norm_of_all(self.accord.party, total, "sum", "opt.step")
             terms.zero_()[:1].copy_(total)
-
-    def expect_update(self) -> None:
-        """An update of what has a gradient is about to begin."""
-        self.host.expect_update(self.host.of(self.local[place] for place in self._fetched))
 
     def announce(self) -> None:
         """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""

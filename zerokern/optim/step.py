@@ -261,8 +261,6 @@ class StepRunner:
         if launches:
             self._launch_beside(shards, update)
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
-            if here.delays:
-                shards.expect_update()
             self._begin(shards, update, taken, lazily=lazily, inline=False)
             if lazily:
                 self._publish_later(shards, update, taken)
@@ -590,9 +588,6 @@ class StepRunner:
 
 
 def _moved(shards: Shards, part: Part) -> list[int]:
-    """Returns the members of a part that cross the link both ways; none where any rests off the device by itself."""
+    """Returns the members of a part that cross the link both ways."""
     trained = [member for member in part.members if shards.local[member].requires_grad]
-    copies = {member: shards.copy(member) for member in trained}
-    if any(copy.rest is not None for copy in copies.values()):
-        return []
-    return [member for member, copy in copies.items() if copy.stays is None]
+    return [member for member in trained if shards.copy(member).stays is None]

@@ -82,7 +82,7 @@ def would_fit(run: _F) -> list[_F]:
         memory = {(param_tier, "cpu")} if tier == "nvme" else set()  # where there is no need of the disk
         memory |= {("cpu", tier)} if param_tier == "nvme" else set()
         there = recipe.placed(tier, param_tier, keep)
-        if not there.is_taken(run.settings.device, 3, run.world):
+        if not there.is_taken(run.settings.device, 3, run.world) or (there.delays_at_rest and param_tier == "nvme"):
             continue
         if any((recipe, keep, *places) in fitting for places in memory):
             fitting.add((recipe, keep, param_tier, tier))

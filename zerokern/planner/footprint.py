@@ -423,7 +423,7 @@ def _states(run: Footprint) -> Iterator[Holding]:
     waits = recipe.delays_at_rest if recipe.rests else run.copied and settings.device != "cpu"
     for kind in trained if recipe.delays and waits else ():
         numel = kind.own_numel
-        yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+        yield Holding("shadow", short(kind.dtype), "cpu" if recipe.rests else "device", numel * kind.itemsize)
         if recipe.rests:  # the update reads gradients while the next backward makes others
             yield _host_gradients(run, kind, numel)
 

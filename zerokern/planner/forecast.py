@@ -264,7 +264,7 @@ def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -
         plan = replace(plan, recipe=replace(plan.recipe, tier="cpu"))  # from where state streams
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
-    if plan.recipe.streams(plan.settings.device):  # an update on the device has nothing to hide behind
+    if plan.recipe.streams(plan.settings.device) or "nvme" in dict(plan.lying):  # zk.Delayed is refused there
         names.remove("delayed")
     rows = [row for token in tokens for row in _predictions(shape, mine, names, token)]
     needed = {name: _needed(coarse, mine, name) for name in names}

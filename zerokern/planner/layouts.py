@@ -206,8 +206,7 @@ def pinned_nbytes(
     nbytes = []
     has_copies = recipe.has_host_copies(device) or recipe.delays_at_rest
     if has_copies:  # all values, all gradients, then the state key by key, unless it is on disk
-        values = parts if recipe.param_tier != "nvme" else ()  # else they are there, too
-        nbytes = [one.numel * itemsize(one.dtype) for one in values]
+        nbytes = [one.numel * itemsize(one.dtype) for one in parts]
         nbytes += [one.numel * recipe.wire_itemsize(one.dtype) for one in parts]
     if has_copies or recipe.streams(device):
         state = sorted(state, key=lambda tensor: tensor[0])

@@ -163,13 +163,9 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
     for copy in [] if host is None else host.copies.values():
         if copy.shadow is not None:
             tally.add("shadow", copy.shadow)
-        if copy.stays is not None:
-            continue
-        if copy.rest is None:
+        if copy.stays is None:
             tally.add("host parameters", copy.values.detach())
-        else:  # on the disk beside its parameter, until it takes its place
-            tally.put("shadow", _format(copy.values), "nvme", copy.values.nbytes)
-        tally.add("host gradients", copy.grad)
+            tally.add("host gradients", copy.grad)
     for entry in opt.state.values():
         if not isinstance(entry, dict):
             continue

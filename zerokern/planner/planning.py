@@ -20,7 +20,7 @@ from zerokern.planner.forecast import USUAL, Forecast, forecast, step_seconds
 from zerokern.planner.model import keeps_whole, model_spec
 from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
 from zerokern.planner.transformer import named
-from zerokern.schedule import Delayed, Machine, machine_of
+from zerokern.schedule import Delayed, Machine, machine_of, refuse_at_rest
 from zerokern.zero.partition import check_stage, shards_parameters
 
 __all__ = ["Plan", "plan"]
@@ -281,6 +281,8 @@ def plan(
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
     recipe.has_host_copies(made.settings.device)
+    if recipe.delays_at_rest and "nvme" in dict(made.lying):
+        refuse_at_rest(recipe.schedule)
     return made.spilling()
 
 

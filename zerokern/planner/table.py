@@ -304,9 +304,7 @@ def _notes_at_rest(plan: Footprint) -> list[str]:
             "More host memory, or more ranks, would spare the disk that."
         )
     if "read" in lanes_to(recipe.param_tier, settings.device) and recipe.schedule == "sync":
-        said.append(
-            'With schedule="overlap" or zk.Delayed the update reads no parameters of its own: one fetch serves both.'
-        )
+        said.append('With schedule="overlap" the update reads no parameters of its own: one fetch serves both.')
     said += _note_on_disk(plan)
     if not plan.subject.units:
         said.append(

@@ -11,7 +11,7 @@ from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
 from .resting import Resting, gradients, spilled
 
-__all__ = ["Delayed", "check_schedule", "program_of", "resident"]
+__all__ = ["Delayed", "check_schedule", "program_of", "refuse_at_rest", "resident"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,25 @@ def check_schedule(value: object) -> str | Delayed:
     raise error(got("schedule", value, "'sync', 'overlap' or zk.Delayed(after=N)", advice))
 
 
+def refuse_at_rest(schedule: str | Delayed) -> None:
+    """Raises if the update of parameters that rest on a disk is delayed.
+
+    >>> refuse_at_rest("overlap")
+    >>> refuse_at_rest(Delayed())
+    Traceback (most recent call last):
+    ...
+    ValueError: schedule=Delayed(after=0): must be 'sync' or 'overlap' for parameters that rest on a disk. A delayed \
+update would keep all of them there twice; 'overlap' hides updates as well, and zk.Delayed takes parameters in host \
+memory (tier='cpu') with their state on the disk
+    """
+    if isinstance(schedule, Delayed):
+        do = (
+            "A delayed update would keep all of them there twice; 'overlap' hides updates as well, and zk.Delayed "
+            "takes parameters in host memory (tier='cpu') with their state on the disk"
+        )
+        raise ValueError(got("schedule", schedule, "'sync' or 'overlap' for parameters that rest on a disk", do))
+
+
 def program_of(
     schedule: str | Delayed,
     spans: Sequence[Span],
@@ -94,6 +113,8 @@ def program_of(
     check_schedule(schedule)
     if not spans:
         raise ValueError(got("spans", list(spans), "at least one span"))
+    if any("read" in span.fetch_lanes for span in spans):
+        refuse_at_rest(schedule)
     resting = passes if any(span.fetch_lanes for span in spans) else 0
     if schedule == "sync":
         return _sync(spans, on_disk, resting)
@@ -207,7 +228,7 @@ def _delayed(spans: Sequence[Span], shadow: bool, at_once: bool, on_disk: bool, 
     stored = [OpKey("Store" if span.param_nbytes else "Step", span.names[-1], 1) for span in spans if span.is_updated]
     builder = ProgramBuilder("delayed", on_disk)
     if resting:
-        Resting(builder, spans, lambda place: seen if place == 0 else [], resting, behind=2).compute()
+        Resting(builder, spans, lambda place: seen if place == 0 else [], resting).compute()
     else:
         builder.compute(spans, lambda place: seen if place == 0 else [], fetched=not at_once)
     # All of it is stored before the first is published. The others follow that one, so that edges stay linear.

@@ -50,7 +50,6 @@ class Resting:
     """Forward and backward of spans in forward order, of which some are fetched.
 
     `passes`: micro-batches, one after the other. `hands_over`: updated parameters stay in memory for the next forward.
-    `behind`: how many steps ago the update was that compute sees.
     """
 
     builder: ProgramBuilder
@@ -58,7 +57,6 @@ class Resting:
     begin: Begin
     passes: int
     hands_over: bool = False
-    behind: int = 1
     fetched: Counter[int] = field(default_factory=Counter)
     """by place of a span, how often in this step"""
 
@@ -117,7 +115,7 @@ class Resting:
 
     def _away(self, span: Span) -> list[OpKey]:
         """What was updated is on disk before it is read again."""
-        return [OpKey("Store", f"{span.name} record", self.behind)] if span.numel and span.written_nbytes else []
+        return [OpKey("Store", f"{span.name} record", 1)] if span.numel and span.written_nbytes else []
 
     def _keep(self, use: _Use, span: Span, last: list[OpKey]) -> None:
         """Inputs leave as soon as they were used; the last span's stay."""

@@ -90,9 +90,7 @@ def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
     if rest is None:
         yield
         return
-    with rest.used():
-        if written:
-            rest.change()
+    with rest.used(changed=written):
         yield
 
 

@@ -232,7 +232,7 @@ class BucketMemory:
             self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
-        self._coming: Copy | DiskCopy | None = None  # what last left the host
+        self._reading: Copy | None = None  # the last copy to the device, of a shard in host memory
         self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
 
     @property
@@ -332,7 +332,7 @@ class BucketMemory:
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
-        copy = self._coming = self._lifted(own)
+        copy = self._lifted(own)
         if self.group.alone or self.host.copies is None:
             return Handle(copy.gate, copy.done, copy.gate)
         with self.host.copies.driver.aside("gather"):
@@ -342,15 +342,16 @@ class BucketMemory:
     def _lifted(self, own: Tensor) -> Copy | DiskCopy:
         assert self.host is not None
         if self.disk_copier is None:
-            return self.host.fetch(self.shard, own)
+            self._reading = self.host.fetch(self.shard, own)
+            return self._reading
         assert self.rest is not None
         return self.disk_copier.start(self.rest, self._parts if own is self.own else self.disk_copier.parts(own))
 
     def settle(self) -> None:
         """Waits until no copy to the device reads the shard, so that it may be written."""
-        coming, self._coming = self._coming, None
-        if isinstance(coming, Copy):  # what rests waits for its users by itself
-            coming.wait()
+        reading, self._reading = self._reading, None
+        if reading is not None:  # what rests on a disk waits for its users by itself
+            reading.wait()
 
     def allocate(self) -> bool:
         """Allocates the full bucket in the storage of its views; returns whether somebody had kept it allocated."""

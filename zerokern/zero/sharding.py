@@ -185,6 +185,10 @@ class Sharding:
                 places = [(owner.module._parameters, owner.attribute) for owner in owners[id(entry.param)]]
                 self._owners[id(entry.param)] = places  # not the modules, which would be kept
             self.memories.append(memory)
+        # whether any parameters rest on a disk: the same on all ranks, whatever their budgets
+        self.at_rest = any(memory.rest is not None for memory in self.memories)
+        if self.rests is not None and len(order.tiers) > 1:
+            self.at_rest = any(self.group.everyone.exchange(self.at_rest))
         self.shards = [shards[number] for number in range(len(named))]
         self._has_dtensors = any(shard.placed is not None for shard in self.shards)
         for memory in self.memories:

@@ -87,8 +87,7 @@ class SpilledBucket(GradientBucket):
         before.wait()
         self._allocate()
         if live:
-            with self.rest.used():
-                self.rest.change()
+            with self.rest.used(changed=True):
                 self.rest.memory.copy_(before.memory)
         self.give(live)
 
@@ -122,9 +121,7 @@ class SpilledBucket(GradientBucket):
         with ExitStack() as stack:
             for rest in (self.rest, self._unreduced):
                 if rest is not None:
-                    stack.enter_context(rest.used())
-                    if written:
-                        rest.change()
+                    stack.enter_context(rest.used(changed=written))
             yield
 
     def open(self, buffer: Tensor) -> None:

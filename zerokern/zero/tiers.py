@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from zerokern.core.errors import got
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory import order as orders
 from zerokern.memory.arena import PAGE
+from zerokern.memory.blocks import HostBlock
 from zerokern.memory.copies import Copy
 from zerokern.memory.order import TierOrder
 from zerokern.memory.rest import GOING, Rest
@@ -217,7 +219,7 @@ LARGEST = 16 << 20
 
 
 class DiskCopy:
-    """The ticket of one copy: nobody touches its target before `gate` or `wait`, which raise what went wrong."""
+    """The ticket of one copy: nobody touches its target before `gate`, which raises what went wrong."""
 
     def __init__(self, future: Future[Copy]) -> None:
         self._future = future
@@ -225,10 +227,6 @@ class DiskCopy:
     def gate(self) -> None:
         """Makes the current stream wait for the copy; the host waits for the disk alone."""
         self._future.result().gate()
-
-    def wait(self) -> None:
-        """Waits for the copy."""
-        self._future.result().wait()
 
     def done(self) -> bool:
         """Whether the copy has ended, or failed."""
@@ -243,9 +241,9 @@ class DiskCopier:
         self.host = HostTier(owner, copies=self.copies)
         self._slot_nbytes = min(LARGEST, max(PAGE, ring_nbytes // 2 // PAGE * PAGE))
         slot = Wanted("ring", torch.Size([self._slot_nbytes]), torch.uint8)
-        self._slots = self.host.lay_out([slot] * max(2, ring_nbytes // self._slot_nbytes))
-        self._drained: list[Any] = [None] * len(self._slots)
-        self._next = 0
+        wanted = [slot] * max(2, ring_nbytes // self._slot_nbytes)
+        self._slots = [HostBlock(memory) for memory in self.host.lay_out(wanted)]
+        self._turns = cycle(self._slots)
         self._thread = ThreadPoolExecutor(1, "zerokern disk_copier")
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
 
@@ -266,18 +264,18 @@ class DiskCopier:
             rest.wait()
             source = rest.memory.view(torch.uint8)
             for part, span in zip(parts, source.split(self._slot_nbytes), strict=True):
-                number, self._next = self._next % len(self._slots), self._next + 1
-                if self._drained[number] is not None:
-                    self._drained[number].wait()
-                slot = self._slots[number][: span.numel()]
-                if self.copies.driver.pinned(slot):
-                    slot.copy_(span)
-                    last = self.copies.to_device(slot, part, ready=ready)
+                slot = next(self._turns)
+                if slot.last is not None:
+                    slot.last.wait()
+                memory = slot.memory[: span.numel()]
+                if self.copies.driver.pinned(memory):
+                    memory.copy_(span)
+                    last = self.copies.to_device(memory, part, ready=ready)
                 else:  # the system has refused that, and was named
                     ready.wait()
                     part.copy_(span)
                     last = self.copies.here()
-                self._drained[number] = last
+                slot.last = last
         except BaseException:
             last.wait()  # nothing moves into memory that nobody waits for
             raise

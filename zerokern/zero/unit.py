@@ -13,7 +13,6 @@ import enum
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +23,7 @@ from zerokern.core.errors import IoError, StateError
 from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.hooks import in_backward
+from zerokern.zero.kinds import present
 from zerokern.zero.params import BucketEntry, BucketMemory, mark_gathered, mark_released
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import shard_of
@@ -277,9 +277,7 @@ class Unit:
         shard, full = shard_of(entry.param), entry.full
         assert shard is not None and full is not None
         written = shard.here.cut(full).to(piece.device)
-        with nullcontext() if shard.rest is None else shard.rest.used():
-            if shard.rest is not None:
-                shard.rest.change()
+        with present(piece, written=True):
             if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
                 torch.autograd.graph.increment_version(piece)
             elif not torch.equal(written, piece):
