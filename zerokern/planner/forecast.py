@@ -519,7 +519,7 @@ def _parts(plan: Footprint, least: int) -> list[tuple[str, BucketSize]]:
     """Returns buckets with the tiers that they rest in: neighbours of one kind together, until they have at least so
     many elements, and of equal ones that are only counted at most `SPANS` parts."""
     found: list[tuple[str, BucketSize]] = []
-    kinds = []
+    kinds: list[tuple[Any, ...]] = []
     for tier, bucket in plan.lying:
         kind = tier, bucket.dtype, bucket.trainable, plan.buckets.enclose(bucket)
         for part in bucket.each(SPANS):

@@ -140,8 +140,9 @@ class Recipe:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
-        state, params = _tiers("tier", tier, auto=True), _tiers("param_tier", param_tier)
-        kept = (None, RING_NBYTES, ()) if keep is None else _tiers("keep", keep)
+        state, state_ring, budgets = _tiers("tier", tier, auto=True)
+        params, param_ring, param_budgets = _tiers("param_tier", param_tier)
+        kept, keep_ring, keep_budgets = (None, RING_NBYTES, ()) if keep is None else _tiers("keep", keep)
         schedule, is_muon = check_schedule(schedule), name == "muon"
         if update is None:
             update = "device" if is_muon else "host"
@@ -150,15 +151,20 @@ class Recipe:
                 "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
             )
             raise ValueError(got("update", update, "'host' or 'device'", do))
-        if update == "device" and state[0] == "nvme" and not is_muon:
+        if update == "device" and state == "nvme" and not is_muon:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
         if ns_dtype not in _NS_DTYPES:
             raise ValueError(got("ns_dtype", ns_dtype, "None | 'bf16' | 'fp32'"))
         check_whole("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
         if not is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
-        formats, places = (param, reduce, state_format, master_format), (*state, *params, *kept)
-        return cls(name, *formats, *places, schedule, str(update), _NS_DTYPES[ns_dtype], ns_steps)
+        return cls(
+            name, param, reduce, state_format, master_format,
+            tier=state, ring_nbytes=state_ring, budgets=budgets,
+            param_tier=params, param_ring_nbytes=param_ring, param_budgets=param_budgets,
+            keep=kept, keep_ring_nbytes=keep_ring, keep_budgets=keep_budgets,
+            schedule=schedule, update=str(update), ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps,
+        )  # fmt: skip
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
         """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
