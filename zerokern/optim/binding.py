@@ -27,13 +27,14 @@ from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim import checks
 from zerokern.optim.matrices import MatrixTable, ns_dtype_of, part_of
-from zerokern.optim.outside import WatchedState, Witness, tracked
+from zerokern.optim.outside import WatchedState, follow_writes, tracked
 from zerokern.optim.record_rounds import in_rounds
 from zerokern.optim.records import RecordSpan
 from zerokern.optim.state import SpanRow, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of
+from zerokern.zero.watch import Watch
 
 __all__ = ["Binding", "HostCompute", "RowBatch", "table_of"]
 
@@ -277,11 +278,12 @@ class Binding:
         compute: HostCompute,
         *,
         previous: Binding | None,
-        witness: Witness | None,
+        followed: Watch,
     ) -> None:
         """Checks all state, then makes what is missing and points at it.
 
-        `previous` is an intact binding of the same state, whose rows need no second look.
+        `previous` is an intact binding of the same state, whose rows need no second look. `followed`: the parameters
+        with masters, as those were last made to follow them.
         """
         self.survey, self.tier, self.compute, self._groups = survey, tier, compute, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
@@ -302,9 +304,8 @@ class Binding:
                 compute.mark_first(survey, tier, new)
             same = previous is not None and same_objects(survey.all_params, previous.survey.all_params)
             compute.open_book(survey, tier, previous if same and not new else None)
-            if witness is not None:
-                witness.catch_up(tier.state)
-            self.witness = Witness(tracked(tier.state))
+            follow_writes(followed, tier.state)
+            self.followed = Watch(tracked(tier.state))
             tier.locate()
             if tier.state.mark.changed:
                 tier.state.watch_all()
@@ -593,7 +594,7 @@ class Binding:
         """Counts an update that was made."""
         self.compute.count(self.tier)
         self.survey.cells.bump_versions()
-        self.witness.stepped()
+        self.followed.accept_writes()
 
     def shown(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Returns the state to save."""

@@ -8,8 +8,6 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
 from zerokern.optim.cut_matrices import together
@@ -17,6 +15,7 @@ from zerokern.optim.parts import Part
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
 from zerokern.zero.partition import shards_parameters, shards_state
+from zerokern.zero.watch import Watch
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
@@ -113,19 +112,17 @@ class Update:
                 self.binding.launch(scale)
         self._launched = host.here()
 
-    def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
-        """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
+    def make_part(self, turn: int, readings: Watch) -> None:
+        """Makes the update of one part. `readings`: gradients that the program could change meanwhile."""
         scale = self.decision.scale
         with together(self.exchanges):
             if scale is not None:
                 self.binding.take_turn(turn, scale)
-            if any(grad._version != version for grad, version in readings):
+            if readings.written():
                 self.binding.begun = True
                 raise StateError(_EDITED)
 
-    def make_part_on_host(
-        self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Sequence[tuple[Tensor, int]]
-    ) -> None:
+    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Watch) -> None:
         """Makes one turn of the update in host memory; gradients of `copies` may be fetched anew from then on."""
         self.make_part(turn, readings)
         if copies:
@@ -217,7 +214,7 @@ class Update:
             if program.has("Fetch", name):  # of nothing there is no op
                 yield ("Fetch", name), partial(_same, ticket)
         if self.in_place:
-            readings = () if inline else shards.readings(part.members)
+            readings = shards.readings(() if inline else part.members)
             yield ("Step", part.name), partial(self.make_part, turn, readings)
         else:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
@@ -229,7 +226,8 @@ class Update:
                 # last: gradients are given up behind what has read them
                 yield ("Publish", part.name), partial(host.consumed, copies, updated=False)
                 return
-            near = () if inline else shards.readings(m for m in part.members if m in rows and shards.copy(m).near)
+            members = () if inline else part.members
+            near = shards.readings(m for m in members if m in rows and shards.copy(m).near)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
