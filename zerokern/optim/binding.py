@@ -328,7 +328,7 @@ class Binding:
         What was assigned to the state shows by its mark, a tensor whose memory was exchanged (`.data`) by its address.
         """
         known = state is self.tier.state and not state.mark.changed
-        return known and self.tier.in_place() and self.compute.book.untouched()
+        return known and self.tier.watch.in_place() and self.compute.book.untouched()
 
     def arrange(self, turns: Turns, names: Sequence[str]) -> None:
         """Prepares for an update turn by turn: each has the parameters in these places of the optimizer's.

@@ -169,7 +169,7 @@ class DeviceSteps:
         if self._classes[number]:
             self._views[number].zero_()
             self._classify({number: 0})
-            self._watch.accept_writes()
+            self.watch.accept_writes()
 
     def _put(self, numbers: Sequence[int], values: Tensor) -> None:
         if numbers:
@@ -178,14 +178,14 @@ class DeviceSteps:
     def _note_views(self, numbers: list[int]) -> None:
         """Records the views that are in the state, where users may write or exchange them."""
         self._adopted = numbers
-        self._watch = Watch([self.steps, *(self._views[number] for number in numbers)])
+        self.watch = Watch([self.steps, *(self._views[number] for number in numbers)])
 
     def _read_if_written(self) -> None:
         self._note_capture()
-        if self._watch.written():
+        if self.watch.written():
             self._drop_captures(set(self._adopted), "counters were written")
             self._read()
-            self._watch.accept_writes()
+            self.watch.accept_writes()
 
     def _read(self) -> None:
         """Waits for the device, and learns which counters are equal by chance."""
@@ -258,13 +258,9 @@ class DeviceSteps:
             alike.setdefault(label, set()).add(number)
         self._captures += alike.values()
 
-    def in_place(self) -> bool:
-        """Whether nobody has exchanged the memory of a counter."""
-        return self._watch.in_place()
-
     def untouched(self) -> bool:
-        """Whether nobody has written a counter since, either."""
-        return self._watch.unchanged()
+        """Whether nobody has written a counter since, or exchanged the memory of one."""
+        return self.watch.unchanged()
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:

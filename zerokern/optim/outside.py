@@ -205,7 +205,7 @@ def follow_writes(watch: Watch, state: Mapping[Tensor, dict[str, Any]]) -> None:
         return
     changed = watch.changed()
     written = [watch.tensors[place] for place in changed]
-    follow([param for param in written if param in state], state, loaded=watch.compares_bits)
+    follow([param for param in written if param in state], state, loaded=bool(watch.prints))
     watch.accept(changed)
 
 

@@ -442,13 +442,9 @@ class StateTier:
             kept.fill_(initial)
 
     def locate(self) -> None:
-        """Records where the state is that the update reads and writes."""
+        """Records where the state is that the update reads and writes, and watches its memory."""
         self._found = [row for param in self.survey.params if (row := self.rows.get(id(param))) is not None]
-        self._watch = Watch((tensor for row in self._found for tensor in row.tensors), versions=False)
-
-    def in_place(self) -> bool:
-        """Whether nobody has exchanged its memory since."""
-        return self._watch.in_place()
+        self.watch = Watch((tensor for row in self._found for tensor in row.tensors), versions=False)
 
     def check(self) -> None:
         """Raises where an update cannot reach the state; from here on the update changes it."""

@@ -49,7 +49,7 @@ class Watch:
         self._versions, self._addresses = array("q"), array("Q")
         self._storages: list[StorageWeakRef] = []
         self._numbers: list[int] = []  # of the storages
-        self._prints: dict[int, int] = {}  # by place, of those whose bits decide
+        self.prints: dict[int, int] = {}  # by place, of those whose bits decide
         if versions:  # the native call that reads them later would not survive a tensor of inference mode
             self._versions = array("q", map(_version_of, self.tensors))
         if memory:
@@ -60,25 +60,19 @@ class Watch:
 
     def accept(self, places: Iterable[int] | None = None) -> None:
         """Takes tensors as they are now for unchanged: all, or those at these places."""
-        some = list(range(len(self.tensors)) if places is None else places)
-        self.accept_writes(some)
-        for place in some:
-            self._addresses[place] = self.tensors[place].data_ptr()
+        now = self._bodies.versions()
+        for place in range(len(self.tensors)) if places is None else places:
+            self._versions[place], self._addresses[place] = now[place], self.tensors[place].data_ptr()
             storage = self.tensors[place].untyped_storage()
             if storage._cdata != self._numbers[place]:
                 self._storages[place] = StorageWeakRef(storage)
                 self._numbers[place] = self._storages[place].cdata
+            self.prints.pop(place, None)
 
-    def accept_writes(self, places: Iterable[int] | None = None) -> None:
-        """Accounts for our own writes, which move nothing, as `accept` does."""
-        now = self._bodies.versions()
-        if places is None:
-            self._versions = now
-            self._prints.clear()
-            return
-        for place in places:
-            self._versions[place] = now[place]
-            self._prints.pop(place, None)
+    def accept_writes(self) -> None:
+        """Accounts for our own writes, which move nothing."""
+        self._versions = self._bodies.versions()
+        self.prints.clear()
 
     def carry_over(self, last: Watch) -> None:
         """Takes over what another one has accepted of the same tensors."""
@@ -87,7 +81,7 @@ class Watch:
             if then is not None:
                 self._versions[place], self._addresses[place] = last._versions[then], last._addresses[then]
                 self._storages[place], self._numbers[place] = last._storages[then], last._numbers[then]
-                self._prints.update({place: last._prints[then]} if then in last._prints else {})
+                self.prints.update({place: last.prints[then]} if then in last.prints else {})
 
     def compare_bits(self, places: Iterable[int] | None = None) -> None:
         """Has those at these places, or all, count as unchanged while they have the bits of now, whoever writes them.
@@ -95,12 +89,7 @@ class Watch:
         That ends when they are next accepted.
         """
         some = list(range(len(self.tensors)) if places is None else places)
-        self._prints.update(zip(some, prints_of([self.tensors[place] for place in some]), strict=True))
-
-    @property
-    def compares_bits(self) -> bool:
-        """Whether it compares the bits of any of them."""
-        return bool(self._prints)
+        self.prints.update(zip(some, prints_of([self.tensors[place] for place in some]), strict=True))
 
     def in_place(self) -> bool:
         """Returns whether all are at their addresses: of memory that somebody keeps, that is all there is to ask."""
@@ -110,14 +99,6 @@ class Watch:
         """Returns the places of those that were written."""
         now = self._bodies.versions()
         return [] if now == self._versions else list(compress(count(), map(operator.ne, now, self._versions)))
-
-    def take_written(self) -> list[int]:
-        """Returns what `written` does, and accepts it."""
-        now, then = self._bodies.versions(), self._versions
-        if now == then:
-            return []
-        self._versions = now
-        return list(compress(count(), map(operator.ne, now, then)))
 
     def unchanged(self) -> bool:
         """Returns whether none was written or given other memory, in the least time."""
@@ -129,12 +110,12 @@ class Watch:
         moved = map(operator.ne, map(_pointer_of, self.tensors), self._addresses)
         other = map(operator.or_, moved, map(_is_freed, self._numbers))
         found = sorted({*self.written(), *compress(count(), other)})
-        asked = [place for place in found if place in self._prints]
+        asked = [place for place in found if place in self.prints]
         now = dict(zip(asked, prints_of([self.tensors[place] for place in asked]), strict=True))
-        same = {place: one for place, one in now.items() if one == self._prints[place]}
+        same = {place: one for place, one in now.items() if one == self.prints[place]}
         if same:
             self.accept(same)
-            self._prints.update(same)
+            self.prints.update(same)
         return [place for place in found if place not in same]
 
 
