@@ -90,13 +90,14 @@ def _works(calls: Calls) -> bool:
     with torch.inference_mode(False):  # tensors of that have no version, and the native call would not survive it
         weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
         weight.grad = torch.ones_like(weight)
-        trials = TensorBodies([weight, torch.zeros(2, device="cpu").add_(1).mul_(2)])
+        trials = [weight, torch.zeros(2, device="cpu").add_(1).mul_(2)]
     reader = GradientReader([weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype], calls)
-    return (
-        reader.read() == array("Q", [weight.grad.data_ptr()])
-        and list(trials._ask_versions(calls)) == list(map(_version_of, trials.tensors))
-        and list(trials._ask_trained(calls)) == list(map(_is_trained, trials.tensors))
-    )
+    library, bodies, count = native.library(), array("Q", map(_tensor_of, trials)), len(trials)
+    versions, trained = array("q", bytes(8 * count)), array("B", bytes(count))
+    library.zk_versions(calls.version, bodies.buffer_info()[0], versions.buffer_info()[0], count)
+    library.zk_trained(calls.requires_grad, bodies.buffer_info()[0], trained.buffer_info()[0], count)
+    right = versions.tolist() == list(map(_version_of, trials)) and trained.tolist() == list(map(_is_trained, trials))
+    return right and reader.read() == array("Q", [weight.grad.data_ptr()])
 
 
 class GradientReader:
@@ -212,11 +213,6 @@ class TensorBodies:
         (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
         return bool(native.library().zk_in_cells(cells, bodies, count) == count)
 
-    def _calls(self) -> Calls | None:
-        """Returns what is asked natively; None where Python has to ask each tensor."""
-        calls = torch_calls()
-        return calls if calls is not None and self.unchanged() else None
-
     def have_gradients(self, gradients: array[int] | None = None) -> bool:
         """Returns whether the gradient of every tensor is the one with this TensorImpl; None: whether none has one.
 
@@ -224,8 +220,8 @@ class TensorBodies:
         >>> weight.grad = grad; bodies.have_gradients(), bodies.have_gradients(TensorBodies([grad]).bodies)
         (False, True)
         """
-        calls = self._calls()
-        if calls is None:
+        calls = torch_calls()
+        if calls is None or not self.unchanged():
             grads = list(map(_grad_of, self.tensors))
             if gradients is None or None in grads:
                 return gradients is None and grads.count(None) == len(grads)
@@ -241,8 +237,8 @@ class TensorBodies:
         >>> weight = torch.ones(3); TensorBodies([weight]).are_at(array("Q", [weight.data_ptr()]))
         True
         """
-        calls = self._calls()
-        if calls is None:
+        calls = torch_calls()
+        if calls is None or not self.unchanged():
             return array("Q", map(_pointer_of, self.tensors)) == addresses
         bodies, count = self.bodies.buffer_info()
         asked = native.library().zk_in_place
@@ -254,10 +250,9 @@ class TensorBodies:
         >>> TensorBodies([torch.ones(3).add_(1), torch.ones(3)]).versions().tolist()
         [1, 0]
         """
-        calls = self._calls() if len(self.bodies) > _FEW else None
-        return array("q", map(_version_of, self.tensors)) if calls is None else self._ask_versions(calls)
-
-    def _ask_versions(self, calls: Calls) -> array[int]:
+        calls = torch_calls() if len(self.bodies) > _FEW else None
+        if calls is None or not self.unchanged():
+            return array("q", map(_version_of, self.tensors))
         (bodies, count), found = self.bodies.buffer_info(), array("q", bytes(8 * len(self.bodies)))
         native.library().zk_versions(calls.version, bodies, found.buffer_info()[0], count)
         return found
@@ -268,10 +263,9 @@ class TensorBodies:
         >>> TensorBodies([torch.ones(3), torch.nn.Parameter(torch.ones(3))]).trained()
         b'\\x00\\x01'
         """
-        calls = self._calls()
-        return bytes(map(_is_trained, self.tensors)) if calls is None else self._ask_trained(calls)
-
-    def _ask_trained(self, calls: Calls) -> bytes:
+        calls = torch_calls()
+        if calls is None or not self.unchanged():
+            return bytes(map(_is_trained, self.tensors))
         (bodies, count), found = self.bodies.buffer_info(), array("B", bytes(len(self.bodies)))
         native.library().zk_trained(calls.requires_grad, bodies, found.buffer_info()[0], count)
         return found.tobytes()

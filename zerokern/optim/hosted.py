@@ -460,10 +460,11 @@ class HostCopies:
             self.put(self.pending)
             copies, self._put = self._put, []
         copies = [copy for copy in copies if copy.owns_values]
-        torch.autograd.graph.increment_version([copy.local for copy in copies])
-        for copy in copies:
-            copy.pending = False
-        self._watch.accept(self._places_of(copies))
+        if copies:
+            torch.autograd.graph.increment_version([copy.local for copy in copies])
+            for copy in copies:
+                copy.pending = False
+            self._watch.accept(self._places_of(copies))
 
     def put(self, updated: Iterable[HostCopy]) -> Copy | None:
         """Writes pending values of these to their parameters; `publish` counts it."""

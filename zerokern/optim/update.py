@@ -31,6 +31,7 @@ _EDITED = (
     "a gradient was changed in place after step() and before the update had read it; keep gradients until the next "
     "backward, or call opt.zero_grad(), which waits"
 )
+_NOTHING = Watch(())  # of an update that is made before `step()` returns
 Actions = Iterator[tuple[tuple[str, str], Callable[[], Any]]]
 Tickets = Mapping[str, Sequence[Any]]
 
@@ -214,7 +215,7 @@ class Update:
             if program.has("Fetch", name):  # of nothing there is no op
                 yield ("Fetch", name), partial(_same, ticket)
         if self.in_place:
-            readings = shards.readings(() if inline else part.members)
+            readings = _NOTHING if inline else shards.readings(part.members)
             yield ("Step", part.name), partial(self.make_part, turn, readings)
         else:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
@@ -226,8 +227,8 @@ class Update:
                 # last: gradients are given up behind what has read them
                 yield ("Publish", part.name), partial(host.consumed, copies, updated=False)
                 return
-            members = () if inline else part.members
-            near = shards.readings(m for m in members if m in rows and shards.copy(m).near)
+            members = (m for m in part.members if m in rows and shards.copy(m).near)
+            near = _NOTHING if inline else shards.readings(members)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):

@@ -102,7 +102,9 @@ class Watch:
 
     def unchanged(self) -> bool:
         """Returns whether none was written or given other memory, in the least time."""
-        same = self._bodies.versions() == self._versions and self.in_place()
+        if not self.tensors:
+            return True
+        same = self._bodies.versions() == self._versions and self._bodies.are_at(self._addresses)
         return same and not any(map(_is_freed, self._numbers))
 
     def changed(self) -> list[int]:
