@@ -49,6 +49,9 @@ def test_our_own_writes_are_accounted_for_and_hide_no_memory(count: int) -> None
         weights[1].add_(1)
     weights[2].data = torch.zeros(2)
     assert watch.written() == [0, 1] and watch.changed() == [0, 1, 2]
+    assert watch.written(accept=True) == [0, 1] and watch.written() == [] and watch.changed() == [2]
+    with torch.no_grad():
+        weights[0].add_(1)
     watch.accept_writes()
     assert watch.written() == [] and watch.changed() == [2]
 

@@ -132,9 +132,8 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
-        updated = self._pieces.written()
+        updated = self._pieces.written(accept=True)
         if updated:
-            self._pieces.accept_writes()
             torch.autograd.graph.increment_version([self._read[place] for place in updated])
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None) -> None:

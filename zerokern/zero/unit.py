@@ -248,9 +248,8 @@ class Unit:
 
     def _count_updates(self) -> None:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
-        updated = self._pieces.written()
+        updated = self._pieces.written(accept=True)
         if updated:
-            self._pieces.accept_writes()
             torch.autograd.graph.increment_version([self._fulls[place] for place in updated])
 
     def watch_writes(self) -> None:

@@ -95,10 +95,15 @@ class Watch:
         """Returns whether all are at their addresses: of memory that somebody keeps, that is all there is to ask."""
         return self._bodies.are_at(self._addresses)
 
-    def written(self) -> list[int]:
-        """Returns the places of those that were written."""
-        now = self._bodies.versions()
-        return [] if now == self._versions else list(compress(count(), map(operator.ne, now, self._versions)))
+    def written(self, *, accept: bool = False) -> list[int]:
+        """Returns the places of those that were written. `accept`: from here on they count as unchanged."""
+        now, then = self._bodies.versions(), self._versions
+        if now == then:
+            return []
+        if accept:
+            self._versions = now
+            self.prints.clear()
+        return list(compress(count(), map(operator.ne, now, then)))
 
     def unchanged(self) -> bool:
         """Returns whether none was written or given other memory, in the least time."""
