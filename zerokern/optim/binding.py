@@ -282,8 +282,7 @@ class Binding:
     ) -> None:
         """Checks all state, then makes what is missing and points at it.
 
-        `previous` is an intact binding of the same state, whose rows need no second look. `followed`: the parameters
-        with masters, as those were last made to follow them.
+        `previous`: an intact binding of the same state, whose rows are right. `followed`: parameters with masters.
         """
         self.survey, self.tier, self.compute, self._groups = survey, tier, compute, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
