@@ -350,4 +350,28 @@ MUTANTS = (
         "After Ctrl-C in a forward the saved-tensor hooks of that forward are in force for all later ones.",
         ("tests/zero/test_failures.py::test_a_pass_that_is_interrupted_at_any_line",),
     ),
+    Mutant(
+        "memory_that_is_given_out_again_is_the_old_one",
+        "zerokern/zero/watch.py",
+        "return same and not any(map(_is_freed, self._numbers))",
+        "return same",
+        "A parameter that has other memory at the address of the last one keeps its old master.",
+        ("tests/optim/test_writes.py", "tests/zero/test_watch.py"),
+    ),
+    Mutant(
+        "what_was_accepted_is_still_compared_with_a_load",
+        "zerokern/zero/watch.py",
+        "            self.prints.pop(place, None)\n",
+        "",
+        "After load_state_dict and two writes, of which the second restores what was loaded, masters are of the first.",
+        ("tests/zero/test_watch.py",),
+    ),
+    Mutant(
+        "a_write_is_forgotten_when_parameters_come",
+        "zerokern/optim/hosted.py",
+        "            self._watch.carry_over(last)\n",
+        "",
+        "A parameter that was written right before add_param_group is updated from its old copy in host memory.",
+        ("tests/optim/test_writes.py",),
+    ),
 )
