@@ -12,7 +12,7 @@ from tables import each
 
 import zerokern as zk
 from zerokern.memory import addresses
-from zerokern.memory.addresses import GradientReader, MemoryRecord, TensorBodies, gradient_reader
+from zerokern.memory.addresses import GradientReader, TensorBodies
 
 Params = list[torch.nn.Parameter]
 
@@ -25,15 +25,17 @@ def make(dtype: torch.dtype = torch.float32) -> Params:
 
 
 def reader(params: Params) -> GradientReader:
-    made = gradient_reader(
+    return GradientReader(
         params,
         [p.data_ptr() for p in params],
         [p.numel() for p in params],
         [p.dtype for p in params],
         [p.grad.dtype for p in params],
     )
-    assert made is not None, "this torch does not offer its C interface"
-    return made
+
+
+def test_this_torch_offers_its_c_interface() -> None:
+    assert addresses.torch_calls() is not None
 
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,6 +48,10 @@ def test_addresses_are_those_of_the_gradients_of_now(dtype: torch.dtype) -> None
         assert found.tolist() == [param.grad.data_ptr() for param in params]
         for param in params:
             param.grad = torch.zeros_like(param)
+
+
+def without_calls(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(addresses, "torch_calls", lambda: None)
 
 
 def no_grad(param: torch.nn.Parameter) -> None:
@@ -96,18 +102,23 @@ CHANGES += [half_the_parameter, parameter_transposed, parameter_of_another_dtype
 
 
 @each("change", CHANGES)
-def test_any_change_gives_none(change: Callable[[torch.nn.Parameter], None]) -> None:
-    params = make()
-    read = reader(params).read
-    assert read() is not None
-    change(params[1])
-    assert read() is None
+@each("lacks", [lambda patch: None, without_calls])
+def test_any_change_gives_none(
+    change: Callable[[torch.nn.Parameter], None], lacks: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        lacks(patch)
+        params = make()
+        read = reader(params).read
+        assert read().tolist() == [param.grad.data_ptr() for param in params]
+        change(params[1])
+        assert read() is None
 
 
 def test_parameters_that_never_had_a_gradient_give_none() -> None:
     params = [torch.ones(3), torch.nn.Parameter(torch.ones(3))]
-    made = gradient_reader(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2, [torch.float32] * 2)
-    assert made is not None and made.read() is None
+    made = GradientReader(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2, [torch.float32] * 2)
+    assert made.read() is None
 
 
 def test_a_torch_that_lacks_a_function_is_told_once(
@@ -116,7 +127,7 @@ def test_a_torch_that_lacks_a_function_is_told_once(
     addresses.torch_calls.cache_clear()
     monkeypatch.setitem(addresses._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
     with caplog.at_level(logging.WARNING, "zerokern"):
-        assert [gradient_reader(make(), [], [], [], []), gradient_reader(make(), [], [], [], [])] == [None, None]
+        assert [addresses.torch_calls(), addresses.torch_calls()] == [None, None]
     addresses.torch_calls.cache_clear()
     assert len(caplog.records) == 1
     assert "no_such_symbol" in caplog.text
@@ -127,9 +138,8 @@ def test_the_python_path_finds_the_same() -> None:
     opt = zk.AdamW(params)
     opt.step()
     survey = opt.holdings.bound.binding.survey
-    assert survey._reader is not None, "the native reader did not run"
     native = survey.pointers(opt.param_groups)
-    survey._reader = None
+    survey._reader._calls = None
     assert survey.pointers(opt.param_groups) == native is not None
 
 
@@ -157,12 +167,7 @@ def without_offset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(addresses, "_body_offset", lambda: None)
 
 
-def without_questions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(addresses, "_questions", dict)
-    patch.setattr(addresses, "torch_calls", lambda: None)
-
-
-@each("lacks", [lambda patch: None, without_offset, without_questions])
+@each("lacks", [lambda patch: None, without_offset, without_calls])
 def test_what_many_tensors_answer_is_what_each_says(lacks: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Of 100, which are asked natively where torch offers that, after each kind of change, swapped bodies too."""
     with pytest.MonkeyPatch.context() as patch:
@@ -192,23 +197,3 @@ def test_what_many_tensors_answer_is_what_each_says(lacks: Callable[[pytest.Monk
         for weight in weights:
             weight.grad = None
         assert many.have_gradients()
-
-
-def test_memory_is_exchanged_where_its_storage_was_freed_or_it_lies_elsewhere() -> None:
-    """Another view of a storage, or another storage over memory whose first one lives, is the same memory."""
-    memory = bytearray(8)
-    first = torch.frombuffer(memory, dtype=torch.float32)
-    weights = [torch.nn.Parameter(first), torch.nn.Parameter(torch.ones(2))]
-    known = MemoryRecord(weights)
-    weights[0].data = torch.frombuffer(memory, dtype=torch.float32)
-    weights[1].data = weights[1].data.view(2)
-    assert known.exchanged() == [False, False] and not known.any_freed()
-    known.look_again()
-    del first
-    assert known.exchanged() == [False, False] and not known.any_freed()
-    weights[0].data = torch.zeros(2)
-    weights[0].data = torch.frombuffer(memory, dtype=torch.float32)
-    assert known.exchanged() == [True, False] and known.any_freed()
-    weights[1].data = torch.frombuffer(memory, dtype=torch.float32)
-    known.look()
-    assert known.exchanged() == [False, False]

@@ -210,8 +210,8 @@ MUTANTS = (
     ),
     Mutant(
         "a_gradient_of_another_dtype_read_as_the_last_one",
-        "zerokern/optim/survey.py",
-        "            list(map(_dtype_of, grads)) == self.grad_dtypes\n            and list",
+        "zerokern/memory/addresses.py",
+        "            list(map(_dtype_of, grads)) == grad_dtypes\n            and list",
         "            list",
         "Where torch does not tell addresses, a gradient that comes in another dtype is read as the last one was.",
         ("tests/optim/test_adam.py::test_gradients_may_have_another_dtype_than_their_parameter",),

@@ -8,7 +8,8 @@ from optim_cases import BF16, FORMATS, FP32, MAKERS, copies, make_params, same_b
 from tables import each, pairwise
 
 from zerokern.kernels import ops
-from zerokern.optim import Adam, AdamW, survey
+from zerokern.memory import addresses
+from zerokern.optim import Adam, AdamW
 
 
 def distance(params: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
@@ -60,7 +61,7 @@ def test_a_step_is_the_op(name: str, state_format: str, dtype: torch.dtype, mast
 def test_gradients_may_have_another_dtype_than_their_parameter(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And another one than in the step before, also where torch does not offer what addresses are read with."""
     if not native:
-        monkeypatch.setattr(survey, "gradient_reader", lambda *columns: None)
+        monkeypatch.setattr(addresses, "torch_calls", lambda: None)
     params, twins = make_params(), make_params()
     for param in params:
         param.grad_dtype = None

@@ -82,6 +82,23 @@ def test_memory_that_is_given_out_again_at_the_same_address_is_other_memory(
     assert params[4].eq(7.0).all()
 
 
+def test_what_was_written_before_parameters_come_and_go_is_followed() -> None:
+    """By the copy in host memory of a parameter that was there before, and is there after."""
+    params = make_params()
+    optimizer = AdamW(params[:4], lr=1e-2, weight_decay=0.0, schedule=Delayed(after=0))
+    train(optimizer, params[:4], 3)
+    optimizer.flush()
+    with torch.no_grad():
+        params[1].fill_(7.0)
+    optimizer.add_param_group({"params": [params[4]]})
+    del optimizer.state[optimizer.param_groups[0]["params"].pop(0)]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(optimizer, params, 2, start=3)
+    optimizer.flush()
+    assert params[1].eq(7.0).all()
+
+
 def test_parameters_that_are_views_of_one_buffer_keep_their_masters() -> None:
     """Views share a version counter, so that each of our own writes bumps it for all of them."""
     buffer = torch.randn(600).to(BF16)

@@ -12,18 +12,17 @@ import ctypes
 import functools
 import logging
 import operator
-import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.core import native
 
-__all__ = ["AddressRecord", "GradientReader", "MemoryRecord", "TensorBodies", "gradient_reader"]
+__all__ = ["GradientReader", "TensorBodies"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -35,10 +34,8 @@ _IMPORTS = {
     "is_contiguous": ("libtorch_cpu.so", "aoti_torch_is_contiguous"),
     "is_negated": ("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE"),
 }
-_QUESTIONS = {  # asked of tensors that nothing is expected of
-    "version": ("libtorch_cpu.so", "_ZNK2at10TensorBase8_versionEv"),
-    "requires_grad": ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
-}
+_VERSION = ("libtorch_cpu.so", "_ZNK2at10TensorBase8_versionEv")
+_REQUIRES_GRAD = ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv")
 _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class torch declares it
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
     "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
@@ -48,22 +45,33 @@ _WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
 _pointer_of = torch.Tensor.data_ptr
-_is_freed = torch.UntypedStorage._expired  # of a storage that is referred to weakly
 _grad_of, _version_of = operator.attrgetter("grad"), operator.attrgetter("_version")
-_is_trained = operator.attrgetter("requires_grad")
-Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
+_is_trained, _dtype_of = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+_numel_of, _is_contiguous, _is_neg = torch.Tensor.numel, torch.Tensor.is_contiguous, torch.Tensor.is_neg
+
+
+class Calls(NamedTuple):
+    """Holds torch's functions on its tensors, and its numbers for dtypes and for the strided layout."""
+
+    functions: native.TensorCalls
+    version: int | None
+    requires_grad: int | None
+    dtypes: dict[torch.dtype, int]
+    strided: int
 
 
 @functools.cache
 def torch_calls() -> Calls | None:
-    """Returns torch's functions, its numbers for dtypes and for the strided layout; None if this torch lacks one."""
+    """Returns what is asked of torch; None if this torch lacks any of it, or answers otherwise than Python does."""
     folder = Path(torch.__file__).parent / "lib"
     try:
         functions = {name: _function(*where) for name, where in _IMPORTS.items()}
         interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
-        numbers = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
-        calls = native.TensorCalls(**functions), numbers, int(interface.aoti_torch_layout_strided())
-        why = "" if _works(calls) else "a trial found another address than torch's own"
+        dtypes = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
+        questions = _function(*_VERSION), _function(*_REQUIRES_GRAD)
+        strided = int(interface.aoti_torch_layout_strided())
+        calls = Calls(native.TensorCalls(**functions), *questions, dtypes, strided)
+        why = "" if _works(calls) else "a trial found other answers than torch's own"
     except (AttributeError, OSError) as error:
         why = str(error)
     if why:
@@ -77,64 +85,46 @@ def _function(file: str, symbol: str) -> int | None:
     return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
 
 
-@functools.cache
-def _questions() -> dict[str, int | None]:
-    """Returns torch's functions that answer by tensor; none if this torch lacks one, or answers otherwise than Python
-    does."""
-    try:
-        found = {name: _function(*where) for name, where in _QUESTIONS.items()}
-    except (AttributeError, OSError):
-        return {}
-    trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.zeros(2, device="cpu").add_(1).mul_(2)]
+def _works(calls: Calls) -> bool:
+    """Returns whether a trial finds a gradient at its address, and what Python says of a parameter and a tensor."""
+    with torch.inference_mode(False):  # tensors of that have no version, and the native call would not survive it
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
+        weight.grad = torch.ones_like(weight)
+        trials = [weight, torch.zeros(2, device="cpu").add_(1).mul_(2)]
+    reader = GradientReader([weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype], calls)
     library, bodies, count = native.library(), array("Q", map(_tensor_of, trials)), len(trials)
     versions, trained = array("q", bytes(8 * count)), array("B", bytes(count))
-    library.zk_versions(found["version"], bodies.buffer_info()[0], versions.buffer_info()[0], count)
-    library.zk_trained(found["requires_grad"], bodies.buffer_info()[0], trained.buffer_info()[0], count)
+    library.zk_versions(calls.version, bodies.buffer_info()[0], versions.buffer_info()[0], count)
+    library.zk_trained(calls.requires_grad, bodies.buffer_info()[0], trained.buffer_info()[0], count)
     right = versions.tolist() == list(map(_version_of, trials)) and trained.tolist() == list(map(_is_trained, trials))
-    return found if right else {}
-
-
-def _works(calls: Calls) -> bool:
-    """Returns whether a trial finds a gradient at its address."""
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
-    weight.grad = torch.ones_like(weight)
-    addresses = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
-    return addresses is not None and addresses.tolist() == [weight.grad.data_ptr()]
-
-
-def gradient_reader(
-    params: Sequence[Tensor],
-    addresses: Sequence[int] | None,
-    numels: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    grad_dtypes: Sequence[torch.dtype],
-) -> GradientReader | None:
-    """Returns a reader for these parameters; None if torch does not offer what it needs.
-
-    >>> weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)
-    >>> reader = gradient_reader([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
-    >>> reader is None or reader.read().tolist() == [weight.grad.data_ptr()]
-    True
-    """
-    calls = torch_calls()
-    return None if calls is None else GradientReader(calls, params, addresses, numels, dtypes, grad_dtypes)
+    return right and reader.read() == array("Q", [weight.grad.data_ptr()])
 
 
 class GradientReader:
-    """Compares parameters and their gradients with what was recorded, and reads the gradients' addresses."""
+    """Compares parameters and their gradients with what was recorded, and reads the gradients' addresses.
+
+    >>> weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)
+    >>> reader = GradientReader([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
+    >>> reader.read().tolist() == [weight.grad.data_ptr()]
+    True
+    """
 
     def __init__(
         self,
-        calls: Calls,
         params: Sequence[Tensor],
         addresses: Sequence[int] | None,
         numels: Sequence[int],
         dtypes: Sequence[torch.dtype],
         grad_dtypes: Sequence[torch.dtype],
+        calls: Calls | None = None,
     ) -> None:
-        """`addresses`: None where the parameters themselves may be anywhere."""
-        self._calls, numbers, strided = calls
+        """`addresses`: None where the parameters themselves may be anywhere. `calls`: torch's, if they are given."""
         self.cells = TensorBodies(params)
+        self._recorded = addresses, list(numels), list(dtypes), list(grad_dtypes)
+        self._calls = torch_calls() if calls is None else calls
+        if self._calls is None:
+            return
+        numbers = self._calls.dtypes
         self._columns = (
             self.cells.bodies,
             array("Q", addresses or ()),
@@ -144,7 +134,7 @@ class GradientReader:
             array("i", [numbers[dtype] for dtype in grad_dtypes]),
         )
         columns = [column.buffer_info()[0] if len(column) else None for column in self._columns]
-        self._list = native.TensorList(*columns, len(params), strided)
+        self._list = native.TensorList(*columns, len(params), self._calls.strided)
         self._read = native.library().zk_gradients
 
     def read(self, grads: Sequence[Tensor] | None = None) -> array[int] | None:
@@ -154,13 +144,35 @@ class GradientReader:
 
         `torch.utils.swap_tensors` may have exchanged TensorImpls, so these are compared first.
         """
+        if self._calls is None:
+            return self._read_one_by_one(grads)
         if not self.cells.unchanged():
             return None
         bodies = None if grads is None else array("Q", map(_tensor_of, grads))
         self._list.gradients = None if bodies is None else bodies.buffer_info()[0]
         addresses = array("Q", bytes(8 * len(self.cells.bodies)))
-        count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), addresses.buffer_info()[0])
+        count = self._read(ctypes.byref(self._calls.functions), ctypes.byref(self._list), addresses.buffer_info()[0])
         return addresses if count == len(addresses) else None
+
+    def _read_one_by_one(self, given: Sequence[Tensor] | None) -> array[int] | None:
+        """Does what the native call does, where torch does not offer what that needs."""
+        params, (places, numels, dtypes, grad_dtypes) = self.cells.tensors, self._recorded
+        try:
+            grads = list(map(_grad_of, params)) if given is None else given
+            pointers = array("Q", map(_pointer_of, grads))
+        except (TypeError, RuntimeError):  # a gradient that went away, or one without memory
+            return None
+        unchanged = (
+            list(map(_dtype_of, grads)) == grad_dtypes
+            and list(map(_numel_of, grads)) == numels
+            and all(map(_is_contiguous, grads))
+            and not any(map(_is_neg, grads))
+            and places in (None, list(map(_pointer_of, params)))
+            and list(map(_dtype_of, params)) == dtypes
+            and list(map(_numel_of, params)) == numels
+            and all(map(_is_contiguous, params))
+        )
+        return pointers if unchanged else None
 
 
 @functools.cache
@@ -189,7 +201,7 @@ class TensorBodies:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, place = tensors, _body_offset()
+        self.tensors, place = tensors, _body_offset()
         self._known = place is not None
         self.bodies = array("Q", map(_tensor_of, tensors))
         self._cells = array("Q", [id(tensor) + (place or 0) for tensor in tensors])
@@ -197,7 +209,7 @@ class TensorBodies:
     def unchanged(self) -> bool:
         """Returns whether every tensor still has the TensorImpl that it had."""
         if not self._known:
-            return array("Q", map(_tensor_of, self._tensors)) == self.bodies
+            return array("Q", map(_tensor_of, self.tensors)) == self.bodies
         (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
         return bool(native.library().zk_in_cells(cells, bodies, count) == count)
 
@@ -210,13 +222,14 @@ class TensorBodies:
         """
         calls = torch_calls()
         if calls is None or not self.unchanged():
-            grads = list(map(_grad_of, self._tensors))
+            grads = list(map(_grad_of, self.tensors))
             if gradients is None or None in grads:
                 return gradients is None and grads.count(None) == len(grads)
             return array("Q", map(_tensor_of, grads)) == gradients
         bodies, count = self.bodies.buffer_info()
         wanted = None if gradients is None else gradients.buffer_info()[0]
-        return bool(native.library().zk_have_gradients(ctypes.byref(calls[0]), bodies, wanted or 0, count) == count)
+        asked = native.library().zk_have_gradients
+        return bool(asked(ctypes.byref(calls.functions), bodies, wanted or 0, count) == count)
 
     def are_at(self, addresses: array[int]) -> bool:
         """Returns whether the memory of every tensor begins at its address.
@@ -226,10 +239,10 @@ class TensorBodies:
         """
         calls = torch_calls()
         if calls is None or not self.unchanged():
-            return array("Q", map(_pointer_of, self._tensors)) == addresses
+            return array("Q", map(_pointer_of, self.tensors)) == addresses
         bodies, count = self.bodies.buffer_info()
         asked = native.library().zk_in_place
-        return bool(asked(ctypes.byref(calls[0]), bodies, addresses.buffer_info()[0], count) == count)
+        return bool(asked(ctypes.byref(calls.functions), bodies, addresses.buffer_info()[0], count) == count)
 
     def versions(self) -> array[int]:
         """Returns the versions of the tensors, of which none may be an inference tensor.
@@ -237,11 +250,11 @@ class TensorBodies:
         >>> TensorBodies([torch.ones(3).add_(1), torch.ones(3)]).versions().tolist()
         [1, 0]
         """
-        version = _questions().get("version") if len(self.bodies) > _FEW else None
-        if version is None or not self.unchanged():
-            return array("q", map(_version_of, self._tensors))
+        calls = torch_calls() if len(self.bodies) > _FEW else None
+        if calls is None or not self.unchanged():
+            return array("q", map(_version_of, self.tensors))
         (bodies, count), found = self.bodies.buffer_info(), array("q", bytes(8 * len(self.bodies)))
-        native.library().zk_versions(version, bodies, found.buffer_info()[0], count)
+        native.library().zk_versions(calls.version, bodies, found.buffer_info()[0], count)
         return found
 
     def trained(self) -> bytes:
@@ -250,11 +263,11 @@ class TensorBodies:
         >>> TensorBodies([torch.ones(3), torch.nn.Parameter(torch.ones(3))]).trained()
         b'\\x00\\x01'
         """
-        requires_grad = _questions().get("requires_grad")
-        if requires_grad is None or not self.unchanged():
-            return bytes(map(_is_trained, self._tensors))
+        calls = torch_calls()
+        if calls is None or not self.unchanged():
+            return bytes(map(_is_trained, self.tensors))
         (bodies, count), found = self.bodies.buffer_info(), array("B", bytes(len(self.bodies)))
-        native.library().zk_trained(requires_grad, bodies, found.buffer_info()[0], count)
+        native.library().zk_trained(calls.requires_grad, bodies, found.buffer_info()[0], count)
         return found.tobytes()
 
     def bump_versions(self) -> None:
@@ -262,75 +275,6 @@ class TensorBodies:
         it."""
         raising = _bump_version_function() if self._known else None
         if raising is None:
-            torch.autograd.graph.increment_version(self._tensors)
+            torch.autograd.graph.increment_version(self.tensors)
         else:
             native.library().zk_raise_versions(raising, *self._cells.buffer_info())
-
-
-class AddressRecord:
-    """Tensors and their first addresses. Memory that is exchanged (`.data =`) leaves no other trace.
-
-    >>> moment = torch.zeros(3); known = AddressRecord([moment]); known.unchanged()
-    True
-    >>> moment.data = torch.ones(3); known.unchanged()
-    False
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._addresses = array("Q", map(_pointer_of, tensors))
-        calls = torch_calls()
-        self._calls = None if calls is None else ctypes.byref(calls[0])
-        if calls is not None:
-            self._bodies = array("Q", map(_tensor_of, tensors))
-            # torch.utils.swap_tensors, which would let another tensor free a body, refuses what has a weak reference
-            self._kept = list(map(weakref.ref, tensors))
-            self._look = native.library().zk_in_place
-
-    def unchanged(self) -> bool:
-        """Returns whether every tensor is still at its first address."""
-        count = len(self._tensors)
-        if self._calls is None:
-            return array("Q", map(_pointer_of, self._tensors)) == self._addresses
-        bodies, addresses = self._bodies.buffer_info()[0], self._addresses.buffer_info()[0]
-        return bool(self._look(self._calls, bodies, addresses, count) == count)
-
-
-class MemoryRecord:
-    """The memory of tensors, for whoever keeps something made of their values: whether it was exchanged since.
-
-    Allocators give memory that was freed out again at the same address. So a tensor has what it had only where its
-    address is the same and the storage that was there lives; that is referred to weakly, and freed as if unknown here.
-    The same memory under another storage, while the first one lives, counts as the same.
-
-    >>> weight = torch.ones(3); known = MemoryRecord([weight]); known.exchanged()
-    [False]
-    >>> weight.data = torch.ones(3); known.exchanged()
-    [True]
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self.look()
-
-    def look(self) -> None:
-        """Records the memory that the tensors have now."""
-        self._addresses = list(map(_pointer_of, self._tensors))
-        self._storages = [StorageWeakRef(one.untyped_storage()) for one in self._tensors]
-        self._numbers = [storage.cdata for storage in self._storages]
-
-    def look_again(self) -> None:
-        """Does what `look` does, in less time where most of them have what was recorded."""
-        if [one.untyped_storage()._cdata for one in self._tensors] != self._numbers:
-            self.look()
-        else:
-            self._addresses = list(map(_pointer_of, self._tensors))
-
-    def any_freed(self) -> bool:
-        """Returns whether a storage has been freed: all that is left to ask about tensors that are at their address."""
-        return any(map(_is_freed, self._numbers))
-
-    def exchanged(self) -> list[bool]:
-        """Returns for each tensor whether it has other memory."""
-        moved = map(operator.ne, map(_pointer_of, self._tensors), self._addresses)
-        return list(map(operator.or_, moved, map(_is_freed, self._numbers)))

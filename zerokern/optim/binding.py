@@ -21,13 +21,14 @@ from zerokern.optim.batches import RowBatch
 from zerokern.optim.beside import Beside
 from zerokern.optim.compute import HostCompute, Member
 from zerokern.optim.matrices import ns_dtype_of
-from zerokern.optim.outside import WatchedState, Witness, tracked
+from zerokern.optim.outside import WatchedState, follow_writes, tracked
 from zerokern.optim.records import RecordSpan
 from zerokern.optim.rounds import in_rounds
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of
+from zerokern.zero.watch import Watch
 
 __all__ = ["Binding"]
 
@@ -51,11 +52,11 @@ class Binding:
         beside: Beside | None = None,
         *,
         previous: Binding | None,
-        witness: Witness | None,
+        followed: Watch,
     ) -> None:
         """Checks all state, then makes what is missing and points at it.
 
-        `previous` is an intact binding of the same state, whose rows need no second look.
+        `previous`: an intact binding of the same state, whose rows are right. `followed`: parameters with masters.
         """
         self.survey, self.tier, self.compute, self.beside, self._groups = survey, tier, compute, beside, groups
         self.begun = False  # whether anything of the last update that was prepared may have been made
@@ -75,12 +76,9 @@ class Binding:
                 tier.add(groups, new)
                 compute.mark_first(survey, tier, new)
             same = previous is not None and same_objects(survey.all_params, previous.survey.all_params)
-            compute.open_book(
-                survey, tier, previous.compute.book if previous is not None and same and not new else None
-            )
-            if witness is not None:
-                witness.catch_up(tier.state)
-            self.witness = Witness(tracked(tier.state))
+            compute.open_book(survey, tier, previous.compute.book if previous and same and not new else None)
+            follow_writes(followed, tier.state)
+            self.followed = Watch(tracked(tier.state))
             tier.locate()
             if tier.state.mark.changed:
                 tier.state.watch_all()
@@ -117,7 +115,7 @@ class Binding:
         What was assigned to the state shows by its mark, a tensor whose memory was exchanged (`.data`) by its address.
         """
         known = state is self.tier.state and not state.mark.changed
-        return known and self.tier.in_place() and self.compute.book.untouched()
+        return known and self.tier.watch.in_place() and self.compute.book.untouched()
 
     def arrange(self, turns: Turns, names: Sequence[str]) -> None:
         """Prepares for an update turn by turn: each has the parameters in these places of the optimizer's.
@@ -415,7 +413,7 @@ class Binding:
         """Counts an update that was made."""
         self.compute.stepped(self.tier, started=self.beside is not None and self.beside.count())
         self.survey.cells.bump_versions()
-        self.witness.stepped()
+        self.followed.accept_writes()
 
     def shown(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Returns the state to save."""

@@ -15,9 +15,9 @@ from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.backend import capturing as capturing
 from zerokern.kernels.triton.upload import upload
-from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.copies import Driver
 from zerokern.memory.staging import EMULATED_DRIVERS
+from zerokern.zero.watch import Watch
 
 __all__ = ["DeviceSteps", "Kernels"]
 
@@ -169,7 +169,7 @@ class DeviceSteps:
         if self._classes[number]:
             self._views[number].zero_()
             self._classify({number: 0})
-            self._version = self.steps._version
+            self.watch.accept_writes()
 
     def _put(self, numbers: Sequence[int], values: Tensor) -> None:
         if numbers:
@@ -178,15 +178,14 @@ class DeviceSteps:
     def _note_views(self, numbers: list[int]) -> None:
         """Records the views that are in the state, where users may write or exchange them."""
         self._adopted = numbers
-        self._whereabouts = AddressRecord([self._views[number] for number in numbers])
-        self._version = self.steps._version
+        self.watch = Watch([self.steps, *(self._views[number] for number in numbers)])
 
     def _read_if_written(self) -> None:
         self._note_capture()
-        if self.steps._version != self._version:
+        if self.watch.written():
             self._drop_captures(set(self._adopted), "counters were written")
             self._read()
-            self._version = self.steps._version
+            self.watch.accept_writes()
 
     def _read(self) -> None:
         """Waits for the device, and learns which counters are equal by chance."""
@@ -259,13 +258,9 @@ class DeviceSteps:
             alike.setdefault(label, set()).add(number)
         self._captures += alike.values()
 
-    def in_place(self) -> bool:
-        """Whether nobody has exchanged the memory of a counter."""
-        return self._whereabouts.unchanged()
-
     def untouched(self) -> bool:
-        """Whether nobody has written a counter since, either."""
-        return self.steps._version == self._version and self.in_place()
+        """Whether nobody has written a counter since, or exchanged the memory of one."""
+        return self.watch.unchanged()
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:

@@ -90,7 +90,7 @@ class DeviceCompute(HostCompute):
         device.refuse_capture(self.place)
         everyone, book = survey.all_params, None if self._last is None else self._last.compute.book
         entries = [tier.state.get(param, {}) for param in everyone]
-        if book is not None and not book.in_place():
+        if book is not None and not book.watch.in_place():
             book = None
         if book is None or not same_objects(book.params, everyone):
             book = DeviceSteps(self.place, everyone, book)

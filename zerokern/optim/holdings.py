@@ -25,7 +25,7 @@ from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
-from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
+from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_update, check_whole
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
@@ -35,6 +35,7 @@ from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharded import known_shard
 from zerokern.zero.tiers import own_name
+from zerokern.zero.watch import Watch
 
 __all__ = ["Bound", "Chosen", "Holdings"]
 
@@ -100,7 +101,7 @@ class Bound:
     """Caches what earlier steps learned; all of it can be learned anew from parameters, groups and state."""
 
     binding: Binding | None = None
-    witness: Witness | None = None
+    followed: Watch = field(default_factory=lambda: Watch(()))  # parameters with masters
     formats: list[FormatKey] = field(default_factory=list)
 
 
@@ -354,8 +355,7 @@ class Holdings:
         self._await_others()
         self.shards.adopt(self.state)
         self.shards.look()
-        if self.bound.witness is not None:
-            self.bound.witness.catch_up(self.held)
+        follow_writes(self.bound.followed, self.held)
 
     def _await_others(self) -> None:
         """Returns once parameters are those of the last step, another optimizer's too: it has counted them already."""
@@ -368,8 +368,7 @@ class Holdings:
         self.shards.adopt(self.state)
         self.shards.refetch()
         follow(tracked(self.held), self.held)
-        if self.bound.witness is not None:
-            self.bound.witness.look()
+        self.bound.followed.accept()
 
     def shown(self) -> WatchedState:
         """Returns the state as it is saved."""
@@ -384,7 +383,9 @@ class Holdings:
 
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""
-        self.bound = Bound(witness=Witness(tracked(self.held), loaded=loaded))
+        self.bound = Bound(followed=Watch(tracked(self.held)))
+        if loaded:  # the model may yet be loaded, which has the checkpoint's values already
+            self.bound.followed.compare_bits()
         self.settle(WHOLE)
 
     def place_by(self, shards: Shards) -> None:
@@ -404,12 +405,12 @@ class Holdings:
         intact: bool,
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
-        last, witness = self.bound.binding, self.bound.witness
+        last = self.bound.binding
         self.place_by(self.shards)
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
         if binding is not None and intact:
-            binding.witness.catch_up(self.held, in_place=True)
+            follow_writes(binding.followed, self.held)
             return binding
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
@@ -431,10 +432,11 @@ class Holdings:
             beside = Beside(self.host, self.room, self.schedule, self.algorithm.name)
         if previous is not None and not previous.is_like(compute, beside):
             previous = None
-        made = Binding(survey, groups, tier, compute, beside, previous=previous, witness=witness)
+        followed = self.bound.followed
+        made = Binding(survey, groups, tier, compute, beside, previous=previous, followed=followed)
         self.placing.forget_moved(self.held)
         self.shards.bound(survey.params, self.state)
-        self.bound = Bound(made, made.witness, formats)
+        self.bound = Bound(made, made.followed, formats)
         return made
 
     def _check_growth(self, survey: Survey) -> None:

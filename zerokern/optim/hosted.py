@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core import env
-from zerokern.kernels.ops import fingerprints
 from zerokern.kernels.squares import one_by_one
 from zerokern.memory import Wanted, placement
-from zerokern.memory.addresses import MemoryRecord
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.squares import MeasuredThere, SquaresBelow
 from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
@@ -31,6 +29,7 @@ from zerokern.zero.kinds import splits_of
 from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
+from zerokern.zero.watch import Watch
 
 __all__ = ["HostCopies", "HostCopy", "Piece", "StateLocation"]
 
@@ -71,13 +70,10 @@ class HostCopy:
     values: Tensor
     grad: Tensor
     shadow: Tensor | None = None
-    version: int = 0  # of `local`, and its memory, as of the last time both agreed
-    memory: MemoryRecord | None = None
     fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
     checked: bool = False  # copies to and from it have been checked
     free: bool = True  # no update has yet to read the gradient that is here
     last: weakref.ref[Tensor] | None = None  # the gradient that the last step was made of
-    loaded: int | None = None  # the fingerprint of `local` when pending values were loaded, until they are published
     sumsq: Sumsq = None  # of `grad`, where the device has measured it
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
@@ -88,29 +84,6 @@ class HostCopy:
     def owns_values(self) -> bool:
         """Whether an update changes values of its own, and not the parameter."""
         return self.values is not self.local
-
-    def is_outdated(self) -> bool:
-        """Whether the parameter was written or moved. A model that is loaded after its optimizer may be unchanged."""
-        memory = self.memory
-        if memory is not None and self.local._version == self.version and not memory.exchanged()[0]:
-            return False
-        if self.loaded is None or self.bits != self.loaded:
-            return True
-        self.agree()
-        return False
-
-    @property
-    def bits(self) -> int:
-        """Fingerprint of the parameter."""
-        return int(fingerprints(self.local.detach().contiguous()))
-
-    def agree(self) -> None:
-        """Notes that both have the same values now."""
-        self.version = self.local._version
-        if self.memory is None:
-            self.memory = MemoryRecord([self.local])
-        else:
-            self.memory.look_again()
 
     def bring_back(self) -> None:
         """Brings a gradient back to the device that has its values here alone."""
@@ -151,6 +124,8 @@ class HostCopies:
     # by the first of the copies that are fetched together: all of them, and what measures them
     _squares: dict[int, tuple[list[int], SquaresBelow]] = field(default_factory=dict)
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
+    _watched: list[HostCopy] = field(default_factory=list)  # those with values of their own
+    _watch: Watch = field(default_factory=lambda: Watch(()))  # of their parameters, as of when both last agreed
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
 
@@ -194,9 +169,13 @@ class HostCopies:
             asked = [i for i in needed_first if i in missing]
             locations = dict(zip(asked, locations_of([(i, local[i]) for i in asked]), strict=True))
             made = self._make([(local[i], grad_dtypes[i], locations[i]) for i in new])
-            self.refetch(made)
+            self._read_parameters([copy for copy in made if copy.owns_values])
             self.copies.update((id(copy.local), copy) for copy in made)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
+        if new or gone:
+            last, self._watched = self._watch, [copy for copy in self.copies.values() if copy.owns_values]
+            self._watch = Watch(copy.local for copy in self._watched)
+            self._watch.carry_over(last)
         self.keeps_there = any(copy.stays is not None for copy in self.copies.values())
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
@@ -256,8 +235,9 @@ class HostCopies:
 
     def look(self) -> None:
         """Follows parameters that were written or moved since host and device last agreed."""
-        copies = [copy for copy in self.copies.values() if copy.owns_values]
-        changed = [copy for copy in copies if self._follows(copy) and copy.is_outdated()]
+        if self._watch.unchanged():
+            return
+        changed = [copy for place in self._watch.changed() if self._follows(copy := self._watched[place])]
         if changed:
             self.follow(changed)
 
@@ -277,6 +257,16 @@ class HostCopies:
     def refetch(self, copies: Sequence[HostCopy]) -> None:
         """Copies parameters to their host copies, and to the shadows of those that stay."""
         copies = [copy for copy in copies if copy.owns_values]
+        self._read_parameters(copies)
+        self._watch.accept(self._places_of(copies))
+
+    def _places_of(self, copies: Sequence[HostCopy]) -> list[int]:
+        """Returns their places among those that are watched."""
+        some = set(map(id, copies))
+        return [place for place, copy in enumerate(self._watched) if id(copy) in some]
+
+    def _read_parameters(self, copies: Sequence[HostCopy]) -> None:
+        """Copies the parameters of these, which own values."""
         if not copies:
             return
         for copy in copies:
@@ -295,7 +285,6 @@ class HostCopies:
             torch.autograd.graph.increment_version([copy.values for copy in copies])
         for copy in copies:
             copy.checked = False
-            copy.agree()
 
     def fetch(
         self,
@@ -437,10 +426,11 @@ class HostCopies:
             self.put(self.pending)
             copies, self._put = self._put, []
         copies = [copy for copy in copies if copy.owns_values]
-        torch.autograd.graph.increment_version([copy.local for copy in copies])
-        for copy in copies:
-            copy.pending, copy.loaded = False, None
-            copy.agree()
+        if copies:
+            torch.autograd.graph.increment_version([copy.local for copy in copies])
+            for copy in copies:
+                copy.pending = False
+            self._watch.accept(self._places_of(copies))
 
     def put(self, updated: Iterable[HostCopy]) -> Copy | None:
         """Writes pending values of these to their parameters; `publish` counts it."""
@@ -475,7 +465,8 @@ class HostCopies:
             ticket.wait()
         for copy in copies:
             copy.pending = not torch.equal(copy.values.detach(), copy.local.detach().to(copy.values.device))
-            copy.loaded = copy.bits if copy.pending else None
+        # a model that is loaded after its optimizer may have the same values already
+        self._watch.compare_bits(self._places_of([copy for copy in copies if copy.pending]))
 
 
 def _portions(piece: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

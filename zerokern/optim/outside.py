@@ -2,22 +2,18 @@
 
 Looking at 10,000 parameters' state tensors one by one costs more than the rest of a step's bookkeeping, nearly all of
 it in cache misses. Frameworks do replace them (a move to another device, a cast), always by assignment into these
-dicts; so the assignment is noticed instead. Parameters that somebody wrote show by their version, and their masters
-begin anew. Exchanged memory shows by its address (`AddressRecord`), and that of parameters by its storage too
-(`MemoryRecord`).
+dicts; so the assignment is noticed instead. Parameters that somebody wrote are noticed by a `Watch`, and their masters
+begin anew.
 """
 
 from __future__ import annotations
 
-import operator
 import os
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -25,14 +21,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.core.errors import StateError
-from zerokern.kernels.ops import fingerprints
-from zerokern.memory.addresses import MemoryRecord
 from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
-from zerokern.zero.kinds import local_of, present, rest_of
+from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import shard_of
+from zerokern.zero.watch import Watch
 
-_version_of = operator.attrgetter("_version")
 # by the id of a parameter: the optimizer that has last updated it, which keeps it alive, and with which gradient.
 # With a weak reference to the parameter itself load_state_dict could not swap it
 _UPDATED: dict[int, tuple[weakref.ref[torch.optim.Optimizer], tuple[Any, ...]]] = {}
@@ -195,54 +189,6 @@ def _which_gradient(grad: Tensor, shard: Any) -> tuple[Any, ...]:
     return version, here.data_ptr(), StorageWeakRef(here.untyped_storage())
 
 
-class Witness:
-    """The version and memory of each parameter that has a master, as of the last time both agreed."""
-
-    def __init__(self, params: Iterable[Tensor], *, loaded: bool = False) -> None:
-        self.params = list(params)
-        self.loaded = loaded  # nothing has stepped since load_state_dict
-        # torch's set_state_dict loads the model, whose parameters hold the checkpoint's values already, after this
-        self._prints = dict(zip(map(id, self.params), _prints_of(self.params), strict=True)) if loaded else {}
-        self._memory = MemoryRecord(self.params)
-        self.versions = list(map(_version_of, self.params))
-
-    def look(self) -> None:
-        """Records that the masters stand for the parameters as they are now."""
-        self.versions = list(map(_version_of, self.params))
-        self._memory.look()
-
-    def stepped(self) -> None:
-        """Accounts for our own update, which bumps versions and moves nothing. Views of one bucket share a version."""
-        self.versions = list(map(_version_of, self.params))
-        self.loaded = False
-
-    def catch_up(self, state: Mapping[Tensor, dict[str, Any]], *, in_place: bool = False) -> None:
-        """Makes the masters of parameters anew that were written from outside, or whose memory was exchanged.
-
-        `in_place`: the caller knows that all are at their addresses.
-        """
-        versions = list(map(_version_of, self.params))
-        if in_place and versions == self.versions and not self._memory.any_freed():
-            return
-        written = [param for param, was, now in zip(self.params, self.versions, versions, strict=True) if was != now]
-        if self.loaded:
-            prints = zip(written, _prints_of(written), strict=True)
-            written = [param for param, now in prints if now != self._prints[id(param)]]
-        moved = compress(self.params, self._memory.exchanged())
-        changed = {id(param): param for param in (*written, *moved)}
-        if changed:
-            follow([param for param in changed.values() if param in state], state, loaded=self.loaded)
-            self.look()
-
-
-def _prints_of(params: list[Tensor]) -> list[int]:
-    found: list[int] = []
-    for rest, some in groupby(params, rest_of):  # those together that rest together: all of them may not fit
-        with nullcontext() if rest is None else rest.used():
-            found += fingerprints([param.detach().contiguous() for param in some]).tolist()
-    return found
-
-
 def tracked(state: Mapping[Any, Any]) -> list[Tensor]:
     """The parameters that have a master or a remainder."""
     entries = [(param, entry, on_disk_of(entry)) for param, entry in state.items() if isinstance(param, Tensor)]
@@ -251,6 +197,16 @@ def tracked(state: Mapping[Any, Any]) -> list[Tensor]:
         for param, entry, owner in entries
         if "master" in entry or "remainder" in entry or (owner is not None and owner.has_master)
     ]
+
+
+def follow_writes(watch: Watch, state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Makes the masters of parameters anew that were written from outside, or whose memory was exchanged."""
+    if watch.unchanged():
+        return
+    changed = watch.changed()
+    written = [watch.tensors[place] for place in changed]
+    follow([param for param in written if param in state], state, loaded=bool(watch.prints))
+    watch.accept(changed)
 
 
 def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, loaded: bool = False) -> None:

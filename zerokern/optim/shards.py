@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerokern.comm import Group, during, user_group
 from zerokern.core.errors import StateError, got
-from zerokern.memory.addresses import AddressRecord, TensorBodies
+from zerokern.memory.addresses import TensorBodies
 from zerokern.optim import checks, device
 from zerokern.optim.accord import PARAMETERS, Accord, norm_of_all
 from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
@@ -31,6 +31,7 @@ from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import Shard, plain_shard, shard_changes, shard_of, shards_of
 from zerokern.zero.tiers import fetched, in_turns
+from zerokern.zero.watch import Watch
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "gradient_of", "scale_gradients", "sharded"]
 
@@ -126,7 +127,7 @@ class Shards:
         self.state = WatchedState()
         self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
         self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
-        self._views = AddressRecord([])
+        self._views = Watch((), versions=False)
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
         self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
@@ -244,10 +245,10 @@ class Shards:
             for piece in part.pieces
         ]
 
-    def readings(self, places: Iterable[int]) -> list[tuple[Tensor, int]]:
-        """Returns the gradients that an update of these parameters reads, with their versions."""
+    def readings(self, places: Iterable[int]) -> Watch:
+        """Returns a watch of the gradients that an update of these parameters reads."""
         grads = [self.grads[place] for place in places]
-        return [(grad, grad._version) for grad in grads if grad is not None]
+        return Watch((grad for grad in grads if grad is not None), memory=False)
 
     def take_gradients(self) -> None:
         """Sets `grads` to this rank's gradients, in the memory that they lie in."""
@@ -307,7 +308,7 @@ class Shards:
         if self.in_place:
             self.state = outer
             return
-        if outer is self._outer and not outer.mark.changed and self._views.unchanged():
+        if outer is self._outer and not outer.mark.changed and self._views.in_place():
             return
         made: dict[Any, Any] = {}
         for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
@@ -375,7 +376,7 @@ class Shards:
         self._exported = {id(piece): dict(outer[param]) for param, piece in pairs if param in outer}
         wholes = [piece for piece, shard in zip(self.updated, self._shown, strict=True) if shard.sharding is not None]
         shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
-        self._views = AddressRecord([one for one in shown if type(one) is Tensor])
+        self._views = Watch((one for one in shown if type(one) is Tensor), versions=False)
         self._outer = outer
 
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:

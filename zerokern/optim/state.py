@@ -19,12 +19,12 @@ from zerokern.kernels import join, split
 from zerokern.kernels.formats import POINTERS
 from zerokern.memory import DeviceTier, HostTier, Ring
 from zerokern.memory import Slot as Cell
-from zerokern.memory.addresses import AddressRecord
 from zerokern.memory.interrupts import whole
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided, present, rest_of
+from zerokern.zero.watch import Watch
 
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
@@ -273,7 +273,7 @@ class StepBook:
                 entry["step"] = each[number].copy_(torch.as_tensor(entry["step"], device="cpu").reshape(()))
                 self._counts[number] = 1.0
                 mine.append(each[number])
-        self._whereabouts = AddressRecord(mine)
+        self._watch = Watch(mine, versions=False)
         self.choose([])
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
@@ -287,7 +287,7 @@ class StepBook:
 
     def untouched(self) -> bool:
         """Whether nobody has written a counter since, or exchanged the memory of one."""
-        return self._whereabouts.unchanged() and torch.equal(self._flat, self._expected)
+        return self._watch.in_place() and torch.equal(self._flat, self._expected)
 
     def advance(self) -> None:
         """Counts one more step of the chosen."""
@@ -442,13 +442,9 @@ class StateTier:
             kept.fill_(initial)
 
     def locate(self) -> None:
-        """Records where the state is that the update reads and writes."""
+        """Records where the state is that the update reads and writes, and watches its memory."""
         self._found = [row for param in self.survey.params if (row := self.rows.get(id(param))) is not None]
-        self._whereabouts = AddressRecord([tensor for row in self._found for tensor in row.tensors])
-
-    def in_place(self) -> bool:
-        """Whether nobody has exchanged its memory since."""
-        return self._whereabouts.unchanged()
+        self.watch = Watch((tensor for row in self._found for tensor in row.tensors), versions=False)
 
     def check(self) -> None:
         """Raises where an update cannot reach the state; from here on the update changes it."""

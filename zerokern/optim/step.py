@@ -362,7 +362,7 @@ class StepRunner:
                         sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
                     update.run.finish()
                 if not shards.stand_alone:
-                    update.binding.witness.stepped()
+                    update.binding.followed.accept_writes()
         self.set_late(False)
 
     def _publish_pending(self, shards: Shards) -> None:
@@ -391,7 +391,7 @@ class StepRunner:
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
             names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
             sharding.publish_later(partial(self._perform_bucket, update, names), self._holdings.tear)
-        update.binding.witness.stepped()
+        update.binding.followed.accept_writes()
 
     def _take_first(self, update: Update, taken: Sequence[Part]) -> None:
         """Waits for the first part. A disk that cannot be read, or a launch that is refused, shows before the step

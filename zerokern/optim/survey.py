@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.cpu import sumsq_pointers
-from zerokern.memory.addresses import TensorBodies, gradient_reader
+from zerokern.memory.addresses import GradientReader
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of
@@ -142,8 +142,8 @@ class Survey:
         self.numels = list(map(_numel_of, dense_grads))
         self.param_dtypes = list(map(_dtype_of, self.params))
         dtypes = self.param_dtypes, self.grad_dtypes
-        self._reader = gradient_reader(self.params, self.param_pointers, self.numels, *dtypes)
-        self.cells = TensorBodies(self.params) if self._reader is None else self._reader.cells
+        self._reader = GradientReader(self.params, self.param_pointers, self.numels, *dtypes)
+        self.cells = self._reader.cells
         self.nshares = max(shares, default=0) + 1
         self.shares = list(compress(shares, active)) if self.nshares > 1 else [0] * len(self.params)
         terms = {(share, dtype) for share, dtype in zip(self.shares, self.grad_dtypes, strict=True)}
@@ -175,7 +175,7 @@ class Survey:
                 return None
         if self.idle and not all(map(operator.is_, idle, repeat(None))):
             return None
-        found = self._read(grads) if self._reader is None else self._reader.read(grads)
+        found = self._reader.read(grads)
         if found is None:
             return None
         if self.rests or self._squares is not None or self.device is not None:
@@ -206,26 +206,6 @@ class Survey:
                 return False
             self._there = pointers
         return True
-
-    def _read(self, given: Sequence[Any] | None) -> array[int] | None:
-        """Does what the native reader does, where torch does not offer what that needs."""
-        params = self.params
-        try:
-            grads = list(map(_grad_of, params)) if given is None else given
-            pointers = array("Q", map(_pointer_of, grads))
-        except (TypeError, RuntimeError):  # a gradient that went away, or one without memory
-            return None
-        unchanged = (
-            list(map(_dtype_of, grads)) == self.grad_dtypes
-            and list(map(_numel_of, grads)) == self.numels
-            and all(map(_is_contiguous, grads))
-            and not any(map(_is_neg, grads))
-            and list(map(_pointer_of, params)) == self.param_pointers
-            and list(map(_dtype_of, params)) == self.param_dtypes
-            and list(map(_numel_of, params)) == self.numels
-            and all(map(_is_contiguous, params))
-        )
-        return pointers if unchanged else None
 
     def chosen(self, share: int, dtype: torch.dtype) -> list[bool]:
         """Returns which gradients are of this share and dtype."""

@@ -8,8 +8,6 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from zerokern.core.errors import StateError
 from zerokern.optim.accord import TORN, WHOLE, Outcome
 from zerokern.optim.parts import Part
@@ -17,6 +15,7 @@ from zerokern.optim.rounds import together
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
 from zerokern.zero.partition import shards_parameters, shards_state
+from zerokern.zero.watch import Watch
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
@@ -32,6 +31,7 @@ _EDITED = (
     "a gradient was changed in place after step() and before the update had read it; keep gradients until the next "
     "backward, or call opt.zero_grad(), which waits"
 )
+_NOTHING = Watch(())  # of an update that is made before `step()` returns
 Actions = Iterator[tuple[tuple[str, str], Callable[[], Any]]]
 Tickets = Mapping[str, Sequence[Any]]
 
@@ -113,19 +113,17 @@ class Update:
                 self.binding.launch(scale)
         self._launched = host.here()
 
-    def make_part(self, turn: int, readings: Sequence[tuple[Tensor, int]] = ()) -> None:
-        """Makes the update of one part. `readings`: gradients that the program could change meanwhile, as they were."""
+    def make_part(self, turn: int, readings: Watch) -> None:
+        """Makes the update of one part. `readings`: gradients that the program could change meanwhile."""
         scale = self.decision.scale
         with together(self.exchanges):
             if scale is not None:
                 self.binding.take_turn(turn, scale)
-            if any(grad._version != version for grad, version in readings):
+            if readings.written():
                 self.binding.begun = True
                 raise StateError(_EDITED)
 
-    def make_part_on_host(
-        self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Sequence[tuple[Tensor, int]]
-    ) -> None:
+    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Watch) -> None:
         """Makes one turn of the update in host memory; gradients of `copies` may be fetched anew from then on."""
         self.make_part(turn, readings)
         if copies:
@@ -217,7 +215,7 @@ class Update:
             if program.has("Fetch", name):  # of nothing there is no op
                 yield ("Fetch", name), partial(_same, ticket)
         if self.in_place:
-            readings = () if inline else shards.readings(part.members)
+            readings = _NOTHING if inline else shards.readings(part.members)
             yield ("Step", part.name), partial(self.make_part, turn, readings)
         else:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
@@ -229,7 +227,8 @@ class Update:
                 # last: gradients are given up behind what has read them
                 yield ("Publish", part.name), partial(host.consumed, copies, updated=False)
                 return
-            near = () if inline else shards.readings(m for m in part.members if m in rows and shards.copy(m).near)
+            members = (m for m in part.members if m in rows and shards.copy(m).near)
+            near = _NOTHING if inline else shards.readings(members)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):

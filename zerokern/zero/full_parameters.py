@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zerokern.comm import during
 from zerokern.core.errors import ShardError
 from zerokern.kernels.formats import DTYPES
-from zerokern.kernels.ops import fingerprints
 from zerokern.kernels.triton.backend import capturing
 from zerokern.zero import hooks
 from zerokern.zero.kinds import SLOTS, is_placed, local_of, present, shardings_of
@@ -21,6 +20,7 @@ from zerokern.zero.params import BucketEntry, BucketMemory
 from zerokern.zero.shard import alias, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.unit import Unit
+from zerokern.zero.watch import prints_of
 
 __all__ = ["full_parameters"]
 
@@ -173,19 +173,13 @@ def _has_bits(mine: Tensor) -> bool:
 def _bits_of(params: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Returns by id what changes when a full parameter is written: its version, and, as `.data` counts nothing, a
     fingerprint of its bits. Those of which none can be taken are left out."""
-    by_device: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = {}
     if _get_current_dispatch_mode() is not None:  # of fake tensors, for one
         return {}
-    for param in {id(param): param for param in params}.values():
-        mine = None if isinstance(param, Sharded) else local_of(param)
-        if mine is not None and _has_bits(mine):
-            by_device.setdefault(mine.device, []).append((param, mine.detach().contiguous()))
-    found = {}
-    for some in by_device.values():
-        prints = fingerprints([mine for _, mine in some]).tolist()
-        for (param, _), one in zip(some, prints, strict=True):
-            found[id(param)] = 0 if param.is_inference() else param._version, one
-    return found
+    there = {id(param): param for param in params if not isinstance(param, Sharded)}
+    known = {key: mine.detach() for key, param in there.items() if _has_bits(mine := local_of(param))}
+    prints = prints_of(list(known.values()))
+    versions = [0 if there[key].is_inference() else there[key]._version for key in known]
+    return dict(zip(known, zip(versions, prints, strict=True), strict=True))
 
 
 def _user_attributes(param: Tensor) -> dict[str, object]:

@@ -6,10 +6,8 @@ for the bucket of that parameter.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
-from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Distributed
 from zerokern.zero.params import BucketMemory
@@ -25,6 +22,7 @@ from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import leaves
 from zerokern.zero.sharded_ops import METADATA
 from zerokern.zero.units import UnitSpec
+from zerokern.zero.watch import Watch
 
 __all__ = ["Publisher", "mark_updated", "mark_updating", "without_waiting"]
 
@@ -116,15 +114,12 @@ class Publisher:
         entries = [entry for memory in self._memories for entry in memory.entries]
         self._read = [one.param if one.full is None else one.full for one in entries]
         shards = [shard_of(one) for one in self._read]
-        self._pieces = [shard.piece for shard in shards if shard is not None]
-        self._bodies = TensorBodies(self._pieces)
-        self._announced = self._bodies.versions()
+        self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)
         # of the update that is under way, if any
         self._ready: Callable[[int], None] | None = None
         self._tears: Callable[[], object] = _nothing
         self._next = 0  # the first bucket that nobody has waited for
-        self._params = [[entry.param for entry in memory.entries] for memory in self._memories]
-        self._versions: list[list[int]] = []
+        self._params = [Watch((e.param for e in memory.entries), memory=False) for memory in self._memories]
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
         for number, memory in enumerate(self._memories):
@@ -137,10 +132,9 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
-        known, self._announced = self._announced, self._bodies.versions()
-        if known != self._announced:
-            updated = map(operator.ne, known, self._announced)
-            torch.autograd.graph.increment_version(list(compress(self._read, updated)))
+        updated = self._pieces.written(accept=True)
+        if updated:
+            torch.autograd.graph.increment_version([self._read[place] for place in updated])
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others."""
@@ -176,9 +170,10 @@ class Publisher:
         `upto(0)` comes next: modules that belong to no unit have no forward that would wait.
         """
         self._ready, self._tears, self._next, self.failure = ready, tears, 0, None
-        self._versions = [[param._version for param in params] for params in self._params]
         for params in self._params:
-            mark_updating(params)
+            params.accept_writes()
+        for params in self._params:
+            mark_updating(params.tensors)
 
     def is_updating(self) -> bool:
         """Whether an update is under way."""
@@ -212,7 +207,7 @@ class Publisher:
     def retire(self) -> None:
         """Forget the update that is under way, and the optimizer that made it."""
         for params in self._params[self._next :] if self._ready is not None else ():
-            mark_updated(params)
+            mark_updated(params.tensors)
         self._ready, self._tears = None, _nothing
         for memory in self._memories:
             memory.group.publishing.discard(self)
@@ -229,7 +224,7 @@ class Publisher:
                     self._ready(self._next)
                     with without_waiting():
                         self._refuse_writes()
-                    mark_updated(self._params[self._next])
+                    mark_updated(self._params[self._next].tensors)
                     self._next += 1
         except Exception:
             self._tears()
@@ -238,12 +233,11 @@ class Publisher:
 
     def _refuse_writes(self) -> None:
         assert self._ready is not None
-        entries, versions = self._memories[self._next].entries, self._versions[self._next]
-        for entry, version in zip(entries, versions, strict=True):
-            if entry.param._version != version:
-                for number in range(self._next, len(self._memories)):
-                    self._ready(number)  # nothing is written any more when this is heard of
-                raise StateError(_WRITTEN.format(name=entry.name))
+        written = self._params[self._next].written()
+        if written:
+            for number in range(self._next, len(self._memories)):
+                self._ready(number)  # nothing is written any more when this is heard of
+            raise StateError(_WRITTEN.format(name=self._memories[self._next].entries[written[0]].name))
 
 
 def _nothing() -> None:

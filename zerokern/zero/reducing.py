@@ -22,7 +22,7 @@ from zerokern.kernels import Flattener, cpu
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.kernels.squares import Squares, one_by_one
 from zerokern.memory import HostTier, Wanted
-from zerokern.memory.addresses import GradientReader, gradient_reader
+from zerokern.memory.addresses import GradientReader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
 from zerokern.memory.squares import SquaresBelow
@@ -83,8 +83,8 @@ class Flattening:
             if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
                 return False
             self._grad_dtype, numels = found.pop(), [self._numels[place] for place in places]
-            self._reader = gradient_reader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
-        addresses = None if self._reader is None else self._reader.read()
+            self._reader = GradientReader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
+        addresses = self._reader.read()
         if addresses is None:
             return False
         cpu.collect(buffer, addresses, *self._spans(tuple(places)), self._grad_dtype, add=False)

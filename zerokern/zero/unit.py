@@ -29,13 +29,13 @@ from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import UnitSpec
+from zerokern.zero.watch import Watch
 
 __all__ = ["Registration", "Unit", "UnitState"]
 
 Registration = tuple[dict[str, Any], str]
 """The parameters of a module by name, and one of these names."""
 
-_version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 
 
@@ -96,11 +96,11 @@ class Unit:
         tables = {id(table) for table, *_ in self._places}
         rnns = [one for one in spec.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
         self._rnns = list(map(weakref.ref, rnns))
-        self._pieces = [shard.piece for entry in self.entries if (shard := shard_of(entry.param)) is not None]
-        self._versions = list(map(_version_of, self._pieces))
+        pieces = [shard.piece for entry in self.entries if (shard := shard_of(entry.param)) is not None]
+        self._pieces, self._written = Watch(pieces, memory=False), Watch(self._fulls, memory=False)
         self._handles: list[Handle] = []
         self._in_place: list[BucketMemory] = []  # on one rank, shards that are fetched and computed with as they are
-        self._unwritten: list[int] | None = None  # versions of full parameters, while somebody may write to them
+        self._is_lent = False  # whether somebody may write to the full parameters, which are watched
         if self.sharded:
             mark_released(self._fulls)
 
@@ -189,7 +189,7 @@ class Unit:
                     handle.wait()
         self._wait()
         self.register_sharded()
-        self._unwritten = None
+        self._is_lent = False
         for memory in self.sharded:
             memory.release()
         if self.sharded:
@@ -248,29 +248,25 @@ class Unit:
 
     def _count_updates(self) -> None:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
-        before, now = self._versions, list(map(_version_of, self._pieces))
-        if now != before:
-            self._versions = now
-            pairs = zip(self._fulls, before, now, strict=True)
-            torch.autograd.graph.increment_version([full for full, was, found in pairs if found != was])
+        updated = self._pieces.written(accept=True)
+        if updated:
+            torch.autograd.graph.increment_version([self._fulls[place] for place in updated])
 
     def watch_writes(self) -> None:
         """From here on somebody has the full parameters and may write to them."""
-        if self._unwritten is None:
-            self._unwritten = list(map(_version_of, self._fulls))
+        if not self._is_lent:
+            self._written.accept_writes()
+            self._is_lent = True
 
     def keep_writes(self) -> None:
         """Copy what was written to full parameters since `watch_writes` into the shards: each rank its span."""
-        before, self._unwritten = self._unwritten, None
-        if before is None:
-            return
-        now = list(map(_version_of, self._fulls))
-        if now != before:
+        was_lent, self._is_lent = self._is_lent, False
+        written = self._written.written() if was_lent else []
+        if written:
             with torch.no_grad():
-                for entry, piece, was, found in zip(self.entries, self._pieces, before, now, strict=True):
-                    if was != found:
-                        self._keep(entry, piece)
-            self._versions = list(map(_version_of, self._pieces))
+                for place in written:
+                    self._keep(self.entries[place], self._pieces.tensors[place])
+            self._pieces.accept_writes()
 
     @staticmethod
     def _keep(entry: BucketEntry, piece: Tensor) -> None:
