@@ -52,7 +52,7 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, lo
 
 
 ROWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
-    (1, "cpu", {"schedule": zk.Delayed(after=2)}, {"accumulate": 3, "once": False}),
+    (1, "cpu", {}, {"accumulate": 3, "once": False}),
     (2, "disk", {"schedule": "overlap", "max_grad_norm": 0.5}, {"accumulate": 3, "once": True}),
 ]
 
