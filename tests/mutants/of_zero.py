@@ -73,8 +73,8 @@ MUTANTS = (
     Mutant(
         "sum_added_up_over_the_ranks_again",
         "zerokern/zero/gradients.py",
-        "if self.summing.counts_again:\n            self.summing.share_out",
-        "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
+        "if self.reducer.counts_again:\n            self.reducer.share_out",
+        "if self.reducer.counts_again and not self.replicated:\n            self.reducer.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
         (
             "tests/mutants/test_found.py::test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once",
@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant(
         "gradient_in_host_memory_not_added_to",
         "zerokern/zero/reducing.py",
-        "span = torch.empty_like(span)\n                self._host.fetch(out, span).gate()",
+        "span = torch.empty_like(span)\n                host.fetch(out, span).gate()",
         "span = torch.zeros_like(span)",
         "A second pass writes over the gradient that rests in host memory.",
         ("tests/zero/test_tiers_on_device.py",),

@@ -99,7 +99,7 @@ class Shards:
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
-        self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
+        self._landing = [bucket for bucket in buckets if bucket.memory.host is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
         self._trained = [one.requires_grad for one in self.local]

@@ -238,7 +238,7 @@ class PipelineStage(TorchStage):
                 "call schedule.step() outside: it reduces once, and adds to gradients that are still there"
             )
         for bucket in sharding.gradient_buckets:
-            for place in bucket.local if bucket.summing.needed else ():
+            for place in bucket.local if bucket.reducer.needed else ():
                 if _gradient_owner(bucket, place).grad is not None:
                     raise StateError(
                         f"the gradient of {bucket.shards[place].name!r} is that of a step which broke off, or of "

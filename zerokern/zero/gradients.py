@@ -25,7 +25,7 @@ from zerokern.zero.kinds import local_of
 from zerokern.zero.params import BucketEntry, BucketMemory, gather_full
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
-from zerokern.zero.reducing import BucketSquares, Flattening, GradReady, HostReducer, References, Summing, shares
+from zerokern.zero.reducing import Flattening, GradReady, Reducer, References, shares
 from zerokern.zero.released import ReleasedMemory
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
@@ -56,12 +56,13 @@ class GradientBucket:
         # one rank's shard is the bucket: the gradients are flattened where they stay, unless that is in host memory
         self.stays = self.replicated or (self.group.alone and memory.host is None)
         self.lends_buffer = shards_gradients(stage) and not self.stays
-        self.host_reducer = None if memory.host is None else HostReducer(self.group, memory.host)
         self.released = ReleasedMemory(memory.pool)
-        self.summing = Summing(self.group, losses, whole=self.stays, host=self.host_reducer)
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
         # memory and the cache serve the next, and small ones that waited between large ones would fragment the heap.
         on_device = memory.device.type != "cpu"
+        # whole gradients are plain tensors, which anybody may write; a device measures its own when it makes a step
+        measures = not self.replicated and (not on_device or memory.host is not None)
+        self.reducer = Reducer(self.bucket, self.group, losses, whole=self.stays, measures=measures, host=memory.host)
         together = on_device or all(one.place.numel * dtype.itemsize <= SMALL_GRADIENT for one in memory.entries)
         self.waits = [together and one.placed is None for one in memory.entries]
         self.running = self.opened = self.closed = self.launched = self.adds = False
@@ -111,10 +112,6 @@ class GradientBucket:
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [entry.place for entry in self.entries]
         self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
-        # whole ones are plain tensors, which anybody may write; a device measures its own when it makes a step
-        counted = not self.replicated and (not on_device or memory.host is not None)
-        params, here = [entry.place.param for entry in self.entries], self.bucket.pieces(self.group.rank)
-        self.squares = BucketSquares(params, here, counted=counted)
 
     def begin(self, task: int, expected: int, arrived: int | None, *, shows_none: bool) -> None:
         """Begins a pass, in which so many gradients are expected: empties `.grad`, where gradients arrive.
@@ -362,7 +359,7 @@ class GradientBucket:
         else:
             self.land()
             kept = self.reduced
-            self.reduced = kept.clone() if self.host_reducer is None else self._room().copy_(kept)  # type: ignore[arg-type,union-attr]
+            self.reduced = kept.clone() if self.memory.host is None else self._room().copy_(kept)  # type: ignore[arg-type,union-attr]
         self._make_shown()
         self.give(live)
 
@@ -391,8 +388,8 @@ class GradientBucket:
         self.held &= lives
         if self.held and self.in_place and not self.stays:
             self._move(self.held, out=True)
-        if self.summing.counts_again:
-            self.summing.share_out(self._spans[place] for place in self.held)
+        if self.reducer.counts_again:
+            self.reducer.share_out(self._spans[place] for place in self.held)
             self.held.clear()
         self._kept = lives if self.stays else set(self.local)
         self.adds = not self.stays and bool(self.held)
@@ -461,7 +458,7 @@ class GradientBucket:
         self.local.clear()
         self._show()
         assert self.reduced is not None
-        return self.summing.begin(buffer, self.reduced, add=add, scratch=scratch, squares=self.squares.wanted())
+        return self.reducer.begin(buffer, self.reduced, add=add, scratch=scratch)
 
     def reduce_after_launch(self, scratch: Tensor | None) -> None:
         """Adds what arrived after the launch, on any rank, to what is reduced."""
@@ -469,8 +466,8 @@ class GradientBucket:
         self.guard()
         self.released.restore(self)
         assert self.reduced is not None
-        self.ready, squares = None, self.squares.wanted()
-        (self.summing.begin(unsent, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
+        self.ready = None
+        (self.reducer.begin(unsent, self.reduced, add=True, scratch=scratch) or Handle()).wait()
         if self.stays:
             self.reduced.add_(unsent)
         self.tell()
@@ -484,8 +481,8 @@ class GradientBucket:
         if self.stays:
             return self.whole_buffer()
         numel = self.bucket.shard_numel
-        if self.host_reducer is not None:
-            return self.host_reducer.room(numel, self.dtype)
+        if (room := self.reducer.room(numel, self.dtype)) is not None:
+            return room
         if self.lends_buffer:
             return self.memory.pool.zeros(numel, self.dtype)
         return alias(self.whole_buffer(), self.group.rank * numel, (numel,))
@@ -526,7 +523,7 @@ class GradientBucket:
             self.land()
         pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self.pieces
         versions = array("q", map(_version_of, pieces)) if self.replicated else self._versions_of()
-        sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
+        sums = [None] * len(pieces) if self.exposed else self.reducer.sums(pieces, everything=self.leaves_memory)
         self.ready = GradReady(pieces, versions, sums)
         for listener in self.listeners:
             listener(self.ready)
@@ -535,8 +532,7 @@ class GradientBucket:
         """Returns once what was reduced is in its memory, on the host or on the device: for who reads or writes it."""
         self.released.used = True
         self.released.restore(self)
-        if self.host_reducer is not None:
-            self.host_reducer.wait()
+        self.reducer.wait()
 
     @property
     def in_use(self) -> bool:

@@ -350,7 +350,7 @@ class Reduction:
         if not self._needs_scratch:
             return None
         if not self.scratch:
-            wanted = [one.summing.scratch_nbytes(one.bucket.padded_numel, one.dtype) for one in self.buckets]
+            wanted = [one.reducer.scratch_nbytes(one.bucket.padded_numel, one.dtype) for one in self.buckets]
             first, second = zip(*wanted, strict=True)
             self.scratch.append(self._bytes(max(first) + max(second)))
         return self.scratch[0].view(bucket.dtype)
@@ -502,8 +502,7 @@ class Reduction:
             while self._outstanding:
                 self._wait_for_oldest()
             for bucket in self.buckets:
-                if bucket.host_reducer is not None:
-                    bucket.host_reducer.end()
+                bucket.reducer.end()
             self._reset()
 
     def drop_leftovers(self) -> None:
