@@ -85,7 +85,7 @@ MUTANTS = (
         "stale_gradient_of_an_unused_parameter",
         "zerokern/zero/gradients.py",
         "for place in self._places - self._stored - self._kept:",
-        "for place in self._places - self._stored - self._kept - self.held:",
+        "for place in self._places - self._stored - self._kept - shown.held:",
         "Where no gradient arrives, what an earlier pass has left in the buffer is added once more.",
         (
             "tests/mutants/test_found.py::test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_first",
@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "all_that_arrived_counts_as_collected",
         "zerokern/zero/gradients.py",
-        "self._stored |= grads.keys()",
-        "self._stored |= places",
+        "stored.update(grads)",
+        "stored.update(places)",
         "A parameter whose hook is called and that has no gradient is not zeroed.",
         ("tests/zero/test_parameters.py::test_a_gradient_that_is_none_is_not_what_the_buffer_held",),
     ),
@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_second_leaf_lost",
         "zerokern/zero/gradients.py",
-        "for place, grad in self.from_other_leaves:\n            self.store(place, grad)",
-        "for place, grad in self.from_other_leaves[1:]:\n            self.store(place, grad)",
+        "for place, grad in inbox.from_other_leaves:\n            self._write",
+        "for place, grad in inbox.from_other_leaves[1:]:\n            self._write",
         "The gradient of a parameter that is used outside of its module as well is not added.",
         (
             "tests/zero/test_gathered.py",
@@ -282,7 +282,7 @@ MUTANTS = (
         "spilled_gradient_not_stored",
         "zerokern/zero/spilling.py",
         "                rest.wait()\n                rest.change()",
-        "                rest.wait()\n                if rest is not self.rest:\n                    rest.change()",
+        "                rest.wait()\n                if rest is not self._rest:\n                    rest.change()",
         "A gradient that waits on a disk is not written there again after a pass has added to it.",
         ("tests/zero/test_spill.py",),
     ),
@@ -304,7 +304,7 @@ MUTANTS = (
     ),
     Mutant(
         "measured_square_of_an_older_gradient",
-        "zerokern/zero/gradients.py",
+        "zerokern/zero/shown.py",
         "return self.ready is not None and not self.handed_out() and self._versions_of() == self.ready.versions",
         "return self.ready is not None and not self.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",

@@ -83,7 +83,7 @@ def parts_of_matrices(shard: Shard, matrices: Sequence[Any]) -> list[CutMatrix]:
     """Returns what this rank has of each of a parameter's matrices, whether it has any of it or not."""
     group, bucket = group_of(shard), shard.gradients
     assert group is not None
-    offset, each = bucket.entries[shard.place].place.offset, bucket.bucket.shard_numel
+    offset, each = bucket.entries[shard.place].place.offset, bucket.memory.bucket.shard_numel
     found = []
     for number, one in enumerate(matrices):
         ends = tuple(min(max((rank + 1) * each - offset - one.start, 0), one.numel) for rank in range(group.size))

@@ -147,7 +147,7 @@ def _is_cut(shard: Shard) -> bool:
     bucket = shard.gradients
     if bucket is None or shard.sharding.replicated:
         return False
-    place, each = bucket.entries[shard.place].place, bucket.bucket.shard_numel
+    place, each = bucket.entries[shard.place].place, bucket.memory.bucket.shard_numel
     return bool(place.numel and place.offset // each != (place.offset + place.numel - 1) // each)
 
 

@@ -207,9 +207,9 @@ def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
 
 def mixed(bucket: Any, place: int, *, scaled: bool) -> None:
     """Refuses a first gradient of a pass, not through the model's forward, that was added to one not scaled yet."""
-    grad = bucket.leaves[place].grad
+    grad = bucket.inbox.leaves[place].grad
     again = scaled or bucket.reducer.counts_again
-    if not (bucket.replicated and again and grad is not None and bucket.shows(place, grad)):
+    if not (bucket.replicated and again and grad is not None and bucket.shown.shows(place, grad)):
         return
     raise StateError(
         f"a gradient of {bucket.entries[place].name!r} was added to the one that is there, which has yet to be scaled; "

@@ -7,10 +7,8 @@ that it is of, and no longer once somebody was handed the memory itself.
 from __future__ import annotations
 
 import operator
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -26,21 +24,17 @@ from zerokern.memory.addresses import GradientReader, gradient_reader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
 from zerokern.memory.squares import SquaresBelow
-from zerokern.zero.kinds import is_divided, local_of
-from zerokern.zero.partition import Bucket
+from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.tiers import rests_in_turns
 
 __all__ = [
     "Flattening",
     "GradReady",
     "Reducer",
-    "References",
     "Sumsq",
     "known_squares",
     "measured",
     "rows_by_bucket",
-    "shares",
-    "storage_references",
     "sumsq_of_each",
 ]
 
@@ -51,28 +45,28 @@ _dtype_of, _is_cpu = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
 
 
 class Flattening:
-    """Copies the gradients of one bucket, whose parameters begin at `offsets`, into its buffer, or adds them.
+    """Copies the gradients of one bucket, whose parameters lie at `places`, into its buffer, or adds them.
 
     The layout of the last list of gradients is cached: most are like it.
 
-    >>> buffer = torch.zeros(4)
-    >>> flattening = Flattening([0, 2], [2, 2], torch.float32)
+    >>> buffer, places = torch.zeros(4), [Piece(0, 0, 2, 0), Piece(1, 0, 2, 2)]
+    >>> flattening = Flattening(places, torch.float32, {})
     >>> flattening.run({1: torch.ones(2)}, buffer); flattening.run({1: torch.ones(2)}, buffer, add=True); buffer
     tensor([0., 0., 2., 2.])
     """
 
-    def __init__(self, offsets: Sequence[int], numels: Sequence[int], dtype: torch.dtype) -> None:
-        self._offsets, self._numels, self._dtype = offsets, numels, dtype
+    def __init__(self, places: Sequence[Piece], dtype: torch.dtype, leaves: Mapping[int, Tensor]) -> None:
+        """`leaves`: those whose gradients `of_all` copies, by place."""
+        self._offsets, self._numels = [one.offset for one in places], [one.numel for one in places]
+        self._dtype, self._places, self.leaves = dtype, tuple(leaves), list(leaves.values())
         self._columns: tuple[tuple[int, ...], array[int], array[int]] | None = None
         self._launched: tuple[tuple, Flattener] | None = None
         self._reader: GradientReader | None = None
         self._grad_dtype = dtype
 
-    def of_all(self, leaves: Sequence[Tensor], places: Sequence[int], buffer: Tensor) -> bool:
-        """Copies the gradients of these leaves in one native call; returns False if it cannot, and copied nothing.
-
-        `leaves` and `places` are the same in every call.
-        """
+    def of_all(self, buffer: Tensor) -> bool:
+        """Copies the gradients of the leaves in one native call; returns False if it cannot, and copied nothing."""
+        leaves = self.leaves
         if not buffer.is_cpu or not leaves or self._dtype not in _NATIVE:
             return False
         if self._reader is None:
@@ -80,12 +74,12 @@ class Flattening:
             found = {grad.dtype for grad in grads if grad is not None}
             if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
                 return False
-            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in places]
+            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in self._places]
             self._reader = gradient_reader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
         addresses = None if self._reader is None else self._reader.read()
         if addresses is None:
             return False
-        cpu.collect(buffer, addresses, *self._spans(tuple(places)), self._grad_dtype, add=False)
+        cpu.collect(buffer, addresses, *self._spans(self._places), self._grad_dtype, add=False)
         return True
 
     def run(self, grads: Mapping[int, Tensor], buffer: Tensor, *, add: bool = False) -> None:
@@ -159,7 +153,6 @@ class Reducer:
     come from; None: a sum. `host`: where the result goes, from a device. `measures`: it lies in host memory, and who
     writes it is seen.
 
-    >>> from zerokern.zero.partition import Piece
     >>> bucket = Bucket(0, 0, "float32", True, 1, 2, (Piece(0, 0, 2, 0),))
     >>> reducer = Reducer(bucket, Group(0, 1, torch.device("cpu"), "alone"), None, whole=False, measures=True)
     >>> total = torch.zeros(2)
@@ -302,10 +295,10 @@ def known_squares(by_bucket: Rows, grads: Sequence[Tensor]) -> list[Sumsq]:
     """Returns the sums of squares of these gradients, by row, as they were measured in reducing; None where unknown."""
     found: list[Sumsq] = [None] * len(grads)
     for bucket, rows, places in by_bucket:
-        ready: GradReady | None = bucket.ready
+        ready: GradReady | None = bucket.shown.ready
         if ready is None:
             continue
-        untouched = bucket.is_untouched()
+        untouched = bucket.shown.is_untouched()
         pieces, sums = ready.pieces, ready.sumsq
         for row, place in zip(rows, places, strict=True):
             if grads[row] is pieces[place]:
@@ -330,59 +323,3 @@ def sumsq_of_each(
             rest.wait()
         found.update(zip(places, measure(places), strict=True))
     return cast("list[float]", list(found.values()))
-
-
-class References:
-    """Tells whether a program has kept gradients: by references to them that were not there at first.
-
-    >>> memory = torch.zeros(4)
-    >>> shown = [memory[:2], memory[2:]]
-    >>> references = References(memory, shown)
-    >>> references.has_more(memory, set())
-    False
-    >>> kept = shown[1]
-    >>> references.has_more(memory, set()), references.has_more(memory, {1})
-    (True, False)
-    """
-
-    def __init__(self, memory: Tensor, shown: Sequence[Tensor]) -> None:
-        self._shown = list(shown)
-        self._parts = [local_of(one) if is_divided(one) else None for one in shown]
-        self._whole = [one for one in self._parts if one is not None]
-        self.to_memory = storage_references(memory)
-        self._to_all = _to_tensors(self._shown) + _to_tensors(self._whole)
-
-    def has_more(self, memory: Tensor, live: AbstractSet[int], views: int = 0) -> bool:
-        """Whether there are more references now: to gradients not `live`, by place, or by more than these `views`."""
-        if storage_references(memory) > self.to_memory + views:
-            return True
-        if not live:
-            return _to_tensors(self._shown) + _to_tensors(self._whole) > self._to_all
-        places = [place for place in range(len(self._shown)) if place not in live]
-        some = [self._shown[place] for place in places]
-        parts = [part for place in places if (part := self._parts[place]) is not None]
-        each = self._to_all / max(len(self._shown), 1)
-        return _to_tensors(some) + _to_tensors(parts) - len(some) - len(parts) > each * len(some)
-
-
-def storage_references(tensor: Tensor) -> int:
-    """Returns how many tensors there are over a tensor's memory.
-
-    >>> one = torch.zeros(2); before = storage_references(one); view = one[1:]; storage_references(one) - before
-    1
-    """
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _to_tensors(tensors: Sequence[Tensor]) -> int:
-    return sum(map(sys.getrefcount, tensors))
-
-
-def shares(left: Tensor, right: Tensor) -> bool:
-    """Returns whether two tensors share a storage.
-
-    >>> whole = torch.zeros(4)
-    >>> shares(whole[1:], whole), shares(whole.clone(), whole)
-    (True, False)
-    """
-    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)

@@ -29,14 +29,14 @@ from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.interrupts import whole
 from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
-from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.gradients import WAITING, GradientBucket
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.units import RankGroups
 
 __all__ = ["Reduction"]
 
 BACKWARD = "a backward pass"
-_times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
+_times_shown, _pieces_of = attrgetter("shown.times_made"), attrgetter("shown.pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
 _FIRST_IN_GRAPH = (
@@ -84,7 +84,7 @@ class Reduction:
         self._watch: object = None  # hears when the pass breaks off
         self._in_graph = False  # whether the pass goes into a CUDA graph
         # until one is learned: that in which backward comes to the first parameter of each
-        firsts = [min((place.param for place in one.bucket.places), default=-1) for one in buckets]
+        firsts = [min((place.param for place in one.memory.bucket.places), default=-1) for one in buckets]
         self._order = sorted(range(len(buckets)), key=lambda number: (-firsts[number], -number))
         # at stage 3 units decide; of each the buckets, in the order in which they are launched
         self.turns: Turns | None = None
@@ -95,9 +95,9 @@ class Reduction:
         self._queue: deque[int] = deque()  # of buckets that are launched next, each once it is complete
         self._queued: set[int] = set()  # in this pass
         self._ends = list(accumulate(len(one.entries) for one in buckets))
-        self._params = TensorBodies([param for one in buckets for param in one.params])
-        self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
-        self._lands_in_params = all(one.lands_in_params for one in buckets)
+        self._params = TensorBodies([param for one in buckets for param in one.inbox.params])
+        self._leaves = TensorBodies([leaf for one in buckets for leaf in one.inbox.leaves])
+        self._lands_in_params = all(one.inbox.lands_in_params for one in buckets)
         self._trained: Sequence[int] = []  # whether parameters were, when the pass began
         self._said: dict[tuple[int, bytes], bytearray] = {}  # by ranks and what arrived here: what all ranks said last
         self._frozen: dict[int, list[str]] = {}  # names of those that were frozen in the last pass, by part
@@ -113,7 +113,7 @@ class Reduction:
         self._pooled = 0
         self.scratch: list[Tensor] = []
         for bucket in buckets:
-            bucket.receive = partial(hooks.weakly(self.received), bucket.number)
+            bucket.shown.receive = partial(hooks.weakly(self.received), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
         self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
         self._read_in_graphs: list[float | Tensor] = []  # factors that replays read
@@ -129,8 +129,8 @@ class Reduction:
         """Returns this rank's spans of all gradients, bucket after bucket; None if a parameter shows another one."""
         times = list(map(_times_shown, self.buckets))
         if self._shown[0] != times:
-            self._shown = times, array("Q", [shown._cdata for bucket in self.buckets for shown in bucket.shown])
-        as_reduced = not any(bucket.replicated or bucket.exposed or bucket.local for bucket in self.buckets)
+            self._shown = times, array("Q", [shown._cdata for bucket in self.buckets for shown in bucket.shown.tensors])
+        as_reduced = not any(bucket.replicated or bucket.shown.exposed or bucket.local for bucket in self.buckets)
         if not as_reduced or not all(times) or not self._params.have_gradients(self._shown[1]):
             return None
         return list(chain.from_iterable(map(_pieces_of, self.buckets)))
@@ -140,11 +140,11 @@ class Reduction:
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         soon = self._may_be_launched(bucket)  # else a buffer would be taken for the rest of the pass
-        at_once = (soon and not bucket.waits[place]) or hooks.is_within_pass()
-        if at_once and not bucket.opened:
+        at_once = (soon and not bucket.inbox.waits[place]) or hooks.is_within_pass()
+        if at_once and bucket.phase == WAITING:
             self._open(bucket)
         bucket.take_arrived(place, at_once=at_once)
-        if bucket.is_full and soon:
+        if bucket.inbox.is_full and soon:
             self._complete(bucket)
 
     def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -158,16 +158,16 @@ class Reduction:
         """Takes a gradient that autograd adds to a shown `.grad`: the first of a pass without a forward."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
-        if not bucket.opened:
+        if bucket.phase == WAITING:
             self._open(bucket)
         bucket.receive_one(place, grad)
 
     def absent(self, bucket: GradientBucket, place: int) -> None:
         """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
-        bucket.absent.add(place)
+        bucket.inbox.absent.add(place)
         bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
-        if bucket.is_full and self._may_be_launched(bucket):
+        if bucket.inbox.is_full and self._may_be_launched(bucket):
             self._complete(bucket)
 
     def _broken(self, task: int) -> None:
@@ -178,7 +178,7 @@ class Reduction:
         if self.active and self._task == task:
             with whole("what a backward pass has left"):
                 for bucket in self.buckets:
-                    bucket.break_off()
+                    bucket.inbox.break_off()
 
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
         """Begins a pass, unless it has begun; the gradient of `place` may have arrived already."""
@@ -187,7 +187,7 @@ class Reduction:
 
     def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
         """Adds a part of a gradient, of some rows of the batch; the last part arrives through autograd."""
-        if not bucket.opened:
+        if bucket.phase == WAITING:
             self._open(bucket)
         bucket.add(place, grad)
 
@@ -213,7 +213,7 @@ class Reduction:
             raise StateError(_FIRST_IN_GRAPH)
         with without_waiting():
             self._shows_none = self._params.have_gradients()
-        if self._shows_none and not any(bucket.exposed for bucket in self.buckets):
+        if self._shows_none and not any(bucket.shown.exposed for bucket in self.buckets):
             self.factor = self.applied = 1.0  # of gradients that were dropped
         elif self._in_graph:
             self._read_in_graphs += [self.factor, self.applied]  # which steps before it may have left
@@ -239,7 +239,7 @@ class Reduction:
                 some = slice(end - len(bucket.entries), end)
                 task = self._task if trained[some] == trains[some] else hooks.NO_PASS
                 arrived = place if bucket is first else None
-                bucket.begin(task, sum(trained[some]), arrived, shows_none=self._shows_none)
+                bucket.inbox.begin(task, sum(trained[some]), arrived, shows_none=self._shows_none)
 
     def fold(self, factor: float | Tensor) -> None:
         """Leaves a factor pending, which whoever uses the gradients next applies."""
@@ -255,7 +255,7 @@ class Reduction:
         """Whoever writes to a gradient from here on writes to what was clipped."""
         if isinstance(factor, Tensor) or factor != 1.0:
             for bucket in self.buckets:
-                bucket.reads_until(hooks.weakly(self.settle))
+                bucket.shown.reads_until(hooks.weakly(self.settle))
 
     def take_factor(self) -> float | Tensor:
         """Takes the pending factor, which the caller applies. Those that updates have applied go into the gradients."""
@@ -306,25 +306,22 @@ class Reduction:
             bucket.open(bucket.buffer)
         elif self.synchronizes and bucket.lends_buffer:
             self._lent[bucket.number] = self._take(bucket.nbytes)
-            bucket.open(self._lent[bucket.number].view(bucket.dtype)[: bucket.bucket.padded_numel])
+            bucket.open(self._lent[bucket.number].view(bucket.dtype)[: bucket.memory.bucket.padded_numel])
         else:
             bucket.open(bucket.whole_buffer())
 
     def _launch(self, bucket: GradientBucket) -> None:
-        if not bucket.opened:
+        if bucket.phase == WAITING:
             self._open(bucket)
         assert bucket.buffer is not None
-        adds = bucket.close(reduces=self.synchronizes)
-        # what only passes under no_sync brought is reduced with this one
-        bucket.arrived_places = tuple(bucket.arrived | bucket.local)
-        bucket.arrived.clear()
+        bucket.close(reduces=self.synchronizes)
         if not self.synchronizes:
             return
         if self._needs_scratch:
             self._make_way()
-        of = bucket.called + ", added to those of an earlier pass" if bucket.held else bucket.called
+        of = bucket.called + ", added to those of an earlier pass" if bucket.shown.held else bucket.called
         with during(BACKWARD, of=of), named("reduce", bucket.memory.label):
-            handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
+            handle = bucket.reduce(bucket.buffer, self._scratch_for(bucket))
         if (recorder := bucket.memory.recorder) is not None:
             handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)
         if handle is None:
@@ -350,7 +347,7 @@ class Reduction:
         if not self._needs_scratch:
             return None
         if not self.scratch:
-            wanted = [one.reducer.scratch_nbytes(one.bucket.padded_numel, one.dtype) for one in self.buckets]
+            wanted = [one.reducer.scratch_nbytes(one.memory.bucket.padded_numel, one.dtype) for one in self.buckets]
             first, second = zip(*wanted, strict=True)
             self.scratch.append(self._bytes(max(first) + max(second)))
         return self.scratch[0].view(bucket.dtype)
@@ -365,7 +362,7 @@ class Reduction:
             return self._free.pop(place)
         self._pooled += 1
         sizes = [bucket.nbytes for bucket in self.buckets]
-        if any(bucket.bucket.whole for bucket in self.buckets):  # matrices of many layers: these are much larger
+        if any(bucket.memory.bucket.whole for bucket in self.buckets):  # matrices of many layers: these are much larger
             sizes = [size for size in sizes if size <= 2 * nbytes]
         return self._bytes(max(sizes))
 
@@ -414,13 +411,13 @@ class Reduction:
                 bucket.reduce_after_launch(self._scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
         for bucket in self.buckets:
-            if bucket.exposed:  # optimizers that know nothing of copies read these
-                bucket.land()
+            if bucket.shown.exposed:  # optimizers that know nothing of copies read these
+                bucket.shown.land()
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
-                bucket.put_back()
+                bucket.inbox.put_back()
                 if self.synchronizes:
-                    bucket.held.update(places)  # first: what is shown and not held would be written over
+                    bucket.shown.held.update(places)  # first: what is shown and not held would be written over
                 bucket.give(places)
         self.passes += self.synchronizes
         if self._learns_order and self.synchronizes and not self._by_unit:
@@ -433,7 +430,7 @@ class Reduction:
         """Returns the marks of all ranks that have the bucket."""
         places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.entries))]
         for number, part in enumerate(self._parts):
-            mine = [at for at, (bucket, _) in enumerate(places) if bucket.bucket.ranks == number]
+            mine = [at for at, (bucket, _) in enumerate(places) if bucket.memory.bucket.ranks == number]
             if part.hearing.size > 1 and mine:
                 lacks = [at for at in mine if not marks[at]]
                 frozen = [places[at][0].entries[places[at][1]].name for at in lacks if not self._trained[at]]
@@ -511,7 +508,7 @@ class Reduction:
             return
         with without_waiting():
             if not self._leaves.have_gradients():
-                for leaf in (leaf for bucket in self.buckets for leaf in bucket.leaves):
+                for leaf in (leaf for bucket in self.buckets for leaf in bucket.inbox.leaves):
                     leaf.grad = None
 
     def _reset(self) -> None:
@@ -530,13 +527,13 @@ def _of_a_step(factor: float | Tensor) -> float | Tensor:
 
 def _shows_anyway(bucket: GradientBucket, place: int) -> bool:
     """Whether `.grad` shows what is reduced, as an earlier pass left it, also if no rank had one in this pass."""
-    return place in bucket.held and not bucket.shards[place].has_hooks
+    return place in bucket.shown.held and not bucket.shards[place].has_hooks
 
 
 def _marks(bucket: GradientBucket) -> bytearray:
     """Returns what arrived of a bucket in this pass, by place."""
     found = bytearray(len(bucket.entries))
-    for place in bucket.arrived_places:
+    for place in bucket.inbox.arrived:
         found[place] = ARRIVED
     for place in bucket.places_after_launch:
         found[place] = AFTER_LAUNCH
