@@ -160,8 +160,8 @@ MUTANTS = (
     Mutant(
         "scratch_shared_by_two_reductions",
         "zerokern/zero/reduction.py",
-        "if self._needs_scratch:\n            self._make_way()",
-        "if self._needs_scratch and self._outstanding and self._outstanding[0][0].adds:\n            self._make_way()",
+        "if self.outstanding:\n            oldest",
+        "if self.outstanding and self.outstanding[0][0].adds:\n            oldest",
         "A reduction receives into memory that the one before it has not added up yet.",
         ("tests/zero/test_losses.py", "tests/zero/test_modules.py"),
     ),
@@ -234,8 +234,8 @@ MUTANTS = (
     Mutant(
         "second_clipping_forgets_the_first",
         "zerokern/zero/reduction.py",
-        "self.factor = self.factor * factor",
-        "self.factor = factor",
+        "self.pending = self.pending * factor",
+        "self.pending = factor",
         "Of two clippings before an update only the factor of the second is applied.",
         (
             "tests/mutants/test_found.py::test_clipping_again_counts_what_was_clipped_before",
@@ -329,8 +329,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_pass_that_had_not_begun_stays",
         "zerokern/zero/reduction.py",
-        "if self._lands_in_params or self.active:",
-        "if self._lands_in_params or self.active or self.passes:",
+        "if self._leaves is self._params or self.active:",
+        "if self._leaves is self._params or self.active or self.passes:",
         "The first gradient of a pass that Ctrl-C ended before it was noted is added to the next, at stage 3.",
         ("tests/zero/test_failures.py::test_a_pass_that_is_interrupted_at_any_line",),
     ),

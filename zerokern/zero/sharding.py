@@ -367,19 +367,19 @@ class Sharding:
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
-        self.reduction.fold(factor)
+        self.reduction.factor.fold(factor)
 
     def take_fold(self) -> float | Tensor:
         """Takes the pending factor, which the caller applies."""
-        return self.reduction.take_factor()
+        return self.reduction.factor.take()
 
     def folded(self, factor: float | Tensor) -> None:
         """An update has applied the factor that it took."""
-        self.reduction.folded(factor)
+        self.reduction.factor.folded(factor)
 
     def settle(self) -> None:
         """Multiplies the gradients by the pending factor."""
-        self.reduction.settle()
+        self.reduction.factor.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -411,6 +411,6 @@ class Sharding:
             "parameters": [memory.shard if memory.sharded else memory.full for memory in self.memories],
             "gradients": [*reduced, *own],
             "gathered": whole,
-            "buffers": [*self.reduction.buffers, *lent],
-            "scratch": self.reduction.scratch,
+            "buffers": [*self.reduction.memory.buffers, *lent],
+            "scratch": self.reduction.memory.scratch,
         }
