@@ -154,8 +154,8 @@ class Survey:
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
         self.rests = any(map(_may_rest, self.params))  # or their gradients
         # whether gradients may have been measured where they were reduced; a device measures its own
-        of_pieces = bool(starts) and self.device is None
-        self._by_bucket = rows_by_bucket([shard_of(param) for param in self.params]) if of_pieces else []
+        self._of_pieces = bool(starts) and self.device is None
+        self._by_bucket = rows_by_bucket([shard_of(param) for param in self.params]) if self._of_pieces else []
         self._note_gradients(dense_grads, sums)
 
     def pointers(self, groups: Groups, given: Grads | None = None, sums: Sums = ()) -> array[int] | None:
@@ -178,7 +178,7 @@ class Survey:
         found = self._read(grads) if self._reader is None else self._reader.read(grads)
         if found is None:
             return None
-        if self.rests or self._by_bucket or self.device is not None:
+        if self.rests or self._of_pieces or self.device is not None:
             grads = list(map(_grad_of, self.params)) if grads is None else grads
             self._note_gradients(grads, sums)
             return found if self.device is None or self._are_there(grads, found) else None
