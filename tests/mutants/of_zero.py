@@ -281,8 +281,8 @@ MUTANTS = (
     Mutant(
         "spilled_gradient_not_stored",
         "zerokern/zero/spilling.py",
-        "                rest.wait()\n                rest.change()",
-        "                rest.wait()\n                if rest is not self._rest:\n                    rest.change()",
+        "                if written:\n                    rest.change()",
+        "                if written and rest is not self._rest:\n                    rest.change()",
         "A gradient that waits on a disk is not written there again after a pass has added to it.",
         ("tests/zero/test_spill.py",),
     ),

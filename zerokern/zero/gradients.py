@@ -36,8 +36,9 @@ WAITING, OPEN, CLOSED, LAUNCHED = range(4)
 class Inbox:
     """The gradients of one bucket that have arrived in `.grad` of its `leaves`, by place, in a backward pass.
 
-    While a pass runs, what the program keeps in `.grad` of these leaves is put `aside`. Hooks note gradients of the
-    pass with the number `task` as `arrived`; with NO_PASS each is looked at. `expected`: how many complete the bucket.
+    `before`: what `.grad` of parameters held when the pass that is running began; leaves are emptied meanwhile. Hooks
+    note gradients of the pass with the number `task` as `arrived`; with NO_PASS each is looked at. `expected`: how many
+    complete the bucket.
     """
 
     def __init__(self, memory: BucketMemory, dtype: torch.dtype, shown: Shown, *, lands_in_params: bool) -> None:
@@ -60,9 +61,7 @@ class Inbox:
         self.task, self.expected = NO_PASS, 0
         self.from_other_leaves: list[tuple[int, Tensor]] = []  # besides the one that modules compute with
         self.running = False
-        self.aside: dict[int, Tensor] = {}
-        self._before: list[Tensor | None] = []  # what parameters show while a pass runs, at stage 3
-        self.showed_none = False  # whether no parameter showed a gradient when the pass that is running began
+        self.before: dict[int, Tensor] = {}
 
     @property
     def is_full(self) -> bool:
@@ -75,23 +74,21 @@ class Inbox:
         `arrived`: the place of one that has come already. `shows_none`: no parameter shows a gradient.
         """
         self.expected, self.task = expected, task
-        leaves = self.leaves if self.lands_in_params and not shows_none else ()
-        self.aside = {place: grad for place, grad in enumerate(map(_grad_of, leaves)) if grad is not None}
-        if arrived is not None and not self.shows_in_leaf(arrived):
-            self.aside.pop(arrived, None)
-        if not self.lands_in_params:
-            self._before = [None] * len(self.params) if shows_none else list(map(_grad_of, self.params))
-        self.running, self.showed_none = True, shows_none  # before `.grad` is emptied: who breaks off puts it back
-        for place in self.aside.keys() - {arrived}:
+        params = () if shows_none else self.params
+        self.before = {place: grad for place, grad in enumerate(map(_grad_of, params)) if grad is not None}
+        if self.lands_in_params and arrived is not None and not self.shows_in_leaf(arrived):
+            self.before.pop(arrived, None)
+        self.running = True  # before `.grad` is emptied: who breaks off puts it back
+        for place in self.before.keys() - {arrived} if self.lands_in_params else ():
             self.leaves[place].grad = None
 
     def put_back(self) -> None:
         """Puts back into `.grad` what was there before the pass."""
         with without_waiting():
-            for place, grad in self.aside.items():
-                self.leaves[place].grad = grad
-        self.running = self.showed_none = False  # before it is forgotten: a pass may break off until then
-        self.aside, self._before = {}, []
+            for place, grad in self.before.items():
+                self.params[place].grad = grad
+        self.running = False  # before it is forgotten: a pass may break off until then
+        self.before = {}
 
     def break_off(self) -> None:
         """Drops what a pass that ended early has left in leaves, noted or not, and puts back what was there before."""
@@ -111,10 +108,8 @@ class Inbox:
     def kept(self) -> dict[int, Tensor]:
         """Returns what the program has in `.grad`, by place, whatever arrives there now."""
         exposed = self._shown.exposed
-        if self.running and self.lands_in_params and not exposed:
-            return self.aside
-        if self.showed_none and not exposed:  # what is there now was written in this pass
-            return {}
+        if self.running and not exposed:  # what is there now was written in this pass
+            return self.before
         with without_waiting():
             found = list(map(_grad_of, [shard.piece for shard in self._shown.shards] if exposed else self.params))
         return {place: grad for place, grad in enumerate(found) if grad is not None}
@@ -159,25 +154,20 @@ class Inbox:
         """
         if not self.running:
             return []
-        found = self.take_written_to_params()
+        found: list[tuple[int, Tensor]] = []
+        if not self.lands_in_params:
+            for place, grad in enumerate(list(map(_grad_of, self.params))):
+                before = self.before.get(place)
+                if grad is not None and grad is not before and not self._shown.shows(place, grad):
+                    self.params[place].grad = before
+                    found.append((place, grad))
         if not closed and len(self.arrived) == len(self.leaves):
             return found
         for place, grad in enumerate(list(map(_grad_of, self.leaves))):
-            if grad is None or grad is self.aside.get(place) or (place in self.arrived and not closed):
+            if grad is None or grad is self.before.get(place) or (place in self.arrived and not closed):
                 continue
             if not self.shows_in_leaf(place):
                 self.leaves[place].grad = None
-                found.append((place, grad))
-        return found
-
-    def take_written_to_params(self) -> list[tuple[int, Tensor]]:
-        """As `take_written`, of parameters that are no leaves: with what they show nothing else arrives there."""
-        found: list[tuple[int, Tensor]] = []
-        if not self.running or self.lands_in_params:
-            return found
-        for place, (grad, before) in enumerate(zip(map(_grad_of, self.params), self._before, strict=True)):
-            if grad is not None and grad is not before and not self._shown.shows(place, grad):
-                self.params[place].grad = before
                 found.append((place, grad))
         return found
 
@@ -280,8 +270,8 @@ class GradientBucket:
             grad = inbox.take_out(place)
             if grad is not None:
                 self.receive_one(place, grad)
-            if place in inbox.aside:
-                inbox.leaves[place].grad = inbox.aside[place]
+            if inbox.lands_in_params and place in inbox.before:
+                inbox.leaves[place].grad = inbox.before[place]
         if self.phase < CLOSED:
             inbox.arrived.add(place)
 
@@ -304,23 +294,19 @@ class GradientBucket:
 
     def add(self, place: int, grad: Tensor) -> None:
         """Adds a part of a gradient; the rest arrives later and is added to it."""
-        if not self._counts(place):
-            return
-        grad = self.inbox.checked(place, grad)
-        if self.phase >= CLOSED:
-            self._take_after_launch(place, grad)
-        else:
-            self._write(place, grad)
-            self._kept.add(place)
+        if self._counts(place):
+            self._receive(place, grad, self._kept)
 
     def receive_one(self, place: int, grad: Tensor) -> None:
         """Checks a whole gradient and copies it into the buffer, or adds it to those reduced at the end."""
+        self._receive(place, grad, self._stored)
+
+    def _receive(self, place: int, grad: Tensor, noted: set[int]) -> None:
         grad = self.inbox.checked(place, grad)
         if self.phase >= CLOSED:
             self._take_after_launch(place, grad)
         else:
-            self._write(place, grad)
-            self._stored.add(place)
+            self._write(place, grad, noted)
 
     def _counts(self, place: int) -> bool:
         """Returns whether the parameter is trained; what arrives after it was frozen is dropped."""
@@ -330,9 +316,10 @@ class GradientBucket:
         self._stored.discard(place)
         return False
 
-    def _write(self, place: int, grad: Tensor) -> None:
+    def _write(self, place: int, grad: Tensor, noted: set[int]) -> None:
         there = place in self._kept or place in self._stored
         self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
+        noted.add(place)
 
     def _take_after_launch(self, place: int, grad: Tensor) -> None:
         """Adds a gradient that arrived after the bucket was closed."""
@@ -396,16 +383,13 @@ class GradientBucket:
     def open(self, buffer: Tensor) -> None:
         """Collects this pass in `buffer`, added to what passes under no_sync left there."""
         shown, inbox = self.shown, self.inbox
-        shown.guard()
-        was_read = shown.drop_guards()
+        was_read = shown.end_reads()
         shown.ready = None
         shown.released.begin()
         if shown.released.is_released:
             shown.released.restore(shown, fetch=bool(inbox.kept()))
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `guard`
-            for place, grad in () if inbox.showed_none else inbox.take_written_to_params():
-                self.take_from_other_leaf(place, grad)
             kept = dict(inbox.kept())
             for place, grad in kept.items():  # it is added to
                 if not shown.shows(place, grad):
@@ -440,8 +424,7 @@ class GradientBucket:
         self.phase, inbox.task = CLOSED, NO_PASS
         inbox.collect(self.buffer, self._stored, self._kept)
         for place, grad in inbox.from_other_leaves:
-            self._write(place, grad)
-            self._stored.add(place)
+            self._write(place, grad, self._stored)
             inbox.arrived.add(place)
         inbox.from_other_leaves.clear()
         for place in self._places - self._stored - self._kept:
@@ -506,21 +489,22 @@ class GradientBucket:
         if self.leaves_memory:
             self.shown.land()
         pieces = self.shown.spans()
-        self.shown.tell(pieces, self.reducer.sums(pieces, everything=self.leaves_memory))
+        ready = self.shown.make_ready(pieces, self.reducer.sums(pieces, everything=self.leaves_memory))
+        for listener in self.shown.listeners:
+            listener(ready)
 
     def give(self, places: Iterable[int]) -> None:
         """Shows the gradients in `.grad`."""
         self._show()
         inbox, shown = self.inbox, self.shown
-        aside = inbox.aside if inbox.running and inbox.lands_in_params else None
         for place in places:
             if shown.exposed:
                 shard = self.shards[place]
                 shard.piece.grad = SpanGradient.of(shown.span(place), shard.name, shard.here.group)
-            elif aside is None:
-                inbox.params[place].grad = shown.tensor(place)
+            elif inbox.running:  # until it is put back
+                inbox.before[place] = shown.tensor(place)
             else:
-                aside[place] = shown.tensor(place)
+                inbox.params[place].grad = shown.tensor(place)
 
     def release(self, fetch: Fetch, *, more: int = 0) -> bool:
         """Gives back the memory of what is reduced, as `ReleasedMemory.release`; returns whether it did.

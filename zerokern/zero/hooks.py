@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from zerokern.core.errors import StateError
-
-if TYPE_CHECKING:
-    from zerokern.zero.gradients import Inbox
 
 __all__ = [
     "NO_PASS",
@@ -131,8 +128,8 @@ def keep_user_hooks(
         leaf._post_accumulate_grad_hooks = found
 
 
-def on_accumulation(inbox: Inbox, place: int, receive: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A hook that notes in the inbox that autograd has put a gradient into a leaf's `.grad`.
+def on_accumulation(inbox: Any, place: int, receive: Callable[[], None]) -> Callable[[Tensor], None]:
+    """A hook that notes in an `Inbox` that autograd has put a gradient into a leaf's `.grad`.
 
     It calls `receive` for a gradient that no running pass expects, that completes the inbox, came before, or is not to
     wait. This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import WAITING, GradientBucket
 from zerokern.zero.publishing import without_waiting
+from zerokern.zero.runner import UnitRunner
 from zerokern.zero.units import RankGroups
 
 __all__ = ["Reduction"]
@@ -54,17 +54,6 @@ _SUMS_IN_GRAPH = (
 )
 
 
-class Turns(Protocol):
-    """The turns of units in backward passes, which all ranks agree on."""
-
-    @property
-    def takes_turns(self) -> bool: ...
-
-    def is_over_next(self, number: int) -> bool: ...
-
-    def collect_rest(self) -> None: ...
-
-
 class Reduction:
     """Decides when each gradient bucket of one model is launched, and ends the pass."""
 
@@ -84,7 +73,7 @@ class Reduction:
         self._task = hooks.NO_PASS  # the pass that runs
         self._watch: object = None  # hears when the pass breaks off
         self._in_graph = False  # whether the pass goes into a CUDA graph
-        self.turns: Turns | None = None  # at stage 3 units decide
+        self.turns: UnitRunner | None = None  # at stage 3 units decide
         self._order = LaunchOrder(buckets)
         self._ends = list(accumulate(len(one.entries) for one in buckets))
         self._params = TensorBodies([param for one in buckets for param in one.inbox.params])
@@ -274,7 +263,8 @@ class Reduction:
         marks = bytearray().join(map(_marks, self.buckets))
         if self.synchronizes:
             marks = self._heard(marks)
-        self.memory.wait()
+        while self.memory.outstanding:
+            self.memory.wait_for_oldest()
         given: list[list[int]] = []
         for bucket, end in zip(self.buckets, self._ends, strict=True):
             mine = marks[end - len(bucket.entries) : end]
@@ -367,7 +357,8 @@ class Reduction:
         if self.active:
             if self._in_graph and not capturing(self.group.device):
                 self.memory.outstanding.clear()  # they went with the graph
-            self.memory.wait()
+            while self.memory.outstanding:
+                self.memory.wait_for_oldest()
             for bucket in self.buckets:
                 bucket.reducer.end()
             self._reset()
@@ -476,7 +467,7 @@ class SharedMemory:
                 if any(one.memory.bucket.whole for one in self._buckets):  # matrices of many layers: these are larger
                     sizes = [size for size in sizes if size <= 2 * nbytes]
                 return self._bytes(max(sizes))
-            self._wait_for_oldest()
+            self.wait_for_oldest()
         return self._free.pop(min(fitting)[1])
 
     def _bytes(self, nbytes: int) -> Tensor:
@@ -488,13 +479,13 @@ class SharedMemory:
         if not self.needs_scratch:
             return None
         while len(self.outstanding) > 1:
-            self._wait_for_oldest()
+            self.wait_for_oldest()
         if self.outstanding:
             oldest, handle = self.outstanding[0]
             with during(BACKWARD):
                 goes_on = handle.advance()
             if not goes_on:
-                self._wait_for_oldest()
+                self.wait_for_oldest()
             elif not oldest.adds:  # else it goes on in the buffer
                 self.take_back(oldest)
         if not self.scratch:
@@ -503,12 +494,8 @@ class SharedMemory:
             self.scratch.append(self._bytes(max(first) + max(second)))
         return self.scratch[0].view(bucket.dtype)
 
-    def wait(self) -> None:
-        """Waits for all reductions that are under way."""
-        while self.outstanding:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
+    def wait_for_oldest(self) -> None:
+        """Waits for the reduction that was launched first."""
         bucket, handle = self.outstanding[0]
         with during(BACKWARD):
             try:

@@ -130,12 +130,11 @@ class Shown:
         """Returns this rank's part of each."""
         return list(map(self.span, range(len(self.tensors)))) if self.replicated else self.pieces
 
-    def tell(self, pieces: Sequence[Tensor], sums: Sequence[Sumsq]) -> None:
-        """Tells listeners that what is reduced is there, this rank's `pieces`, and the sums of their squares."""
+    def make_ready(self, pieces: Sequence[Tensor], sums: Sequence[Sumsq]) -> GradReady:
+        """Notes that what is reduced is there, this rank's `pieces`, with the sums of their squares."""
         versions = array("q", map(_version_of, pieces)) if self.replicated else self._versions_of()
         self.ready = GradReady(pieces, versions, [None] * len(pieces) if self.exposed else sums)
-        for listener in self.listeners:
-            listener(self.ready)
+        return self.ready
 
     def is_untouched(self) -> bool:
         """Whether nobody has written to what is ready, or can have done so unseen."""
@@ -167,8 +166,9 @@ class Shown:
         for wait in self._guards:
             wait()
 
-    def drop_guards(self) -> bool:
-        """Forgets whoever was waited for; returns whether there was anybody."""
+    def end_reads(self) -> bool:
+        """Waits as `guard`, and forgets who has read; returns whether anybody has."""
+        self.guard()
         was_read, self._guards = bool(self._guards), []
         return was_read
 

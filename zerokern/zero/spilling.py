@@ -5,8 +5,8 @@ A bucket's are there while a backward pass fills and reduces it, and while someb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ class SpilledBucket(GradientBucket):
         super().__init__(*of)
         self._rests = rests
         self._unreduced: Rest | None = None  # on several ranks, what passes under no_sync have left
-        self._in_use: list[Rest] = []  # by the pass that runs
+        self._pass: ExitStack | None = None  # while one writes here
         self._allocate()
 
     def _allocate(self) -> None:
@@ -93,42 +93,36 @@ class SpilledBucket(GradientBucket):
                 self._rest.memory.copy_(before.memory)
         self.give(live)
 
-    def _fetch(self) -> None:
-        """A pass is about to write here; what nobody shows any more is not read for that."""
-        rests = list(filter(None, (self._rest, self._unreduced)))
-        if not self.inbox.kept():
-            for rest in rests:
-                rest.forget()
-        try:
-            for rest in rests:
-                rest.fetch()
-                self._in_use.append(rest)
-            for rest in self._in_use:
-                rest.wait()
-                rest.change()
-        except Exception as error:
-            error.args = (f"{self.called} cannot be fetched: {error}",)
-            self.group.fail(str(error))
-            raise
+    @property
+    def _parts(self) -> list[Rest]:
+        return list(filter(None, (self._rest, self._unreduced)))
 
-    def _let_rest(self) -> None:
-        while self._in_use:
-            self._in_use.pop().leave()
-
-    @contextmanager
-    def _present(self, *, written: bool) -> Iterator[None]:
-        """Within, they are here, whether a pass uses them or not."""
+    def _present(self, *, written: bool) -> ExitStack:
+        """Fetches them; they are here until the result is closed, whether a pass uses them or not."""
         with ExitStack() as stack:
-            for rest in filter(None, (self._rest, self._unreduced)):
+            for rest in self._parts:
                 stack.enter_context(rest.used())
                 if written:
                     rest.change()
-            yield
+            return stack.pop_all()
 
     def open(self, buffer: Tensor) -> None:
-        if not self._in_use:
-            self._fetch()
+        if self._pass is None:
+            if not self.inbox.kept():  # what nobody shows any more is not read
+                for rest in self._parts:
+                    rest.forget()
+            try:
+                self._pass = self._present(written=True)
+            except Exception as error:
+                error.args = (f"{self.called} cannot be fetched: {error}",)
+                self.group.fail(str(error))
+                raise
         super().open(buffer)
+
+    def _let_rest(self) -> None:
+        used, self._pass = self._pass, None
+        if used is not None:
+            used.close()
 
     def close(self, *, reduces: bool) -> None:
         super().close(reduces=reduces)
