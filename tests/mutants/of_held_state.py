@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         "gradients_go_with_the_optimizer_that_fetched_them",
         "zerokern/optim/releasing.py",
-        "            bucket.released.restore(bucket, unseen=True)\n",
+        "            bucket.bring_back()\n",
         "            pass\n",
         "p.grad of parameters whose optimizer was closed reads host memory that has gone.",
         ("tests/optim/test_gradients_released.py::test_gradients_outlive_the_optimizer_that_fetched_them",),
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "a_bucket_of_two_optimizers_leaves_for_one",
         "zerokern/optim/releasing.py",
-        "mine = len(part.members) == len(bucket.entries) and len(bucket.listeners) <= 1",
+        "mine = len(part.members) == len(bucket.entries) and len(bucket.shown.listeners) <= 1",
         "mine = True",
         "A bucket of which another optimizer updates a part is given back while that one reads it.",
         ("tests/optim/test_gradients_released.py::test_another_optimizer_may_step_the_same_gradients",),

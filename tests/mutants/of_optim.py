@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "pieces_of_a_gradient_overwritten_behind_the_first",
         "zerokern/optim/step.py",
-        "bucket.reads_until(tickets[-1].gate)",
-        "bucket.reads_until(tickets[0].gate)",
+        "shown.reads_until(tickets[-1].gate)",
+        "shown.reads_until(tickets[0].gate)",
         "Who writes a gradient that goes in pieces waits for the first of them.",
         ("tests/optim/test_pieces_written.py",),
     ),
@@ -245,8 +245,8 @@ MUTANTS = (
     Mutant(
         "a_step_waits_for_the_first_piece_alone",
         "zerokern/optim/step.py",
-        "                self._gates.append(tickets[-1])\n            if bucket",
-        "                self._gates.append(tickets[0])\n            if bucket",
+        "                self._gates.append(tickets[-1])\n            if shown",
+        "                self._gates.append(tickets[0])\n            if shown",
         "A plain gradient of zk.shard may be written when the first of its pieces has been read.",
         ("tests/optim/test_pieces_written.py",),
     ),

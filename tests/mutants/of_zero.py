@@ -73,8 +73,8 @@ MUTANTS = (
     Mutant(
         "sum_added_up_over_the_ranks_again",
         "zerokern/zero/gradients.py",
-        "if self.summing.counts_again:\n            self.summing.share_out",
-        "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
+        "if self.reducer.counts_again:\n            self.reducer.share_out",
+        "if self.reducer.counts_again and not self.replicated:\n            self.reducer.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
         (
             "tests/mutants/test_found.py::test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once",
@@ -85,7 +85,7 @@ MUTANTS = (
         "stale_gradient_of_an_unused_parameter",
         "zerokern/zero/gradients.py",
         "for place in self._places - self._stored - self._kept:",
-        "for place in self._places - self._stored - self._kept - self.held:",
+        "for place in self._places - self._stored - self._kept - shown.held:",
         "Where no gradient arrives, what an earlier pass has left in the buffer is added once more.",
         (
             "tests/mutants/test_found.py::test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_first",
@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "all_that_arrived_counts_as_collected",
         "zerokern/zero/gradients.py",
-        "self._stored |= grads.keys()",
-        "self._stored |= places",
+        "stored.update(grads)",
+        "stored.update(places)",
         "A parameter whose hook is called and that has no gradient is not zeroed.",
         ("tests/zero/test_parameters.py::test_a_gradient_that_is_none_is_not_what_the_buffer_held",),
     ),
@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_second_leaf_lost",
         "zerokern/zero/gradients.py",
-        "for place, grad in self.from_other_leaves:\n            self.store(place, grad)",
-        "for place, grad in self.from_other_leaves[1:]:\n            self.store(place, grad)",
+        "for place, grad in inbox.from_other_leaves:\n            self._write",
+        "for place, grad in inbox.from_other_leaves[1:]:\n            self._write",
         "The gradient of a parameter that is used outside of its module as well is not added.",
         (
             "tests/zero/test_gathered.py",
@@ -160,8 +160,8 @@ MUTANTS = (
     Mutant(
         "scratch_shared_by_two_reductions",
         "zerokern/zero/reduction.py",
-        "if self._needs_scratch:\n            self._make_way()",
-        "if self._needs_scratch and self._outstanding and self._outstanding[0][0].adds:\n            self._make_way()",
+        "if self.outstanding:\n            oldest",
+        "if self.outstanding and self.outstanding[0][0].adds:\n            oldest",
         "A reduction receives into memory that the one before it has not added up yet.",
         ("tests/zero/test_losses.py", "tests/zero/test_modules.py"),
     ),
@@ -234,8 +234,8 @@ MUTANTS = (
     Mutant(
         "second_clipping_forgets_the_first",
         "zerokern/zero/reduction.py",
-        "self.factor = self.factor * factor",
-        "self.factor = factor",
+        "self.pending = self.pending * factor",
+        "self.pending = factor",
         "Of two clippings before an update only the factor of the second is applied.",
         (
             "tests/mutants/test_found.py::test_clipping_again_counts_what_was_clipped_before",
@@ -281,15 +281,15 @@ MUTANTS = (
     Mutant(
         "spilled_gradient_not_stored",
         "zerokern/zero/spilling.py",
-        "                rest.wait()\n                rest.change()",
-        "                rest.wait()\n                if rest is not self.rest:\n                    rest.change()",
+        "                if written:\n                    rest.change()",
+        "                if written and rest is not self._rest:\n                    rest.change()",
         "A gradient that waits on a disk is not written there again after a pass has added to it.",
         ("tests/zero/test_spill.py",),
     ),
     Mutant(
         "gradient_in_host_memory_not_added_to",
         "zerokern/zero/reducing.py",
-        "span = torch.empty_like(span)\n                self._host.fetch(out, span).gate()",
+        "span = torch.empty_like(span)\n                host.fetch(out, span).gate()",
         "span = torch.zeros_like(span)",
         "A second pass writes over the gradient that rests in host memory.",
         ("tests/zero/test_tiers_on_device.py",),
@@ -304,7 +304,7 @@ MUTANTS = (
     ),
     Mutant(
         "measured_square_of_an_older_gradient",
-        "zerokern/zero/gradients.py",
+        "zerokern/zero/shown.py",
         "return self.ready is not None and not self.handed_out() and self._versions_of() == self.ready.versions",
         "return self.ready is not None and not self.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",
@@ -329,8 +329,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_pass_that_had_not_begun_stays",
         "zerokern/zero/reduction.py",
-        "if self._lands_in_params or self.active:",
-        "if self._lands_in_params or self.active or self.passes:",
+        "if self._leaves is self._params or self.active:",
+        "if self._leaves is self._params or self.active or self.passes:",
         "The first gradient of a pass that Ctrl-C ended before it was noted is added to the next, at stage 3.",
         ("tests/zero/test_failures.py::test_a_pass_that_is_interrupted_at_any_line",),
     ),

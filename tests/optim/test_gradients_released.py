@@ -43,9 +43,13 @@ def buckets_of(model: nn.Module) -> list[GradientBucket]:
     return shard_of(next(model.parameters())).sharding.gradient_buckets
 
 
+def reduced(buckets: list[GradientBucket]) -> list[Tensor]:
+    return [one.shown.reduced for one in buckets if one.shown.reduced is not None]
+
+
 def held(model: nn.Module) -> int:
     """Bytes of reduced gradients on the device."""
-    return sum(one.reduced.untyped_storage().nbytes() for one in buckets_of(model) if one.reduced is not None)
+    return sum(one.untyped_storage().nbytes() for one in reduced(buckets_of(model)))
 
 
 def backward(model: nn.Module, number: int, micro: int = 1, *, once: bool = False) -> float:
@@ -103,7 +107,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def telling(bucket: GradientBucket) -> None:
         everyone = bucket.shards[0].sharding.gradient_buckets
-        found.append(sum(one.reduced.untyped_storage().nbytes() for one in everyone if one.reduced is not None))
+        found.append(sum(one.untyped_storage().nbytes() for one in reduced(everyone)))
         tell(bucket)
 
     monkeypatch.setattr(GradientBucket, "tell", telling)
@@ -115,7 +119,7 @@ def test_a_few_buckets_of_gradients_lie_on_the_device(device: PlayedDevice, peak
     peaks.clear()
     ours = trained(device, stage)
     assert len(buckets_of(ours[2])) >= LAYERS
-    largest = max(one.reduced.numel() * 4 for one in buckets_of(ours[2]))
+    largest = max(one.shown.reduced.numel() * 4 for one in buckets_of(ours[2]))
     count = len(buckets_of(ours[2]))
     assert len(peaks) == 5 * count
     for step in range(5):  # the first one, too: a peak that comes once is a peak
@@ -141,7 +145,7 @@ def of_ranks(world: World, stage: int) -> tuple[int, int]:
         device.synchronize()
         seen.append([local(param).clone() for param in model.parameters()])
     assert all(map(torch.equal, *seen))
-    sizes = [one.reduced.untyped_storage().nbytes() for one in buckets_of(model) if one.reduced is not None]
+    sizes = [one.untyped_storage().nbytes() for one in reduced(buckets_of(model))]
     device.close()
     return max(most), max(sizes)
 
@@ -252,7 +256,7 @@ def test_delayed_updates_have_the_bits_of_gradients_that_stayed(
 ) -> None:
     ours = trained(device, 2, schedule=zk.Delayed(after=1), **USES[use])
     with monkeypatch.context() as patch:
-        patch.setattr("zerokern.zero.released.ReleasedMemory.release", lambda *_, **__: False)
+        patch.setattr("zerokern.zero.shown.ReleasedMemory.release", lambda *_, **__: False)
         same(ours, trained(device, 2, schedule=zk.Delayed(after=1), **USES[use]))
 
 
@@ -338,7 +342,7 @@ def test_who_uses_gradients_in_each_step_has_them_moved_back_once(device: Played
     returns: list[int] = []
 
     def read(model: nn.Module, opt: Any, step: int) -> None:
-        returns.append(sum(one.released.is_released for one in buckets_of(model)))
+        returns.append(sum(one.shown.released.is_released for one in buckets_of(model)))
         for param in model.parameters():
             param.grad.mul(1.0)
 

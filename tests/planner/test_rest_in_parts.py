@@ -62,7 +62,7 @@ def test_what_is_held_by_tier(said: list[str], plays: bool, tmp_path: Path) -> N
             opt.step()
             opt.zero_grad() if number == 0 else None
         for bucket in sharding_of(model).gradient_buckets:  # those that are in host memory take room again
-            bucket.released.restore(bucket)
+            bucket.shown.released.restore(bucket.shown)
         found = zk.measure(model, opt)
         for role in ("parameters", "gradients"):
             assert by_tier(found, role) == by_tier(plan, role), role

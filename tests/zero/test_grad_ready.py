@@ -31,7 +31,7 @@ class Heard:
         self.model, self.buckets = model, sharding_of(model).gradient_buckets
         self.told: list[tuple[int, Any]] = []
         for bucket in self.buckets:
-            bucket.listeners.append(lambda ready, number=bucket.number: self.told.append((number, ready)))
+            bucket.shown.listeners.append(lambda ready, number=bucket.number: self.told.append((number, ready)))
 
     @property
     def numbers(self) -> list[int]:
@@ -163,11 +163,11 @@ def test_squares_are_known_until_the_gradient_is_written_or_exchanged(world: Wor
         bucket.entries[0].param.grad.mul_(2.0)
     assert ready.knows(0, ready.pieces[0]) is None
     assert len(bucket.entries) == 1 or ready.knows(1, ready.pieces[1]) == ready.sumsq[1]
-    assert bucket.ready is ready
+    assert bucket.shown.ready is ready
     model.zero_grad()
     with zk.no_sync(model):
         backward(world, 1, model)
-    assert bucket.ready is None, "the buffer is in use again"
+    assert bucket.shown.ready is None, "the buffer is in use again"
 
 
 @everywhere(2, stage=[0, 1, 2, 3])
@@ -237,7 +237,7 @@ def test_on_a_device_nobody_waits_for_squares_and_pieces_are_there_for_who_follo
                 copies[number] = kept
 
             for bucket in heard.buckets:
-                bucket.listeners.append(lambda ready, number=bucket.number: copied(number, ready))
+                bucket.shown.listeners.append(lambda ready, number=bucket.number: copied(number, ready))
             backward(world, 0, model, plain)
             device.synchronize()
             assert all(sumsq is None for _, ready in heard.told for sumsq in ready.sumsq)

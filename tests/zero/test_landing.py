@@ -15,7 +15,7 @@ from worlds import step_and_zero
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice, PlayedMark, PlayedStream
-from zerokern.zero.reducing import HostReducer
+from zerokern.zero.reducing import Reducer
 
 
 class LateDown(HostComputes):
@@ -104,8 +104,8 @@ def test_who_reads_them_waits(use: Use, accumulate: int, settings: dict[str, Any
 def test_a_pass_waits_for_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each micro-batch ended with a wait until the device had copied all of its gradients."""
     waited: list[str] = []
-    wait, within = HostReducer.wait, ["the rest"]
-    monkeypatch.setattr(HostReducer, "wait", lambda self: (waited.append(within[0]), wait(self)))
+    wait, within = Reducer.wait, ["the rest"]
+    monkeypatch.setattr(Reducer, "wait", lambda self: (waited.append(within[0]), wait(self)))
     device = LateDown(down_gb_s=0.02)
     model = model_of()
     for param in model.parameters():

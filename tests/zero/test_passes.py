@@ -91,14 +91,14 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> None:
             now.said.append(("Gather" if shard is not None else "Publish", name, whole.nbytes))
         return gather(self, whole, shard)
 
-    def reduces(reduce: Callable, self: GradientBucket, buffer: Tensor, add: bool, scratch: Tensor | None) -> Any:
+    def reduces(reduce: Callable, self: GradientBucket, buffer: Tensor, scratch: Tensor | None) -> Any:
         now = Noted.here.now
         if not self.group.alone:
             name = now.names[id(self.memory)]
             now.said.append(("Reduce", name, buffer.nbytes))
             if self.replicated:  # an all-reduce is both
                 now.said.append(("Gather", f"{name}, gradients", buffer.nbytes))
-        return reduce(self, buffer, add, scratch)
+        return reduce(self, buffer, scratch)
 
     def releases(release: Callable, self: BucketMemory) -> None:
         if self.sharded and self.gathered:

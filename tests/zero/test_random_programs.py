@@ -150,7 +150,7 @@ def train(world: World, program: Program, board: Board | None) -> None:
     world.shard(model, stage=3, bucket_bytes=program.bucket_nbytes)
     reduction = sharding_of(model).reduction
     if board is None:  # what it does on devices
-        reduction._on_host = reduction._needs_scratch = False
+        reduction._on_host = reduction.memory.needs_scratch = False
     ours, theirs = (zk.SGD(one.parameters(), lr=0.05) for one in (model, plain))
     params = list(plain.parameters())
     for step, (idle, micros) in enumerate(program.steps):

@@ -27,7 +27,7 @@ def spilled(folder: Path, model: nn.Module | None = None, *budgets: str) -> Any:
     """`budgets`: of tiers before the disk, which lies there for the gradients alone if all parameters fit."""
     tier = [*budgets, zk.Nvme(folder / "model")]
     made = zk.shard(model_of() if model is None else model, stage=3, tier=tier)
-    assert all(hasattr(bucket, "rest") for bucket in sharding_of(made).gradient_buckets)
+    assert all(bucket.shown.rest is not None for bucket in sharding_of(made).gradient_buckets)
     return made
 
 
@@ -38,7 +38,7 @@ def drained(model: nn.Module) -> None:
         sharding.rests.sweep()
         sharding.rests.drain()
         assert not sharding.rests.nbytes
-        assert not any(bucket.rest.is_here for bucket in sharding.gradient_buckets)
+        assert not any(bucket.shown.rest.is_here for bucket in sharding.gradient_buckets)
 
 
 def no_drain(model: nn.Module) -> None:
@@ -230,7 +230,7 @@ def test_each_pass_writes_a_gradient_once_and_the_step_reads_it_once(step: str, 
             sharding.rests.drain()
             found.append([sharding.rests.tier.swap.stats()[key] for key in ("read_nbytes", "written_nbytes")])
         moved.append([after - before for before, after in zip(found[1], found[2], strict=True)])
-    gradients = sum(bucket.rest.nbytes for bucket in sharding.gradient_buckets)
+    gradients = sum(bucket.shown.rest.nbytes for bucket in sharding.gradient_buckets)
     (read, written), (read_more, written_more) = moved
     assert written_more - written == passes * gradients
     assert read_more - read == passes * gradients

@@ -22,7 +22,7 @@ from zerokern.optim.accord import norm_of_all
 from zerokern.optim.shards import gradient_of, scale_gradients, with_gradients
 from zerokern.optim.survey import added
 from zerokern.zero.kinds import is_divided
-from zerokern.zero.reducing import KnownSquares, Seen, measured, sumsq_of_each
+from zerokern.zero.reducing import known_squares, measured, rows_by_bucket, sumsq_of_each
 from zerokern.zero.shard import Shard, gradients_of_dtensors, shard_of
 from zerokern.zero.tiers import fetched, in_turns
 
@@ -162,9 +162,9 @@ def _measure(grads: list[Tensor], kind: float, place: torch.device, shards: Sequ
     if grads[0].is_cuda and kind == 2.0:
         return sumsq_there(grads).to(place)
     if kind == 2.0:
-        known = measured(KnownSquares(shards).of(grads))
-        seen = [Seen(getattr(grad, "zk_rest", None), one) for grad, one in zip(grads, known, strict=True)]
-        sums = sumsq_of_each(seen, lambda places: [sumsq(grads[place]) for place in places])
+        known = measured(known_squares(rows_by_bucket(shards), grads))
+        rests = [getattr(grad, "zk_rest", None) for grad in grads]
+        sums = sumsq_of_each(rests, known, lambda places: [sumsq(grads[place]) for place in places])
         return torch.tensor(added(sums), dtype=torch.float64).to(place)
     largest = []
     for places in in_turns([grads]):

@@ -83,8 +83,8 @@ class EarlyFetches:
         for part in parts:
             if part.sharding is not None:
                 bucket, listener = part.sharding.gradient_buckets[part.bucket], partial(weakly(self._reduced), part)
-                bucket.listeners.append(listener)
-                self._removers.append(partial(bucket.listeners.remove, listener))
+                bucket.shown.listeners.append(listener)
+                self._removers.append(partial(bucket.shown.listeners.remove, listener))
 
     def remove(self) -> None:
         for remove in self._removers:
@@ -112,7 +112,7 @@ class EarlyFetches:
         places = [place for place in part.members if self.shards.local[place].requires_grad]
         grads = [ready.pieces[self.shards.shards[place].place] for place in places]
         copies = self.shards.host.of(self.shards.local[place] for place in places)
-        handed_out = part.sharding.gradient_buckets[part.bucket].handed_out
+        handed_out = part.sharding.gradient_buckets[part.bucket].shown.handed_out
         plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
         if not plain or not copies or copies[0].near or len(copies) != len(grads) or handed_out():
             return

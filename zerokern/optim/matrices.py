@@ -167,7 +167,7 @@ def _is_divided(shard: Shard) -> bool:
     bucket = shard.gradients
     if bucket is None or shard.sharding.replicated:
         return False
-    place, each = bucket.entries[shard.place].place, bucket.bucket.shard_numel
+    place, each = bucket.entries[shard.place].place, bucket.memory.bucket.shard_numel
     return bool(place.numel and place.offset // each != (place.offset + place.numel - 1) // each)
 
 
@@ -207,7 +207,7 @@ def exchange_groups(shards: Sequence[Shard]) -> list[Group]:
 def parts_of_matrices(shard: Shard, matrices: Sequence[Matrix]) -> list[Matrix]:
     """Returns a parameter's matrices, which ranks have cut, with what this rank has of each, if anything."""
     group, bucket, found = shard.gradients.group, shard.gradients, []
-    offset, each = bucket.entries[shard.place].place.offset, bucket.bucket.shard_numel
+    offset, each = bucket.entries[shard.place].place.offset, bucket.memory.bucket.shard_numel
     for number, one in enumerate(matrices):
         ends = tuple(min(max((rank + 1) * each - offset - one.start, 0), one.numel) for rank in range(group.size))
         begin = ends[group.rank - 1] if group.rank else 0

@@ -52,11 +52,12 @@ class GradientRelease:
         """
         bucket = part.sharding.gradient_buckets[part.bucket]
         self.drop(bucket)
-        mine = len(part.members) == len(bucket.entries) and len(bucket.listeners) <= 1
-        mine = mine and len(bucket.pieces) == len(bucket.entries)  # else nothing was reduced: they were set by hand
+        pieces = bucket.shown.pieces
+        mine = len(part.members) == len(bucket.entries) and len(bucket.shown.listeners) <= 1
+        mine = mine and len(pieces) == len(bucket.entries)  # else nothing was reduced: they were set by hand
         if not mine or bucket.replicated or not pairs or any(copy.stays is not None for copy, _ in pairs):
             return
-        if all(grad is bucket.pieces[place] for place, (_, grad) in zip(places, pairs, strict=True)):
+        if all(grad is pieces[place] for place, (_, grad) in zip(places, pairs, strict=True)):
             copies = [(place, copy) for place, (copy, _) in zip(places, pairs, strict=True)]
             self._going.append(_Leaving(bucket, copies, _state(bucket, copies), fetch))
 
@@ -83,9 +84,9 @@ class GradientRelease:
             if one.state != _state(one.bucket, one.copies):  # somebody has written to them
                 continue
             held = 0
-            if not tickets[-1].done() and one.bucket.reduced.is_cuda:
+            if not tickets[-1].done() and one.bucket.shown.reduced.is_cuda:
                 tickets[-1].gate()
-                held = sum(ticket.references_to(one.bucket.reduced) for ticket in tickets)
+                held = sum(ticket.references_to(one.bucket.shown.reduced) for ticket in tickets)
             else:
                 try:
                     for ticket in tickets:
@@ -93,16 +94,16 @@ class GradientRelease:
                 except Exception:  # `step()` says so
                     continue
             restore = _Restore(self._link, one.copies)
-            if one.bucket.released.release(one.bucket, restore, more=held):
+            if one.bucket.release(restore, more=held):
                 self._away.add(one.bucket)
                 for _, copy in one.copies:
-                    copy.left = weakref.WeakMethod(one.bucket.land)
+                    copy.left = weakref.WeakMethod(one.bucket.shown.land)
 
     def end(self) -> None:
         """Brings back what programs can still see: the host's memory is about to go."""
         self._going.clear()
         for bucket in list(self._away):
-            bucket.released.restore(bucket, unseen=True)
+            bucket.bring_back()
         self._away.clear()
 
     def __del__(self) -> None:
@@ -112,7 +113,7 @@ class GradientRelease:
 
 def _state(bucket: Any, copies: Sequence[tuple[int, Any]]) -> tuple[int, list[int]]:
     """Returns what changes with the gradients: their memory, or their versions."""
-    return bucket.times_shown, [bucket.pieces[place]._version for place, _ in copies]
+    return bucket.shown.times_made, [bucket.shown.pieces[place]._version for place, _ in copies]
 
 
 class _Restore:

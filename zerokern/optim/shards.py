@@ -100,7 +100,7 @@ class Shards:
         self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
         buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self._buckets = buckets
-        self._landing = [bucket for bucket in buckets if bucket.host_reducer is not None]
+        self._landing = [bucket for bucket in buckets if bucket.memory.host is not None]
         self.shares = self.accord.share_out(self.shards)
         self.starts = [shard.start for shard in self.shards]
         self._trained = [one.requires_grad for one in self.local]
@@ -197,7 +197,7 @@ class Shards:
             plain = grad.dtype == local.dtype and grad.shape == local.shape and grad.is_contiguous()
             if not plain or grad.device != local.device or grad.layout is not torch.strided:
                 bucket = self.shards[place].gradients
-                away = bucket is not None and bucket.released.is_released
+                away = bucket is not None and bucket.shown.released.is_released
                 checks.gradient(self.shards[place].name, local, grad, away=away)
             found[place] = grad
         self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
@@ -206,7 +206,7 @@ class Shards:
     def land(self) -> None:
         """Waits until gradients that a device sends to host memory are there; whoever reads them there calls it."""
         for bucket in self._landing:
-            bucket.land()
+            bucket.shown.land()
 
     def _local_gradients(self, *, landed: bool = True) -> list[Tensor | None]:
         """Returns this rank's gradients, in the memory that they lie in."""
@@ -253,8 +253,8 @@ class Shards:
     def take_gradients(self) -> None:
         """Sets `grads` to this rank's gradients, in the memory that they lie in."""
         for bucket in self._buckets:
-            if bucket.released.is_released:  # another optimizer has fetched them
-                bucket.land()
+            if bucket.shown.released.is_released:  # another optimizer has fetched them
+                bucket.shown.land()
         with without_waiting():
             self.look()
             spans = [one.shown_spans() for one in self._reductions]

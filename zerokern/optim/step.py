@@ -158,9 +158,9 @@ class StepRunner:
         for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
-            bucket = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket]
-            if bucket is not None and bucket.released.is_released and not all(copy.holds(grad) for copy, grad in pairs):
-                bucket.released.restore(bucket)  # with what the copies have, before others are fetched there
+            shown = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket].shown
+            if shown is not None and shown.released.is_released and not all(copy.holds(grad) for copy, grad in pairs):
+                shown.released.restore(shown)  # with what the copies have, before others are fetched there
             tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
             if left is not None:  # of one stream: what is fetched again ends last
                 tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
@@ -169,18 +169,18 @@ class StepRunner:
                 continue
             self._fetched[part.name] = tickets
             # whole parts have ended when step() returns, and may be written then; with a delay nobody waits for them
-            plain = bucket is not None and (bucket.exposed or bucket.replicated)  # nobody sees who writes them
-            written = self._holdings.delays and plain and bucket is not None and bucket.keeps
+            plain = shown is not None and (shown.exposed or shown.replicated)  # nobody sees who writes them
+            written = self._holdings.delays and plain and shown is not None and shown.keeps
             if written or (len(tickets) > 1 and not self._holdings.delays):
                 self._gates.append(tickets[-1])
-            if bucket is not None:
-                bucket.reads_until(tickets[-1].gate)
-                if not bucket.released.is_released and self.leaving is not None:
+            if shown is not None:
+                shown.reads_until(tickets[-1].gate)
+                if not shown.released.is_released and self.leaving is not None:
                     places = [shards.shards[place].place for place in part.members if place in grads]
                     self.leaving.releasing.fetched(part, places, pairs, tickets)
                 continue
-            shown = [shards.params[place].grad for place in part.members if place in grads]
-            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, shown, strict=True) if grad is not None]
+            own = [shards.params[place].grad for place in part.members if place in grads]
+            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, own, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(tickets[-1])
 
@@ -197,8 +197,8 @@ class StepRunner:
             ticket.gate()
         shards = [shard for param in params_of(groups) if (shard := shard_of(param)) is not None]
         for bucket in dict.fromkeys(shard.gradients for shard in shards if shard.gradients is not None):
-            bucket.land()
-            bucket.guard()
+            bucket.shown.land()
+            bucket.shown.guard()
 
     def _parts_of(self, shards: Shards) -> list[Part]:
         if self._parts[0] is not shards:
@@ -413,10 +413,10 @@ class StepRunner:
             if part.sharding is None:
                 continue  # `step()` waits for those
             bucket = part.sharding.gradient_buckets[part.bucket]
-            if bucket.handed_out():  # nobody could wait for who writes there
+            if bucket.shown.handed_out():  # nobody could wait for who writes there
                 update.gate_reads(part.name)
             else:
-                bucket.reads_until(partial(weakly(update.gate_reads), part.name))
+                bucket.shown.reads_until(partial(weakly(update.gate_reads), part.name))
 
     def _wait_for_first(self, shards: Shards, update: Update) -> None:
         """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""

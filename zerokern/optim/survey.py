@@ -23,7 +23,7 @@ from zerokern.memory.addresses import GradientReader
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.reducing import KnownSquares, Seen, Sumsq, measured, sumsq_of_each
+from zerokern.zero.reducing import Sumsq, known_squares, measured, rows_by_bucket, sumsq_of_each
 from zerokern.zero.shard import shard_of
 
 Groups = Sequence[dict[str, Any]]
@@ -154,8 +154,8 @@ class Survey:
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
         self.rests = any(map(_may_rest, self.params))  # or their gradients
         # whether gradients may have been measured where they were reduced; a device measures its own
-        of_pieces = bool(starts) and self.device is None
-        self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
+        self._of_pieces = bool(starts) and self.device is None
+        self._by_bucket = rows_by_bucket([shard_of(param) for param in self.params]) if self._of_pieces else []
         self._note_gradients(dense_grads, sums)
 
     def pointers(self, groups: Groups, given: Grads | None = None, sums: Sums = ()) -> array[int] | None:
@@ -178,7 +178,7 @@ class Survey:
         found = self._reader.read(grads)
         if found is None:
             return None
-        if self.rests or self._squares is not None or self.device is not None:
+        if self.rests or self._of_pieces or self.device is not None:
             grads = list(map(_grad_of, self.params)) if grads is None else grads
             self._note_gradients(grads, sums)
             return found if self.device is None or self._are_there(grads, found) else None
@@ -190,7 +190,7 @@ class Survey:
         `gradient_rests`: where they are while nobody uses them.
         """
         unknown: list[Any] = [None] * len(self.params)
-        self._known: Sequence[Sumsq] = unknown if self._squares is None else self._squares.of(grads)
+        self._known: Sequence[Sumsq] = known_squares(self._by_bucket, grads)
         if sums:
             self._known = [sums[at] if one is None else one for at, one in zip(self.numbers, self._known, strict=True)]
         self.gradient_rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
@@ -234,8 +234,7 @@ class Survey:
                 array("Q", map(pointers.__getitem__, rows)), array("q", map(numels.__getitem__, rows)), dtype
             )
 
-        seen = map(Seen, compress(self.gradient_rests, chosen), known)
-        return sumsq_of_each(list(seen), measure)
+        return sumsq_of_each(list(compress(self.gradient_rests, chosen)), known, measure)
 
 
 def _may_rest(param: Tensor) -> bool:

@@ -112,7 +112,7 @@ def _tell_absent(places: Sequence[tuple[Any, int]], reduction: Any, result: Any)
 
     def tell() -> None:
         for bucket, place in places:
-            leaf = bucket.leaves[place]
+            leaf = bucket.inbox.leaves[place]
             if leaf.requires_grad and hooks.is_accumulated(hooks.accumulator(leaf)) is False:
                 reduction.absent(bucket, place)
 

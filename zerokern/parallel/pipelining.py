@@ -238,8 +238,8 @@ class PipelineStage(TorchStage):
                 "call schedule.step() outside: it reduces once, and adds to gradients that are still there"
             )
         for bucket in sharding.gradient_buckets:
-            for place in bucket.local if bucket.summing.needed else ():
-                if _gradient_owner(bucket, place).grad is not None:
+            for place in bucket.local if bucket.reducer.needed else ():
+                if bucket.owner(place).grad is not None:
                     raise StateError(
                         f"the gradient of {bucket.shards[place].name!r} is that of a step which broke off, or of "
                         "zk.no_sync, and was not reduced; call zero_grad() before the next schedule.step()"
@@ -295,7 +295,7 @@ class PipelineStage(TorchStage):
         """Takes gradients of earlier steps out of `.grad`: they are not divided by micro-batches again."""
         buckets = [bucket for sharding in self._shardings for bucket in sharding.gradient_buckets]
         with without_waiting():
-            owners = [_gradient_owner(bucket, place) for bucket in buckets for place in range(len(bucket.entries))]
+            owners = [bucket.owner(place) for bucket in buckets for place in range(len(bucket.entries))]
             found = [(owner, owner.grad) for owner in owners if owner.grad is not None]
             for owner, _ in found:
                 owner.grad = None
@@ -304,12 +304,7 @@ class PipelineStage(TorchStage):
     def _leaves(self) -> list[Tensor]:
         """Returns the leaves of autograd of trained parameters."""
         buckets = [bucket for sharding in self._shardings for bucket in sharding.gradient_buckets]
-        return [leaf for bucket in buckets for leaf in bucket.leaves if leaf.requires_grad]
-
-
-def _gradient_owner(bucket: Any, place: int) -> Tensor:
-    """Returns the tensor whose `.grad` the user reads."""
-    return bucket.shards[place].piece if bucket.exposed else bucket.entries[place].param
+        return [leaf for bucket in buckets for leaf in bucket.inbox.leaves if leaf.requires_grad]
 
 
 def _divide(sharding: Sharding, count: int) -> None:
@@ -319,7 +314,7 @@ def _divide(sharding: Sharding, count: int) -> None:
             bucket.scale(1.0 / count)
             continue
         for place in range(len(bucket.entries)):
-            grad = _gradient_owner(bucket, place).grad
+            grad = bucket.owner(place).grad
             if grad is not None:
                 grad.div_(count)
 

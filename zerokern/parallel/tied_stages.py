@@ -77,13 +77,13 @@ class StageCopy:
 
     @property
     def grad(self) -> Any:
-        return self.shard.piece.grad if self.bucket.exposed else self.param.grad
+        return self.bucket.owner(self.shard.place).grad
 
     @property
     def span(self) -> Tensor:
         """This rank's span of its gradient."""
-        self.bucket.land()
-        return self.bucket.reduced_span(self.shard.place)
+        self.bucket.shown.land()
+        return self.bucket.shown.span(self.shard.place)
 
     def described(self, name: str) -> dict[str, Any]:
         placed = self.shard.placed
@@ -103,7 +103,7 @@ class StageCopy:
         """Where the part of each rank begins, in elements."""
         if self.bucket is None or self.bucket.replicated:
             return [0]
-        place, each = self.bucket.entries[self.shard.place].place, self.bucket.bucket.shard_numel
+        place, each = self.bucket.entries[self.shard.place].place, self.bucket.memory.bucket.shard_numel
         return [min(max(rank * each - place.offset, 0), place.numel) for rank in range(self.group.size)]
 
     def digest(self, stride: int) -> Tensor:
@@ -148,11 +148,10 @@ class Tie:
     def add_up(self) -> None:
         """The sum of the gradients of all copies, in each of them; a copy may have none."""
         for copy in self.copies:
-            if copy.bucket.settle is not None:
-                copy.bucket.settle()
+            copy.bucket.shown.settle()
             if copy.grad is None:
                 copy.bucket.give([copy.shard.place])
-                copy.bucket.held.add(copy.shard.place)
+                copy.bucket.shown.held.add(copy.shard.place)
                 with fetched([copy.grad], written=[copy.grad]):
                     copy.span.zero_()
         grads = [copy.grad for copy in self.copies]

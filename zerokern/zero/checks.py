@@ -207,9 +207,9 @@ def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
 
 def mixed(bucket: Any, place: int, *, scaled: bool) -> None:
     """Refuses a first gradient of a pass, not through the model's forward, that was added to one not scaled yet."""
-    grad = bucket.leaves[place].grad
-    again = scaled or bucket.summing.counts_again
-    if not (bucket.replicated and again and grad is not None and bucket.shows(place, grad)):
+    grad = bucket.inbox.leaves[place].grad
+    again = scaled or bucket.reducer.counts_again
+    if not (bucket.replicated and again and grad is not None and bucket.shown.shows(place, grad)):
         return
     raise StateError(
         f"a gradient of {bucket.entries[place].name!r} was added to the one that is there, which has yet to be scaled; "
@@ -228,8 +228,8 @@ def thawed(name: str) -> NoReturn:
 
 def unreduced(bucket: Any) -> None:
     """Refuses a step on gradients of passes under no_sync alone, of which other ranks know nothing."""
-    apart = not bucket.replicated or bucket.summing.counts_again  # as in DDP, means at stage 0 are each rank's affair
-    if not (bucket.local and apart and bucket.summing.needed):
+    apart = not bucket.replicated or bucket.reducer.counts_again  # as in DDP, means at stage 0 are each rank's affair
+    if not (bucket.local and apart and bucket.reducer.needed):
         return
     listed = ", ".join(repr(bucket.entries[place].name) for place in sorted(bucket.local)[:3])
     raise StateError(

@@ -7,12 +7,10 @@ that it is of, and no longer once somebody was handed the memory itself.
 from __future__ import annotations
 
 import operator
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,23 +24,17 @@ from zerokern.memory.addresses import GradientReader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
 from zerokern.memory.squares import SquaresBelow
-from zerokern.zero.kinds import is_divided, local_of
-from zerokern.zero.partition import Piece
-from zerokern.zero.tiers import in_turns, rests_of
+from zerokern.zero.partition import Bucket, Piece
+from zerokern.zero.tiers import rests_in_turns
 
 __all__ = [
-    "BucketSquares",
     "Flattening",
     "GradReady",
-    "HostReducer",
-    "KnownSquares",
-    "References",
-    "Seen",
-    "Summing",
+    "Reducer",
     "Sumsq",
+    "known_squares",
     "measured",
-    "shares",
-    "storage_references",
+    "rows_by_bucket",
     "sumsq_of_each",
 ]
 
@@ -53,28 +45,28 @@ _dtype_of, _is_cpu = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
 
 
 class Flattening:
-    """Copies the gradients of one bucket, whose parameters begin at `offsets`, into its buffer, or adds them.
+    """Copies the gradients of one bucket, whose parameters lie at `places`, into its buffer, or adds them.
 
     The layout of the last list of gradients is cached: most are like it.
 
-    >>> buffer = torch.zeros(4)
-    >>> flattening = Flattening([0, 2], [2, 2], torch.float32)
+    >>> buffer, places = torch.zeros(4), [Piece(0, 0, 2, 0), Piece(1, 0, 2, 2)]
+    >>> flattening = Flattening(places, torch.float32, {})
     >>> flattening.run({1: torch.ones(2)}, buffer); flattening.run({1: torch.ones(2)}, buffer, add=True); buffer
     tensor([0., 0., 2., 2.])
     """
 
-    def __init__(self, offsets: Sequence[int], numels: Sequence[int], dtype: torch.dtype) -> None:
-        self._offsets, self._numels, self._dtype = offsets, numels, dtype
+    def __init__(self, places: Sequence[Piece], dtype: torch.dtype, leaves: Mapping[int, Tensor]) -> None:
+        """`leaves`: those whose gradients `of_all` copies, by place."""
+        self._offsets, self._numels = [one.offset for one in places], [one.numel for one in places]
+        self._dtype, self._places, self.leaves = dtype, tuple(leaves), list(leaves.values())
         self._columns: tuple[tuple[int, ...], array[int], array[int]] | None = None
         self._launched: tuple[tuple, Flattener] | None = None
         self._reader: GradientReader | None = None
         self._grad_dtype = dtype
 
-    def of_all(self, leaves: Sequence[Tensor], places: Sequence[int], buffer: Tensor) -> bool:
-        """Copies the gradients of these leaves in one native call; returns False if it cannot, and copied nothing.
-
-        `leaves` and `places` are the same in every call.
-        """
+    def of_all(self, buffer: Tensor) -> bool:
+        """Copies the gradients of the leaves in one native call; returns False if it cannot, and copied nothing."""
+        leaves = self.leaves
         if not buffer.is_cpu or not leaves or self._dtype not in _NATIVE:
             return False
         if self._reader is None:
@@ -82,12 +74,12 @@ class Flattening:
             found = {grad.dtype for grad in grads if grad is not None}
             if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
                 return False
-            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in places]
+            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in self._places]
             self._reader = GradientReader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
         addresses = self._reader.read()
         if addresses is None:
             return False
-        cpu.collect(buffer, addresses, *self._spans(tuple(places)), self._grad_dtype, add=False)
+        cpu.collect(buffer, addresses, *self._spans(self._places), self._grad_dtype, add=False)
         return True
 
     def run(self, grads: Mapping[int, Tensor], buffer: Tensor, *, add: bool = False) -> None:
@@ -124,112 +116,6 @@ class Flattening:
         return self._columns[1:]
 
 
-class HostReducer:
-    """Reduces one bucket's gradients on the device, and copies the result to host memory meanwhile."""
-
-    def __init__(self, group: Group, host: HostTier) -> None:
-        self._group, self._host = group, host
-        self._last: Copy | None = None
-        self._below: SquaresBelow | None = None
-
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocates host memory that the device copies to."""
-        return self._host.lay_out([Wanted("gradients", torch.Size([numel]), dtype)])[0]
-
-    def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
-    ) -> Handle:
-        """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
-
-        What is added to is copied to the device first, so that the sum has the same bits there. `squares` are
-        measured there too, and known once they have come down with it. The device does not wait for the host, nor the
-        host for the device: who reads `out` calls `wait`.
-        """
-        copies = self._host.copies
-        assert copies is not None
-        first = self._group.rank * out.numel()
-        span = buffer[first : first + out.numel()]
-        given = copies.here()
-        with copies.driver.aside("reduce") if add or not self._group.everyone.alone else nullcontext():
-            given.gate()
-            if add:
-                span = torch.empty_like(span)
-                self._host.fetch(out, span).gate()
-            self._group.reduce_scatter(buffer, span, scale=scale, add=add, scratch=scratch).wait()
-            if squares is None or not squares.numels:
-                copy = self._host.store(out, span)
-            else:
-                if self._below is None:
-                    numels = list(squares.numels)
-                    self._below = SquaresBelow(numels, [span.dtype] * len(numels))
-                found = self._below.launch(copies.driver, squares.of(span))
-                self._host.store(out, span)
-                copy = self._host.store(found.here, found.there)  # behind the other, on one stream
-                squares.later = found.later(copy)
-            self._last = copy
-        return Handle(copy.gate, copy.done, copy.gate)
-
-    def wait(self) -> None:
-        """Waits until what was reduced is in host memory; raises, each time, if it did not come there."""
-        if self._last is not None:
-            self._last.wait()
-
-    def end(self) -> None:
-        """Waits for the last time: what was reduced is given up."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
-
-
-class Summing:
-    """Reduces the gradients of one bucket over ranks, to their mean or sum. `whole`: every rank keeps all of them.
-
-    `losses`: the number of losses that a mean is of, on all ranks that gradients come from; None: a sum.
-
-    >>> Summing(Group(0, 1, torch.device("cpu"), "alone"), None, whole=True).needed
-    False
-    """
-
-    def __init__(self, group: Group, losses: int | None, *, whole: bool, host: HostReducer | None = None) -> None:
-        self._group, self._everyone = group, group.everyone
-        self._whole, self._host = whole, host
-        self._losses = losses or 1
-        self._others = not self._everyone.alone
-        self._op = "mean" if losses == self._everyone.size else "sum"
-        self._divides = whole and losses is not None and self._op == "sum"  # itself, and not the transport
-        self.needed = self._others or self._divides  # whether anything is to be done
-
-    @property
-    def counts_again(self) -> bool:
-        """Whether the next reduction would sum over the ranks again, or divide again, what this one has left."""
-        return self.needed and self._whole and self._op == "sum"
-
-    def share_out(self, spans: Iterable[Tensor]) -> None:
-        """Leaves each rank its share of a sum, so that the next reduction restores it."""
-        for span in spans:
-            span.mul_(self._losses / self._everyone.size)
-
-    def begin(
-        self, buffer: Tensor, out: Tensor, *, add: bool, scratch: Tensor | None, squares: Squares | None = None
-    ) -> Handle | None:
-        """Launches the reduction, in place where every rank keeps all; None where there is nothing to wait for."""
-        scale = 1.0 / self._losses
-        if self._whole:
-            if self._divides:
-                buffer.mul_(scale)
-            return self._everyone.all_reduce(buffer, self._op, scratch=scratch) if self._others else None
-        reduce = (self._host or self._group).reduce_scatter
-        return reduce(buffer, out, scale=scale, add=add, scratch=scratch, squares=squares)
-
-    def scratch_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Returns the scratch bytes of the first and second round, where the transport does not sum itself."""
-        first, second = (self._everyone if self._whole else self._group).scratch_numel(numel)
-        return first * dtype.itemsize, second * dtype.itemsize
-
-
-_version_of = operator.attrgetter("_version")
-
-
 Sumsq = float | Callable[[], float] | None
 """A sum of squares; what returns it, once it has come from a device; or None: not measured."""
 
@@ -260,159 +146,180 @@ def measured(sums: Iterable[Sumsq]) -> list[float | None]:
     return [one() if callable(one) else one for one in sums]
 
 
-class BucketSquares:
-    """Measures the squares of one bucket's gradients.
+class Reducer:
+    """Reduces the gradients of one bucket over ranks, to their mean or sum, and measures the squares of the result.
 
-    >>> from zerokern.kernels.casts import add_up
-    >>> from zerokern.zero.partition import Piece
-    >>> measured, reduced = BucketSquares([0], [Piece(0, 0, 2, 0)], counted=True), [torch.zeros(2)]
-    >>> add_up(reduced[0], torch.ones(2), squares=measured.wanted())
-    >>> measured.found(reduced, everything=False)
+    `whole`: every rank keeps all of them. `losses`: the number of losses that a mean is of, on all ranks that gradients
+    come from; None: a sum. `host`: where the result goes, from a device. `measures`: it lies in host memory, and who
+    writes it is seen.
+
+    >>> bucket = Bucket(0, 0, "float32", True, 1, 2, (Piece(0, 0, 2, 0),))
+    >>> reducer = Reducer(bucket, Group(0, 1, torch.device("cpu"), "alone"), None, whole=False, measures=True)
+    >>> total = torch.zeros(2)
+    >>> reducer.begin(torch.ones(2), total, add=True, scratch=None).wait(); reducer.sums([total], everything=False)
     [2.0]
     """
 
-    def __init__(self, params: Sequence[int], here: Iterable[Piece], *, counted: bool) -> None:
-        """`params`: the bucket's, by place; `here`: what this rank has of them, in order.
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Group,
+        losses: int | None,
+        *,
+        whole: bool,
+        measures: bool,
+        host: HostTier | None = None,
+    ) -> None:
+        self._group, self._everyone = group, group.everyone
+        self._whole, self._host = whole, host
+        self._losses = losses or 1
+        self._others = not self._everyone.alone
+        self._op = "mean" if losses == self._everyone.size else "sum"
+        self._divides = whole and losses is not None and self._op == "sum"  # itself, and not the transport
+        self.needed = self._others or self._divides  # whether anything is to be done
+        self._last: Copy | None = None  # of what was reduced, to host memory
+        self._below: SquaresBelow | None = None
+        places, here = {spot.param: place for place, spot in enumerate(bucket.places)}, bucket.pieces(group.rank)
+        self._here = [places[piece.param] for piece in here]
+        self._measures, self._squares = measures, Squares((piece.offset, piece.numel) for piece in here)
 
-        `counted`: they lie in host memory, and who writes them is seen; of others nothing is wanted.
-        """
-        self._counted = counted
-        places = {param: place for place, param in enumerate(params)}
-        pieces = list(here)
-        self._here = [places.pop(piece.param) for piece in pieces]
-        self._elsewhere = list(places.values())
-        self._squares = Squares((piece.offset, piece.numel) for piece in pieces)
+    @property
+    def counts_again(self) -> bool:
+        """Whether the next reduction would sum over the ranks again, or divide again, what this one has left."""
+        return self.needed and self._whole and self._op == "sum"
 
-    def wanted(self) -> Squares | None:
-        """Returns what the reduction that begins measures."""
+    def share_out(self, spans: Iterable[Tensor]) -> None:
+        """Leaves each rank its share of a sum, so that the next reduction restores it."""
+        for span in spans:
+            span.mul_(self._losses / self._everyone.size)
+
+    def scratch_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Returns the scratch bytes of the first and second round, where the transport does not sum itself."""
+        first, second = (self._everyone if self._whole else self._group).scratch_numel(numel)
+        return first * dtype.itemsize, second * dtype.itemsize
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Allocates host memory that the device copies to; returns None if the result stays on the device."""
+        wanted = Wanted("gradients", torch.Size([numel]), dtype)
+        return None if self._host is None else self._host.lay_out([wanted])[0]
+
+    def begin(self, buffer: Tensor, out: Tensor, *, add: bool, scratch: Tensor | None) -> Handle | None:
+        """Launches the reduction, in place where every rank keeps all; None where there is nothing to wait for."""
+        scale = 1.0 / self._losses
         self._squares.forget()
-        return self._squares if self._counted else None
+        if self._whole:
+            if self._divides:
+                buffer.mul_(scale)
+            return self._everyone.all_reduce(buffer, self._op, scratch=scratch) if self._others else None
+        squares = self._squares if self._measures else None
+        if self._host is None:
+            return self._group.reduce_scatter(buffer, out, scale=scale, add=add, scratch=scratch, squares=squares)
+        return self._reduce_to_host(self._host, buffer, out, scale=scale, add=add, scratch=scratch)
 
-    def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[Sumsq]:
-        """Returns what has been measured of these, by place; `everything`: measures the rest now."""
-        found: list[Sumsq] = [None] * len(reduced)
+    def _reduce_to_host(
+        self, host: HostTier, buffer: Tensor, out: Tensor, *, scale: float, add: bool, scratch: Tensor | None
+    ) -> Handle:
+        """Reduces on the device, and copies the result to host memory; once the handle is waited for, the buffer is
+        free.
+
+        What is added to is copied to the device first, so that the sum has the same bits there. Squares are measured
+        there too, and known once they have come down with it. The device does not wait for the host, nor the host for
+        the device: who reads `out` calls `wait`.
+        """
+        copies = host.copies
+        assert copies is not None
+        first = self._group.rank * out.numel()
+        span = buffer[first : first + out.numel()]
+        given = copies.here()
+        with copies.driver.aside("reduce") if add or self._others else nullcontext():
+            given.gate()
+            if add:
+                span = torch.empty_like(span)
+                host.fetch(out, span).gate()
+            self._group.reduce_scatter(buffer, span, scale=scale, add=add, scratch=scratch).wait()
+            if not self._measures or not self._here:
+                copy = host.store(out, span)
+            else:
+                if self._below is None:
+                    self._below = SquaresBelow(self._squares.numels, [span.dtype] * len(self._here))
+                found = self._below.launch(copies.driver, self._squares.of(span))
+                host.store(out, span)
+                copy = host.store(found.here, found.there)  # behind the other, on one stream
+                self._squares.later = found.later(copy)
+            self._last = copy
+        return Handle(copy.gate, copy.done, copy.gate)
+
+    def wait(self) -> None:
+        """Waits until what was reduced is in host memory; raises, each time, if it did not come there."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Waits for the last time: what was reduced is given up."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def sums(self, reduced: Sequence[Tensor], *, everything: bool) -> list[Sumsq]:
+        """Returns the sums of squares that the last reduction has measured, by place; `everything`: measures them now
+        if it has measured none."""
         sums: Sequence[Sumsq] | None = self._squares.sums
         if (later := self._squares.later) is not None:
             sums = one_by_one(later, len(self._here))
-        for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
+        if sums is None:
+            pointers, numels = array("Q", map(Tensor.data_ptr, reduced)), array("q", map(Tensor.numel, reduced))
+            return list(sumsq_pointers(pointers, numels, reduced[0].dtype)) if everything else [None] * len(reduced)
+        found: list[Sumsq] = [0.0] * len(reduced)  # of what lies on other ranks
+        for place, one in zip(self._here, sums, strict=True):
             found[place] = one
-        for place in self._elsewhere if sums is not None else ():
-            found[place] = 0.0
-        some = [place for place, one in enumerate(found) if one is None] if everything else []
-        if some:
-            pointers = array("Q", [reduced[place].data_ptr() for place in some])
-            numels = array("q", [reduced[place].numel() for place in some])
-            for place, one in zip(some, sumsq_pointers(pointers, numels, reduced[0].dtype), strict=True):
-                found[place] = one
         return found
 
 
-class KnownSquares:
-    """Knows sums of squares of gradients, as far as they were measured while they were reduced.
-
-    `shards`: of the parameters; None for one that zk.shard does not know.
-    """
-
-    def __init__(self, shards: Sequence[Any]) -> None:
-        found: dict[int, tuple[Any, list[int], list[int]]] = {}
-        for row, shard in enumerate(shards):
-            bucket = None if shard is None else shard.gradients
-            if bucket is not None:
-                _, rows, places = found.setdefault(id(bucket), (bucket, [], []))
-                rows.append(row)
-                places.append(shard.place)
-        self._buckets = list(found.values())
-
-    def of(self, grads: Sequence[Tensor]) -> list[Sumsq]:
-        """Returns the sums of squares of these gradients, by row; None where unknown."""
-        found: list[Sumsq] = [None] * len(grads)
-        for bucket, rows, places in self._buckets:
-            ready: GradReady | None = bucket.ready
-            if ready is None:
-                continue
-            untouched = bucket.is_untouched()
-            pieces, sums = ready.pieces, ready.sumsq
-            for row, place in zip(rows, places, strict=True):
-                if grads[row] is pieces[place]:
-                    found[row] = sums[place] if untouched else ready.knows(place, grads[row])
-        return found
+Rows = list[tuple[Any, list[int], list[int]]]
+"""Of each bucket the rows of a table that are its parameters, and the places of these in the bucket."""
 
 
-class Seen(NamedTuple):
-    """A gradient: where it rests, and its sum of squares if that is known."""
+def rows_by_bucket(shards: Sequence[Any]) -> Rows:
+    """Returns rows by bucket; `shards`: of the parameters, by row, with None for one that zk.shard does not know."""
+    found: dict[int, tuple[Any, list[int], list[int]]] = {}
+    for row, shard in enumerate(shards):
+        bucket = None if shard is None else shard.gradients
+        if bucket is not None:
+            _, rows, places = found.setdefault(id(bucket), (bucket, [], []))
+            rows.append(row)
+            places.append(shard.place)
+    return list(found.values())
 
-    zk_rest: Rest | None
-    sumsq: float | None
+
+def known_squares(by_bucket: Rows, grads: Sequence[Tensor]) -> list[Sumsq]:
+    """Returns the sums of squares of these gradients, by row, as they were measured in reducing; None where unknown."""
+    found: list[Sumsq] = [None] * len(grads)
+    for bucket, rows, places in by_bucket:
+        ready: GradReady | None = bucket.shown.ready
+        if ready is None:
+            continue
+        untouched = bucket.shown.is_untouched()
+        pieces, sums = ready.pieces, ready.sumsq
+        for row, place in zip(rows, places, strict=True):
+            if grads[row] is pieces[place]:
+                found[row] = sums[place] if untouched else ready.knows(place, grads[row])
+    return found
 
 
-def sumsq_of_each(grads: Sequence[Seen], measure: Callable[[list[int]], Iterable[float]]) -> list[float]:
-    """Returns sums of squares; `measure` gets the places of gradients whose sum is unknown, once fetched.
+def sumsq_of_each(
+    rests: Sequence[Rest | None], known: Sequence[float | None], measure: Callable[[list[int]], Iterable[float]]
+) -> list[float]:
+    """Returns sums of squares of gradients, some of which are `known`; `measure` gets the places of others, once they
+    are fetched from where they rest.
 
-    >>> sumsq_of_each([Seen(None, None), Seen(None, 3.0)], lambda places: [2.0 for _ in places])
+    >>> sumsq_of_each([None, None], [None, 3.0], lambda places: [2.0 for _ in places])
     [2.0, 3.0]
     """
-    found = {place: grad.sumsq for place, grad in enumerate(grads) if grad.sumsq is not None}
-    unknown = [place for place in range(len(grads)) if place not in found]
-    some = [grads[place] for place in unknown]
-    for turn in in_turns([some]):
-        for rest in rests_of([some[place] for place in turn]):
-            rest.wait()
+    found = dict(enumerate(known))
+    unknown = [place for place, one in found.items() if one is None]
+    for turn in rests_in_turns([[] if (rest := rests[place]) is None else [rest] for place in unknown]):
         places = [unknown[place] for place in turn]
+        if (rest := rests[places[0]]) is not None:  # all of a turn rest together
+            rest.wait()
         found.update(zip(places, measure(places), strict=True))
-    return [found[place] for place in range(len(grads))]
-
-
-class References:
-    """Tells whether a program has kept gradients: by references to them that were not there at first.
-
-    >>> memory = torch.zeros(4)
-    >>> shown = [memory[:2], memory[2:]]
-    >>> references = References(memory, shown)
-    >>> references.has_more(memory, set())
-    False
-    >>> kept = shown[1]
-    >>> references.has_more(memory, set()), references.has_more(memory, {1})
-    (True, False)
-    """
-
-    def __init__(self, memory: Tensor, shown: Sequence[Tensor]) -> None:
-        self._shown = list(shown)
-        self._parts = [local_of(one) if is_divided(one) else None for one in shown]
-        self._whole = [one for one in self._parts if one is not None]
-        self.to_memory = storage_references(memory)
-        self._to_all = _to_tensors(self._shown) + _to_tensors(self._whole)
-
-    def has_more(self, memory: Tensor, live: AbstractSet[int], views: int = 0) -> bool:
-        """Whether there are more references now: to gradients not `live`, by place, or by more than these `views`."""
-        if storage_references(memory) > self.to_memory + views:
-            return True
-        if not live:
-            return _to_tensors(self._shown) + _to_tensors(self._whole) > self._to_all
-        places = [place for place in range(len(self._shown)) if place not in live]
-        some = [self._shown[place] for place in places]
-        parts = [part for place in places if (part := self._parts[place]) is not None]
-        each = self._to_all / max(len(self._shown), 1)
-        return _to_tensors(some) + _to_tensors(parts) - len(some) - len(parts) > each * len(some)
-
-
-def storage_references(tensor: Tensor) -> int:
-    """Returns how many tensors there are over a tensor's memory.
-
-    >>> one = torch.zeros(2); before = storage_references(one); view = one[1:]; storage_references(one) - before
-    1
-    """
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _to_tensors(tensors: Sequence[Tensor]) -> int:
-    return sum(map(sys.getrefcount, tensors))
-
-
-def shares(left: Tensor, right: Tensor) -> bool:
-    """Returns whether two tensors share a storage.
-
-    >>> whole = torch.zeros(4)
-    >>> shares(whole[1:], whole), shares(whole.clone(), whole)
-    (True, False)
-    """
-    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+    return cast("list[float]", list(found.values()))

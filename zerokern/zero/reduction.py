@@ -11,11 +11,10 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,14 +28,15 @@ from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.interrupts import whole
 from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
-from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.gradients import WAITING, GradientBucket
 from zerokern.zero.publishing import without_waiting
+from zerokern.zero.runner import UnitRunner
 from zerokern.zero.units import RankGroups
 
 __all__ = ["Reduction"]
 
 BACKWARD = "a backward pass"
-_times_shown, _pieces_of = attrgetter("times_shown"), attrgetter("pieces")
+_times_shown, _pieces_of = attrgetter("shown.times_made"), attrgetter("shown.pieces")
 # of a parameter's gradient in one pass: it came in time to be reduced with its bucket, or after that
 ARRIVED, AFTER_LAUNCH = 1, 2
 _FIRST_IN_GRAPH = (
@@ -54,17 +54,6 @@ _SUMS_IN_GRAPH = (
 )
 
 
-class Turns(Protocol):
-    """The turns of units in backward passes, which all ranks agree on."""
-
-    @property
-    def takes_turns(self) -> bool: ...
-
-    def is_over_next(self, number: int) -> bool: ...
-
-    def collect_rest(self) -> None: ...
-
-
 class Reduction:
     """Decides when each gradient bucket of one model is launched, and ends the pass."""
 
@@ -74,63 +63,46 @@ class Reduction:
         """`parts`: the ranks that divide buckets, by the number that a bucket has of theirs; the model's first."""
         self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there
         self.group = parts[0].group
-        # whether the transport leaves it to us to sum what other ranks send
         self._on_host = self.group.device.type == "cpu"
-        self._needs_scratch = self._on_host and not all(part.group.everyone.alone for part in parts)
+        # whether the transport leaves it to us to sum what other ranks send
+        needs_scratch = self._on_host and not all(part.group.everyone.alone for part in parts)
+        self.memory = SharedMemory(buckets, needs_scratch=needs_scratch)
+        self.factor = PendingFactor(buckets)
         self.synchronizes = True
-        self.active = False
         self.passes = 0  # that have reduced
-        self._task = -1
+        self._task = hooks.NO_PASS  # the pass that runs
         self._watch: object = None  # hears when the pass breaks off
         self._in_graph = False  # whether the pass goes into a CUDA graph
-        # until one is learned: that in which backward comes to the first parameter of each
-        firsts = [min((place.param for place in one.bucket.places), default=-1) for one in buckets]
-        self._order = sorted(range(len(buckets)), key=lambda number: (-firsts[number], -number))
-        # at stage 3 units decide; of each the buckets, in the order in which they are launched
-        self.turns: Turns | None = None
-        self._by_unit = False
-        self._of_unit: dict[int, list[int]] = {}
-        for number in self._order:
-            self._of_unit.setdefault(buckets[number].memory.bucket.unit, []).append(number)
-        self._queue: deque[int] = deque()  # of buckets that are launched next, each once it is complete
-        self._queued: set[int] = set()  # in this pass
+        self.turns: UnitRunner | None = None  # at stage 3 units decide
+        self._order = LaunchOrder(buckets)
         self._ends = list(accumulate(len(one.entries) for one in buckets))
-        self._params = TensorBodies([param for one in buckets for param in one.params])
-        self._leaves = TensorBodies([leaf for one in buckets for leaf in one.leaves])
-        self._lands_in_params = all(one.lands_in_params for one in buckets)
+        self._params = TensorBodies([param for one in buckets for param in one.inbox.params])
+        self._leaves = self._params  # of autograd
+        if not all(one.inbox.lands_in_params for one in buckets):
+            self._leaves = TensorBodies([leaf for one in buckets for leaf in one.inbox.leaves])
         self._trained: Sequence[int] = []  # whether parameters were, when the pass began
         self._said: dict[tuple[int, bytes], bytearray] = {}  # by ranks and what arrived here: what all ranks said last
         self._frozen: dict[int, list[str]] = {}  # names of those that were frozen in the last pass, by part
         self._shows_none = False  # whether parameters had no `.grad` when the pass began
         self._shown: tuple[list[int], array[int]] = [], array("Q")  # how often each bucket made what it shows; these
-        # those whose order is one: where several groups reduce, all ranks that any of them has
-        self._everyone = parts[0].hearing if len(parts) == 1 else parts[0].everyone
-        self._learns_order = self._everyone.size > 1
-        self._completed: dict[int, None] = {}  # in the order in which they became complete
-        self._outstanding: deque[tuple[GradientBucket, Handle]] = deque()
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
-        self._pooled = 0
-        self.scratch: list[Tensor] = []
+        # of all ranks that any group has, where there are several
+        self._learns_order = (parts[0].hearing if len(parts) == 1 else parts[0].everyone).size > 1
         for bucket in buckets:
-            bucket.receive = partial(hooks.weakly(self.received), bucket.number)
-        self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
-        self.applied: float | Tensor = 1.0  # by updates since; what is accumulated on is multiplied by it first
-        self._read_in_graphs: list[float | Tensor] = []  # factors that replays read
+            bucket.shown.receive = partial(hooks.weakly(self.received), bucket.number)
         # called as a pass begins, for gradients are coming: once, or for as long as they return True
         self.expecting: list[Callable[[], object]] = []
 
     @property
-    def buffers(self) -> list[Tensor]:
-        """The buffers that buckets share, in use or not."""
-        return [*self._free, *self._lent.values()]
+    def active(self) -> bool:
+        """Whether a pass runs, or has broken off."""
+        return self._task != hooks.NO_PASS
 
     def shown_spans(self) -> list[Tensor] | None:
         """Returns this rank's spans of all gradients, bucket after bucket; None if a parameter shows another one."""
         times = list(map(_times_shown, self.buckets))
         if self._shown[0] != times:
-            self._shown = times, array("Q", [shown._cdata for bucket in self.buckets for shown in bucket.shown])
-        as_reduced = not any(bucket.replicated or bucket.exposed or bucket.local for bucket in self.buckets)
+            self._shown = times, array("Q", [shown._cdata for bucket in self.buckets for shown in bucket.shown.tensors])
+        as_reduced = not any(bucket.replicated or bucket.shown.exposed or bucket.local for bucket in self.buckets)
         if not as_reduced or not all(times) or not self._params.have_gradients(self._shown[1]):
             return None
         return list(chain.from_iterable(map(_pieces_of, self.buckets)))
@@ -140,11 +112,11 @@ class Reduction:
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
         soon = self._may_be_launched(bucket)  # else a buffer would be taken for the rest of the pass
-        at_once = (soon and not bucket.waits[place]) or hooks.is_within_pass()
-        if at_once and not bucket.opened:
+        at_once = (soon and not bucket.inbox.waits[place]) or hooks.is_within_pass()
+        if at_once:
             self._open(bucket)
         bucket.take_arrived(place, at_once=at_once)
-        if bucket.is_full and soon:
+        if bucket.inbox.is_full and soon:
             self._complete(bucket)
 
     def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -158,16 +130,15 @@ class Reduction:
         """Takes a gradient that autograd adds to a shown `.grad`: the first of a pass without a forward."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
-        if not bucket.opened:
-            self._open(bucket)
+        self._open(bucket)
         bucket.receive_one(place, grad)
 
     def absent(self, bucket: GradientBucket, place: int) -> None:
         """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
-        bucket.absent.add(place)
+        bucket.inbox.absent.add(place)
         bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
-        if bucket.is_full and self._may_be_launched(bucket):
+        if bucket.inbox.is_full and self._may_be_launched(bucket):
             self._complete(bucket)
 
     def _broken(self, task: int) -> None:
@@ -175,20 +146,19 @@ class Reduction:
 
         Once. `abandon` does the rest, where ranks are in step.
         """
-        if self.active and self._task == task:
+        if self._task == task:
             with whole("what a backward pass has left"):
                 for bucket in self.buckets:
-                    bucket.break_off()
+                    bucket.inbox.break_off()
 
     def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
         """Begins a pass, unless it has begun; the gradient of `place` may have arrived already."""
-        if not self.active or self._task != hooks.current_pass():
+        if self._task != hooks.current_pass():
             self._begin(bucket, place)
 
     def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
         """Adds a part of a gradient, of some rows of the batch; the last part arrives through autograd."""
-        if not bucket.opened:
-            self._open(bucket)
+        self._open(bucket)
         bucket.add(place, grad)
 
     def _begin(self, first: GradientBucket | None, place: int) -> None:
@@ -213,62 +183,24 @@ class Reduction:
             raise StateError(_FIRST_IN_GRAPH)
         with without_waiting():
             self._shows_none = self._params.have_gradients()
-        if self._shows_none and not any(bucket.exposed for bucket in self.buckets):
-            self.factor = self.applied = 1.0  # of gradients that were dropped
-        elif self._in_graph:
-            self._read_in_graphs += [self.factor, self.applied]  # which steps before it may have left
-        self.factor = _of_a_step(self.factor)
+        dropped = self._shows_none and not any(bucket.shown.exposed for bucket in self.buckets)
+        self.factor.begin(dropped=dropped, in_graph=in_graph)
         if first is not None:
-            factor = self.factor * self.applied
-            checks.mixed(first, place, scaled=isinstance(factor, Tensor) or factor != 1.0)
-        self.settle()
+            checks.mixed(first, place, scaled=self.factor.scales)
+        self.factor.settle()
         # what an interrupt leaves, at whatever line it comes, is put back by `_broken` from here on
-        self._task = hooks.current_pass()
-        self._watch = hooks.at_end_of_backward(self._finish, partial(hooks.weakly(self._broken), self._task))
-        self.active = True
-        self._by_unit = self.turns is not None and self.turns.takes_turns
-        self._queue.clear()
-        self._queued.clear()
-        self._completed.clear()
-        if not self._by_unit:
-            self._line_up(self._order)
+        task = hooks.current_pass()
+        self._watch = hooks.at_end_of_backward(self._finish, partial(hooks.weakly(self._broken), task))
+        self._task = task
+        self._order.begin(by_unit=takes_turns)
         with without_waiting():  # what is asked here of parameters are no values
             self._trained = trained = self._params.trained()
-            trains = trained if self._lands_in_params else self._leaves.trained()
+            trains = trained if self._leaves is self._params else self._leaves.trained()
             for bucket, end in zip(self.buckets, self._ends, strict=True):
                 some = slice(end - len(bucket.entries), end)
-                task = self._task if trained[some] == trains[some] else hooks.NO_PASS
+                noted = task if trained[some] == trains[some] else hooks.NO_PASS
                 arrived = place if bucket is first else None
-                bucket.begin(task, sum(trained[some]), arrived, shows_none=self._shows_none)
-
-    def fold(self, factor: float | Tensor) -> None:
-        """Leaves a factor pending, which whoever uses the gradients next applies."""
-        self.factor = self.factor * factor
-        self._settle_before_writes(factor)
-
-    def folded(self, factor: float | Tensor) -> None:
-        """Notes that an update has applied a factor, and not to the gradients themselves."""
-        self.applied = self.applied * _of_a_step(factor)
-        self._settle_before_writes(factor)
-
-    def _settle_before_writes(self, factor: float | Tensor) -> None:
-        """Whoever writes to a gradient from here on writes to what was clipped."""
-        if isinstance(factor, Tensor) or factor != 1.0:
-            for bucket in self.buckets:
-                bucket.reads_until(hooks.weakly(self.settle))
-
-    def take_factor(self) -> float | Tensor:
-        """Takes the pending factor, which the caller applies. Those that updates have applied go into the gradients."""
-        pending, self.factor = self.factor, 1.0
-        self.settle()
-        return pending
-
-    def settle(self) -> None:
-        """Multiplies the gradients by the pending factor, and by the one that updates applied."""
-        factor, self.factor, self.applied = self.factor * self.applied, 1.0, 1.0
-        if isinstance(factor, Tensor) or factor != 1.0:
-            for bucket in self.buckets:
-                bucket.scale(factor)
+                bucket.inbox.begin(noted, sum(trained[some]), arrived, shows_none=self._shows_none)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
         """Completes these buckets: their unit's backward is over."""
@@ -279,125 +211,51 @@ class Reduction:
     def _may_be_launched(self, bucket: GradientBucket) -> bool:
         """Whether a bucket goes when it is full: at stage 3 where ranks that lack a gradient of it send it too, before
         they wait for others. Else these would wait for its buffer, and it for their part of the next unit."""
-        if not self._by_unit:
+        if not self._order.by_unit:
             return True
         assert self.turns is not None
         return self.turns.is_over_next(bucket.memory.bucket.unit)
 
     def _complete(self, bucket: GradientBucket) -> None:
-        number = bucket.number
-        if number in self._completed:
-            return
-        self._completed[number] = None
-        if number not in self._queued:
-            self._line_up(self._of_unit[bucket.memory.bucket.unit])
-        while self._queue and self._queue[0] in self._completed:
-            self._launch(self.buckets[self._queue.popleft()])
-
-    def _line_up(self, numbers: Sequence[int]) -> None:
-        new = [number for number in numbers if number not in self._queued]
-        self._queue.extend(new)
-        self._queued.update(new)
+        for one in self._order.completed(bucket):
+            self._launch(one)
 
     def _open(self, bucket: GradientBucket) -> None:
-        """Gives a bucket a buffer."""
+        """Gives a bucket a buffer, unless it has one in this pass."""
+        if bucket.phase != WAITING:
+            return
         bucket.spare_kept_gradients()
         if bucket.buffer is not None:
             bucket.open(bucket.buffer)
         elif self.synchronizes and bucket.lends_buffer:
-            self._lent[bucket.number] = self._take(bucket.nbytes)
-            bucket.open(self._lent[bucket.number].view(bucket.dtype)[: bucket.bucket.padded_numel])
+            bucket.open(self.memory.lend(bucket))
         else:
             bucket.open(bucket.whole_buffer())
 
     def _launch(self, bucket: GradientBucket) -> None:
-        if not bucket.opened:
-            self._open(bucket)
+        self._open(bucket)
         assert bucket.buffer is not None
-        adds = bucket.close(reduces=self.synchronizes)
-        # what only passes under no_sync brought is reduced with this one
-        bucket.arrived_places = tuple(bucket.arrived | bucket.local)
-        bucket.arrived.clear()
+        bucket.close(reduces=self.synchronizes)
         if not self.synchronizes:
             return
-        if self._needs_scratch:
-            self._make_way()
-        of = bucket.called + ", added to those of an earlier pass" if bucket.held else bucket.called
+        scratch = self.memory.scratch_for(bucket)
+        of = bucket.called + ", added to those of an earlier pass" if bucket.shown.held else bucket.called
         with during(BACKWARD, of=of), named("reduce", bucket.memory.label):
-            handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
+            handle = bucket.reduce(bucket.buffer, scratch)
         if (recorder := bucket.memory.recorder) is not None:
             handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)
         if handle is None:
             bucket.tell()
         else:
-            self._outstanding.append((bucket, handle))
-
-    def _make_way(self) -> None:
-        """Frees the scratch memory: waits for the last reduction, or moves it to its second round."""
-        while len(self._outstanding) > 1:
-            self._wait_for_oldest()
-        if self._outstanding:
-            bucket, handle = self._outstanding[0]
-            with during(BACKWARD):
-                goes_on = handle.advance()
-            if not goes_on:
-                self._wait_for_oldest()
-            elif not bucket.adds:  # else it goes on in the buffer
-                self._take_back(bucket)
-
-    def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
-        """Returns memory to receive other ranks' spans into, where the transport does not sum; buckets share it."""
-        if not self._needs_scratch:
-            return None
-        if not self.scratch:
-            wanted = [one.summing.scratch_nbytes(one.bucket.padded_numel, one.dtype) for one in self.buckets]
-            first, second = zip(*wanted, strict=True)
-            self.scratch.append(self._bytes(max(first) + max(second)))
-        return self.scratch[0].view(bucket.dtype)
-
-    def _bytes(self, nbytes: int) -> Tensor:
-        return self.buckets[0].memory.pool.zeros(nbytes, torch.uint8)
-
-    def _take(self, nbytes: int) -> Tensor:
-        while (place := self._smallest_free(nbytes)) is None and self._pooled >= BUFFERS and self._outstanding:
-            self._wait_for_oldest()
-        if place is not None:
-            return self._free.pop(place)
-        self._pooled += 1
-        sizes = [bucket.nbytes for bucket in self.buckets]
-        if any(bucket.bucket.whole for bucket in self.buckets):  # matrices of many layers: these are much larger
-            sizes = [size for size in sizes if size <= 2 * nbytes]
-        return self._bytes(max(sizes))
-
-    def _smallest_free(self, nbytes: int) -> int | None:
-        """Returns the place of a buffer with room for so much; of equal ones in turns: a bucket meets its own again."""
-        fitting = [(buffer.nbytes, place) for place, buffer in enumerate(self._free) if buffer.nbytes >= nbytes]
-        return min(fitting)[1] if fitting else None
-
-    def _wait_for_oldest(self) -> None:
-        bucket, handle = self._outstanding[0]
-        with during(BACKWARD):
-            try:
-                handle.wait()
-            finally:
-                self._outstanding.popleft()  # not before: where Ctrl-C has come before the wait, `abandon` waits
-        self._take_back(bucket)
-        bucket.tell()
-
-    def _take_back(self, bucket: GradientBucket) -> None:
-        lent = self._lent.pop(bucket.number, None)
-        if lent is not None:
-            bucket.buffer = None
-            self._free.append(lent)
+            self.memory.outstanding.append((bucket, handle))
 
     def _finish(self) -> None:
         """Ends the pass: reduces what is left, and shows gradients where any rank had one."""
-        if self._by_unit:
+        if self._order.by_unit:
             assert self.turns is not None
             self.turns.collect_rest()
-        self._line_up(self._order)
-        for number in list(self._queue):
-            self._complete(self.buckets[number])
+        for bucket in self._order.left():
+            self._complete(bucket)
         with without_waiting():
             if not (self._shows_none and self._params.have_gradients() and self._leaves.have_gradients()):
                 for bucket in self.buckets:
@@ -405,25 +263,25 @@ class Reduction:
         marks = bytearray().join(map(_marks, self.buckets))
         if self.synchronizes:
             marks = self._heard(marks)
-        while self._outstanding:
-            self._wait_for_oldest()
+        while self.memory.outstanding:
+            self.memory.wait_for_oldest()
         given: list[list[int]] = []
         for bucket, end in zip(self.buckets, self._ends, strict=True):
             mine = marks[end - len(bucket.entries) : end]
             if AFTER_LAUNCH in mine:
-                bucket.reduce_after_launch(self._scratch_for(bucket))
+                bucket.reduce_after_launch(self.memory.scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
         for bucket in self.buckets:
-            if bucket.exposed:  # optimizers that know nothing of copies read these
-                bucket.land()
+            if bucket.shown.exposed:  # optimizers that know nothing of copies read these
+                bucket.shown.land()
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
-                bucket.put_back()
+                bucket.inbox.put_back()
                 if self.synchronizes:
-                    bucket.held.update(places)  # first: what is shown and not held would be written over
+                    bucket.shown.held.update(places)  # first: what is shown and not held would be written over
                 bucket.give(places)
         self.passes += self.synchronizes
-        if self._learns_order and self.synchronizes and not self._by_unit:
+        if self._learns_order and self.synchronizes and not self._order.by_unit:
             self._learn_order()
         self._reset()
         for bucket, places in zip(self.buckets, given, strict=True) if self.synchronizes else ():
@@ -433,7 +291,7 @@ class Reduction:
         """Returns the marks of all ranks that have the bucket."""
         places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.entries))]
         for number, part in enumerate(self._parts):
-            mine = [at for at, (bucket, _) in enumerate(places) if bucket.bucket.ranks == number]
+            mine = [at for at, (bucket, _) in enumerate(places) if bucket.memory.bucket.ranks == number]
             if part.hearing.size > 1 and mine:
                 lacks = [at for at in mine if not marks[at]]
                 frozen = [places[at][0].entries[places[at][1]].name for at in lacks if not self._trained[at]]
@@ -484,42 +342,226 @@ class Reduction:
         return upload(torch.frombuffer(words, dtype=torch.uint8), self.group.device)
 
     def _learn_order(self) -> None:
-        order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
+        order = torch.tensor(list(self._order.complete), dtype=torch.int64, device=self.group.device)
         with during(BACKWARD, of="the order of buckets"):
             if len(self._parts) == 1:
                 self.group.broadcast(order).wait()
             else:  # each group's first rank need not be the same
                 order.mul_(self._parts[0].is_first)
-                self._everyone.all_reduce(order, "max").wait()
-        self._order, self._learns_order = order.tolist(), False
+                self._parts[0].everyone.all_reduce(order, "max").wait()
+        self._order.numbers, self._learns_order = order.tolist(), False
 
     def abandon(self) -> None:
         """Forgets a pass that broke off; waits for what is under way, so that the ranks stay in step."""
         self.drop_leftovers()
         if self.active:
             if self._in_graph and not capturing(self.group.device):
-                self._outstanding.clear()  # they went with the graph
-            while self._outstanding:
-                self._wait_for_oldest()
+                self.memory.outstanding.clear()  # they went with the graph
+            while self.memory.outstanding:
+                self.memory.wait_for_oldest()
             for bucket in self.buckets:
-                if bucket.host_reducer is not None:
-                    bucket.host_reducer.end()
+                bucket.reducer.end()
             self._reset()
 
     def drop_leftovers(self) -> None:
         """Drops gradients that lie in hidden leaves between passes: one that broke off has left them, in its first."""
-        if self._lands_in_params or self.active:
+        if self._leaves is self._params or self.active:
             return
         with without_waiting():
             if not self._leaves.have_gradients():
-                for leaf in (leaf for bucket in self.buckets for leaf in bucket.leaves):
+                for leaf in (leaf for bucket in self.buckets for leaf in bucket.inbox.leaves):
                     leaf.grad = None
 
     def _reset(self) -> None:
         for bucket in self.buckets:
-            self._take_back(bucket)
+            self.memory.take_back(bucket)
             bucket.reset()
-        self.active, self._watch = False, None
+        self._task, self._watch = hooks.NO_PASS, None
+
+
+class LaunchOrder:
+    """The order in which the buckets of one model are launched, each once it is complete.
+
+    `numbers`: of the buckets; until they are learned, in the order in which backward comes to the first parameter of
+    each. At stage 3 that of the units' turns comes first.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
+        self._buckets = buckets
+        firsts = [min((place.param for place in one.memory.bucket.places), default=-1) for one in buckets]
+        self.numbers = sorted(range(len(buckets)), key=lambda number: (-firsts[number], -number))
+        self._of_unit: dict[int, list[int]] = {}
+        for number in self.numbers:
+            self._of_unit.setdefault(buckets[number].memory.bucket.unit, []).append(number)
+        self.by_unit = False
+        self._queue: deque[int] = deque()  # of buckets that are launched next
+        self._queued: set[int] = set()  # in this pass
+        self.complete: dict[int, None] = {}  # in the order in which they became so
+
+    def begin(self, *, by_unit: bool) -> None:
+        """Begins a pass. `by_unit`: units say when."""
+        self.by_unit = by_unit
+        self._queue.clear()
+        self._queued.clear()
+        self.complete.clear()
+        if not by_unit:
+            self._line_up(self.numbers)
+
+    def completed(self, bucket: GradientBucket) -> Iterator[GradientBucket]:
+        """Notes that a bucket is complete; yields those that are launched now."""
+        if bucket.number in self.complete:
+            return
+        self.complete[bucket.number] = None
+        if bucket.number not in self._queued:
+            self._line_up(self._of_unit[bucket.memory.bucket.unit])
+        while self._queue and self._queue[0] in self.complete:
+            yield self._buckets[self._queue.popleft()]
+
+    def left(self) -> list[GradientBucket]:
+        """Returns what has yet to be launched in this pass, in order."""
+        self._line_up(self.numbers)
+        return [self._buckets[number] for number in self._queue]
+
+    def _line_up(self, numbers: Sequence[int]) -> None:
+        new = [number for number in numbers if number not in self._queued]
+        self._queue.extend(new)
+        self._queued.update(new)
+
+
+class SharedMemory:
+    """Memory that the buckets of one model use in turns while they are reduced: a constant number of buffers, and
+    scratch for what other ranks send, where the transport does not sum.
+
+    Who asks for memory waits for the reduction that holds it.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket], *, needs_scratch: bool) -> None:
+        self._buckets, self.needs_scratch = buckets, needs_scratch
+        self.outstanding: deque[tuple[GradientBucket, Handle]] = deque()
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+        self.scratch: list[Tensor] = []
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers, in use or not."""
+        return [*self._free, *self._lent.values()]
+
+    def lend(self, bucket: GradientBucket) -> Tensor:
+        """Returns a buffer for a bucket, until `take_back`."""
+        self._lent[bucket.number] = lent = self._take(bucket.nbytes)
+        return lent.view(bucket.dtype)[: bucket.memory.bucket.padded_numel]
+
+    def take_back(self, bucket: GradientBucket) -> None:
+        """Takes back what was lent to a bucket, if anything was."""
+        lent = self._lent.pop(bucket.number, None)
+        if lent is not None:
+            bucket.buffer = None
+            self._free.append(lent)
+
+    def _take(self, nbytes: int) -> Tensor:
+        """Takes a buffer with room for so much; of equal ones in turns, so that a bucket meets its own again."""
+        while not (fitting := [(one.nbytes, place) for place, one in enumerate(self._free) if one.nbytes >= nbytes]):
+            if len(self.buffers) < BUFFERS or not self.outstanding:
+                sizes = [bucket.nbytes for bucket in self._buckets]
+                if any(one.memory.bucket.whole for one in self._buckets):  # matrices of many layers: these are larger
+                    sizes = [size for size in sizes if size <= 2 * nbytes]
+                return self._bytes(max(sizes))
+            self.wait_for_oldest()
+        return self._free.pop(min(fitting)[1])
+
+    def _bytes(self, nbytes: int) -> Tensor:
+        return self._buckets[0].memory.pool.zeros(nbytes, torch.uint8)
+
+    def scratch_for(self, bucket: GradientBucket) -> Tensor | None:
+        """Returns scratch memory, once the last reduction has left it or gone on to its second round; None if none is
+        needed."""
+        if not self.needs_scratch:
+            return None
+        while len(self.outstanding) > 1:
+            self.wait_for_oldest()
+        if self.outstanding:
+            oldest, handle = self.outstanding[0]
+            with during(BACKWARD):
+                goes_on = handle.advance()
+            if not goes_on:
+                self.wait_for_oldest()
+            elif not oldest.adds:  # else it goes on in the buffer
+                self.take_back(oldest)
+        if not self.scratch:
+            wanted = [one.reducer.scratch_nbytes(one.memory.bucket.padded_numel, one.dtype) for one in self._buckets]
+            first, second = zip(*wanted, strict=True)
+            self.scratch.append(self._bytes(max(first) + max(second)))
+        return self.scratch[0].view(bucket.dtype)
+
+    def wait_for_oldest(self) -> None:
+        """Waits for the reduction that was launched first."""
+        bucket, handle = self.outstanding[0]
+        with during(BACKWARD):
+            try:
+                handle.wait()
+            finally:
+                self.outstanding.popleft()  # not before: where Ctrl-C has come before the wait, `abandon` waits
+        self.take_back(bucket)
+        bucket.tell()
+
+
+class PendingFactor:
+    """What clipping leaves to be multiplied into one model's gradients, by whoever uses them next.
+
+    `pending`: of what is reduced. `applied`: by updates since, and not to the gradients themselves; what is accumulated
+    on is multiplied by it first.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
+        self._buckets = buckets
+        self.pending: float | Tensor = 1.0
+        self.applied: float | Tensor = 1.0
+        self._read_in_graphs: list[float | Tensor] = []  # which replays read
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients have yet to be multiplied by anything."""
+        return _scales(self.pending * self.applied)
+
+    def begin(self, *, dropped: bool, in_graph: bool) -> None:
+        """Begins a pass. `dropped`: nobody has kept a gradient; `in_graph`: it is captured, with what was left here."""
+        if dropped:
+            self.pending = self.applied = 1.0
+        elif in_graph:
+            self._read_in_graphs += [self.pending, self.applied]
+        self.pending = _of_a_step(self.pending)
+
+    def fold(self, factor: float | Tensor) -> None:
+        """Leaves a factor pending, which whoever uses the gradients next applies."""
+        self.pending = self.pending * factor
+        self._settle_before_writes(factor)
+
+    def folded(self, factor: float | Tensor) -> None:
+        """Notes that an update has applied a factor, and not to the gradients themselves."""
+        self.applied = self.applied * _of_a_step(factor)
+        self._settle_before_writes(factor)
+
+    def _settle_before_writes(self, factor: float | Tensor) -> None:
+        """Whoever writes to a gradient from here on writes to what was clipped."""
+        for bucket in self._buckets if _scales(factor) else ():
+            bucket.shown.reads_until(hooks.weakly(self.settle))
+
+    def take(self) -> float | Tensor:
+        """Takes the pending factor, which the caller applies. Those that updates have applied go into the gradients."""
+        pending, self.pending = self.pending, 1.0
+        self.settle()
+        return pending
+
+    def settle(self) -> None:
+        """Multiplies the gradients by the pending factor, and by the one that updates applied."""
+        factor, self.pending, self.applied = self.pending * self.applied, 1.0, 1.0
+        for bucket in self._buckets if _scales(factor) else ():
+            bucket.scale(factor)
+
+
+def _scales(factor: float | Tensor) -> bool:
+    return isinstance(factor, Tensor) or factor != 1.0
 
 
 def _of_a_step(factor: float | Tensor) -> float | Tensor:
@@ -531,13 +573,13 @@ def _of_a_step(factor: float | Tensor) -> float | Tensor:
 
 def _shows_anyway(bucket: GradientBucket, place: int) -> bool:
     """Whether `.grad` shows what is reduced, as an earlier pass left it, also if no rank had one in this pass."""
-    return place in bucket.held and not bucket.shards[place].has_hooks
+    return place in bucket.shown.held and not bucket.shards[place].has_hooks
 
 
 def _marks(bucket: GradientBucket) -> bytearray:
     """Returns what arrived of a bucket in this pass, by place."""
     found = bytearray(len(bucket.entries))
-    for place in bucket.arrived_places:
+    for place in bucket.inbox.arrived:
         found[place] = ARRIVED
     for place in bucket.places_after_launch:
         found[place] = AFTER_LAUNCH

@@ -233,7 +233,7 @@ class Shard:
         if bucket is not None and bucket.local:
             bucket.refuse_unreduced()
         if landed and bucket is not None:
-            bucket.land()
+            bucket.shown.land()
         if param is self.piece:
             return grad
         if self._param is None:
@@ -293,10 +293,9 @@ class Shard:
     def take_arrived(self, leaf: Tensor) -> None:
         """Hooks accumulation into the leaf that modules compute with: its gradients go to the sharding's reduction."""
         bucket, number, place = self.gradients, self.gradients.number, self.place
-        arrived = hooks.weakly(
-            self.sharding.reduction.gradient_arrived, hooks.refuse_gradients
-        )  # a graph may outlive the model
-        note = hooks.on_accumulation(bucket.inbox, place, partial(arrived, number, place), waits=bucket.waits[place])
+        # a graph may outlive the model
+        arrived = hooks.weakly(self.sharding.reduction.gradient_arrived, hooks.refuse_gradients)
+        note = hooks.on_accumulation(bucket.inbox, place, partial(arrived, number, place))
         hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
     def take_from_other_leaf(self, leaf: Tensor) -> object:

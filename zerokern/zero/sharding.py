@@ -258,7 +258,7 @@ class Sharding:
 
     def in_pass(self) -> bool:
         """Whether the backward pass that runs accumulates a gradient of any parameter."""
-        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves if leaf.requires_grad)
+        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.inbox.leaves if leaf.requires_grad)
         with hooks.outside_of_transforms():  # within one, leaves have no graph
             return any(map(hooks.is_accumulated, map(hooks.accumulator, leaves)))
 
@@ -337,7 +337,7 @@ class Sharding:
     def _hook_updates(self) -> None:
         """Makes whoever needs parameters or gradients wait for updates, once an optimizer leaves any under way."""
         for bucket in self.gradient_buckets:
-            bucket.settles(self.publisher.settle)
+            bucket.shown.settle = self.publisher.settle
         if self.runner is not None:
             self.runner.is_updating = hooks.weakly(self.publisher.is_updating)
             for unit in self.runner.units:
@@ -367,23 +367,23 @@ class Sharding:
     @property
     def has_own_gradients(self) -> bool:
         """Whether all gradients are those that were reduced here, and none was set by hand."""
-        return all(bucket.shows(*one) for bucket in self.gradient_buckets for one in bucket.kept_gradients().items())
+        return all(bucket.shown.shows(*one) for bucket in self.gradient_buckets for one in bucket.inbox.kept().items())
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
-        self.reduction.fold(factor)
+        self.reduction.factor.fold(factor)
 
     def take_fold(self) -> float | Tensor:
         """Takes the pending factor, which the caller applies."""
-        return self.reduction.take_factor()
+        return self.reduction.factor.take()
 
     def folded(self, factor: float | Tensor) -> None:
         """An update has applied the factor that it took."""
-        self.reduction.folded(factor)
+        self.reduction.factor.folded(factor)
 
     def settle(self) -> None:
         """Multiplies the gradients by the pending factor."""
-        self.reduction.settle()
+        self.reduction.factor.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -402,12 +402,12 @@ class Sharding:
                 "write memory that is not there. Step the model with an optimizer of zerokern"
             )
         for bucket in self.gradient_buckets:
-            bucket.exposed = True
+            bucket.shown.exposed = True
         return [shard.piece for shard in self.shards if shard.gradients is not None]
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Returns the tensors that hold memory, by role."""
-        reduced = [one.reduced for one in self.gradient_buckets if one.reduced is not None]
+        reduced = [one.shown.reduced for one in self.gradient_buckets if one.shown.reduced is not None]
         own = [one.buffer for one in self.gradient_buckets if one.buffer is not None and not one.lends_buffer]
         lent = [bucket.buffer for bucket in self.gradient_buckets if bucket.buffer is not None and bucket.local]
         whole = [memory.full for memory in self.memories if memory.sharded and memory.gathered]
@@ -415,6 +415,6 @@ class Sharding:
             "parameters": [memory.shard if memory.sharded else memory.full for memory in self.memories],
             "gradients": [*reduced, *own],
             "gathered": whole,
-            "buffers": [*self.reduction.buffers, *lent],
-            "scratch": self.reduction.scratch,
+            "buffers": [*self.reduction.memory.buffers, *lent],
+            "scratch": self.reduction.memory.scratch,
         }

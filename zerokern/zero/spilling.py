@@ -5,8 +5,8 @@ A bucket's are there while a backward pass fills and reduces it, and while someb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,7 @@ from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
 from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.room import amount, exceeds_half_of_memory
-from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.publishing import without_waiting
+from zerokern.zero.gradients import LAUNCHED, GradientBucket
 
 __all__ = ["SpilledBucket", "kind_of_bucket"]
 
@@ -51,23 +50,26 @@ class SpilledBucket(GradientBucket):
         super().__init__(*of)
         self._rests = rests
         self._unreduced: Rest | None = None  # on several ranks, what passes under no_sync have left
-        self._in_use: list[Rest] = []  # by the pass that runs
+        self._pass: ExitStack | None = None  # while one writes here
         self._allocate()
 
     def _allocate(self) -> None:
         """Memory of its own, and all that always refers to it."""
-        self.shown = []
-        self.rest: Rest = self._rests.make("gradients", self.bucket.shard_numel, self.dtype)
-        self.reduced = self.rest.memory
+        rest = self.shown.rest = self._rests.make("gradients", self.memory.bucket.shard_numel, self.dtype)
         if self.group.alone:
-            self._lay(self.rest.memory)
-        self._make_shown()
-        self.rest.is_viewed()
+            self._lay(rest.memory)
+        self.shown.make(rest.memory)
+        rest.is_viewed()
+
+    @property
+    def _rest(self) -> Rest:
+        assert self.shown.rest is not None
+        return self.shown.rest
 
     def whole_buffer(self) -> Tensor:
         """On one rank it is what is reduced; else what passes under no_sync add to."""
         if self.buffer is None:
-            self._unreduced = self._rests.make("unreduced gradients", self.bucket.padded_numel, self.dtype)
+            self._unreduced = self._rests.make("unreduced gradients", self.memory.bucket.padded_numel, self.dtype)
             self._lay(self._unreduced.memory)
             self._unreduced.is_viewed()
         assert self.buffer is not None
@@ -75,65 +77,54 @@ class SpilledBucket(GradientBucket):
 
     def spare_kept_gradients(self) -> None:
         super().spare_kept_gradients()
-        if self.rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
-            with without_waiting():
-                live = set(self.kept_gradients())
+        if self._rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
+            live = set(self.inbox.kept())
             if len(live) < len(self.entries):
                 self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
-        before = self.rest
+        before = self._rest
         before.fetch()  # for good: who has kept gradients drops them one by one, and nobody can count who is left
         before.wait()
         self._allocate()
         if live:
-            with self.rest.used(changed=True):
-                self.rest.memory.copy_(before.memory)
+            with self._rest.used(changed=True):
+                self._rest.memory.copy_(before.memory)
         self.give(live)
 
-    def _fetch(self) -> None:
-        """A pass is about to write here; what nobody shows any more is not read for that."""
-        with without_waiting():
-            if not self.kept_gradients():
-                self.rest.forget()
-                if self._unreduced is not None:
-                    self._unreduced.forget()
-        try:
-            for rest in (self.rest, self._unreduced):
-                if rest is not None:
-                    rest.fetch()
-                    self._in_use.append(rest)
-            for rest in self._in_use:
-                rest.wait()
-                rest.change()
-        except Exception as error:
-            error.args = (f"gradients from {self.memory.called} on cannot be fetched: {error}",)
-            self.group.fail(str(error))
-            raise
+    @property
+    def _parts(self) -> list[Rest]:
+        return list(filter(None, (self._rest, self._unreduced)))
 
-    def _let_rest(self) -> None:
-        while self._in_use:
-            self._in_use.pop().leave()
-
-    @contextmanager
-    def _present(self, *, written: bool) -> Iterator[None]:
-        """Within, they are here, whether a pass uses them or not."""
+    def _present(self, *, written: bool) -> ExitStack:
+        """Fetches them; they are here until the result is closed, whether a pass uses them or not."""
         with ExitStack() as stack:
-            for rest in (self.rest, self._unreduced):
-                if rest is not None:
-                    stack.enter_context(rest.used(changed=written))
-            yield
+            for rest in self._parts:
+                stack.enter_context(rest.used(changed=written))
+            return stack.pop_all()
 
     def open(self, buffer: Tensor) -> None:
-        if not self._in_use:
-            self._fetch()
+        if self._pass is None:
+            if not self.inbox.kept():  # what nobody shows any more is not read
+                for rest in self._parts:
+                    rest.forget()
+            try:
+                self._pass = self._present(written=True)
+            except Exception as error:
+                error.args = (f"{self.called} cannot be fetched: {error}",)
+                self.group.fail(str(error))
+                raise
         super().open(buffer)
 
-    def close(self, *, reduces: bool) -> bool:
-        adds = super().close(reduces=reduces)
+    def _let_rest(self) -> None:
+        used, self._pass = self._pass, None
+        if used is not None:
+            used.close()
+
+    def close(self, *, reduces: bool) -> None:
+        super().close(reduces=reduces)
         if not reduces:
             self._let_rest()
-        return adds
 
     def tell(self) -> None:
         super().tell()
@@ -142,7 +133,7 @@ class SpilledBucket(GradientBucket):
         self._let_rest()
 
     def _take_after_launch(self, place: int, grad: Tensor) -> None:
-        with self._present(written=not self.launched):
+        with self._present(written=self.phase < LAUNCHED):
             super()._take_after_launch(place, grad)
 
     def reduce_after_launch(self, scratch: Tensor | None) -> None:
@@ -150,7 +141,7 @@ class SpilledBucket(GradientBucket):
             super().reduce_after_launch(scratch)
 
     def scale(self, factor: float | Tensor) -> None:
-        if self.held:
+        if self.shown.held:
             with self._present(written=True):
                 super().scale(factor)
 

@@ -37,6 +37,7 @@ __all__ = [
     "keep_driver",
     "own_name",
     "reserve",
+    "rests_in_turns",
     "rests_of",
     "rests_on",
     "take_driver",
@@ -174,9 +175,13 @@ def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
 
 def in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
     """Yields positions of these lists, those together that rest together, and fetches the next meanwhile."""
+    return rests_in_turns(map(rests_of, zip(*lists, strict=True)))
+
+
+def rests_in_turns(of_each: Iterable[list[Rest]]) -> Iterator[list[int]]:
+    """As `in_turns`; `of_each`: where what is at each position rests."""
     found: dict[tuple[int, ...], tuple[list[Rest], list[int]]] = {}
-    for place, column in enumerate(zip(*lists, strict=True)):
-        rests = rests_of(column)
+    for place, rests in enumerate(of_each):
         found.setdefault(tuple(map(id, rests)), (rests, []))[1].append(place)
     turns = list(found.values())
     begun: list[Rest] = []
