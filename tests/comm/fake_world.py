@@ -18,7 +18,7 @@ from torch import Tensor
 from zerokern.comm.group import Group, Handle, own_span
 from zerokern.comm.operations import Ledger, Operation
 from zerokern.core.errors import CommError, got
-from zerokern.debug.agreement import Agreement, Disagreement, Interrupted
+from zerokern.debug.agreement import Agreement
 from zerokern.debug.processes import ProcessState
 from zerokern.kernels.casts import add_up
 from zerokern.kernels.squares import Squares
@@ -133,7 +133,7 @@ class FakeGroup(Group):
         if not self.alone:
             try:
                 self._agreement.agree(key, lambda: self._world.failure)
-            except (Disagreement, Interrupted) as reason:
+            except RuntimeError as reason:
                 self._world.fail(str(reason))
                 raise CommError(str(reason), operation="agree", ranks=tuple(range(self.size))) from None
 

@@ -130,7 +130,8 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)}
         keys = {key_of(tensor) for tensor in given.values()}
-        self._have(given.values(), whole_of(args[0]) if func in OVERWRITES and len(keys) == 1 + moves(func) else None)
+        overwrites = func in OVERWRITES and len(keys) == 1 + (func is aten.copy_.default)  # which reads another one
+        self._have(given.values(), whole_of(args[0]) if overwrites else None)
         if func.overloadpacket in MOVES:
             for key in keys & self.recipes.keys():
                 self._keep(key)
@@ -320,11 +321,6 @@ def whole_of(tensor: Any) -> int | None:
     """Returns the key of a tensor that covers its whole memory once; None for others."""
     there = is_plain(tensor) and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return key_of(tensor) if there else None
-
-
-def moves(func: Any) -> int:
-    """Returns how many tensors an operator reads besides the one that it overwrites."""
-    return int(func is aten.copy_.default)
 
 
 def generator_of(args: tuple, kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> torch.Generator:

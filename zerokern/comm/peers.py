@@ -126,19 +126,21 @@ class PeerGroup(CommonGroup):
     def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
         if tensor.numel() * tensor.element_size() <= CELL_NBYTES - HEAD_NBYTES:
             return self._all_reduce_cell(tensor, op)
-        if tensor.numel() * tensor.element_size() <= WHOLE_NBYTES:
-            return self._all_reduce_whole(tensor, op)
-        spans = _spans(tensor, self.size)
+        whole = tensor.numel() * tensor.element_size() <= WHOLE_NBYTES  # it goes to everyone, and there is one round
+        spans = [tensor] * self.size if whole else _spans(tensor, self.size)
         span, peers = spans[self.rank].numel(), self.size - 1
-        scratch = torch.empty(peers * span, dtype=tensor.dtype) if scratch is None else scratch[: peers * span]
+        if scratch is None or whole:
+            scratch = torch.empty(peers * span, dtype=tensor.dtype)
+        scratch = scratch[: peers * span]
         arrived = dict(zip(self._peers, scratch.view(peers, span), strict=True))
         sends = [(peer, spans[peer]) for peer in self._peers]
         operation, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
 
         def finish() -> None:
             _combine(spans[self.rank], {**arrived, self.rank: spans[self.rank]}, op)
-            second = self._common.ledger.again(operation)
-            self._wait(second, self._post(second, *self._spread(tensor)))
+            if not whole:
+                second = self._common.ledger.again(operation)
+                self._wait(second, self._post(second, *self._spread(tensor)))
 
         return self._handle(operation, works, finish, tensor, scratch)
 
@@ -164,15 +166,6 @@ class PeerGroup(CommonGroup):
             _combine(tensor, dict(enumerate(parts)), op)
 
         return self._handle(operation, [work], finish, tensor, cells)
-
-    def _all_reduce_whole(self, tensor: Tensor, op: str) -> Handle:
-        scratch = torch.empty((self.size - 1, tensor.numel()), dtype=tensor.dtype)
-        arrived = dict(zip(self._peers, scratch, strict=True))
-        sends = [(peer, tensor) for peer in self._peers]
-        operation, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
-        return self._handle(
-            operation, works, lambda: _combine(tensor, {**arrived, self.rank: tensor}, op), tensor, scratch
-        )
 
     def _all_reduce_nbytes(self, tensor: Tensor) -> int:
         nbytes = tensor.numel() * tensor.element_size()

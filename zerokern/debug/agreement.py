@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zerokern.comm.operations import Ledger, Operation, phase
 from zerokern.debug.processes import GroupRecord, ProcessState
 
-__all__ = ["Agreement", "Disagreement", "Failure", "Interrupted", "ranks_in_words"]
+__all__ = ["Agreement", "Disagreement", "Failure", "ranks_in_words"]
 
 REMEMBERED = 4096  # steps; whoever deviates is at most a few steps behind
 LOOK_S = 0.25  # a rank that waits this long for an agreement reads what the others said
@@ -39,10 +39,6 @@ class Disagreement(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
-
-
-class Interrupted(RuntimeError):
-    """An agreement was ended from outside."""
 
 
 class Agreement:
@@ -106,7 +102,7 @@ class Agreement:
                     raise Disagreement(failure)
                 reason = interrupt()
                 if reason:
-                    raise Interrupted(reason)
+                    raise RuntimeError(reason)
                 self.warn(operation, now - begun)
             if now >= begun + self.patience_s:
                 raise Disagreement(Failure(self._absent(operation, key)))

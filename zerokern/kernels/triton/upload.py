@@ -123,16 +123,6 @@ class StillRead:
 _STILL_READ = StillRead()
 
 
-class _Passed:
-    """The event of what ran at once."""
-
-    def query(self) -> bool:
-        return True
-
-
-_PASSED = _Passed()
-
-
 def staged(values: Tensor | array[int] | array[float]) -> Tensor:
     """The words as a CPU tensor; the memory of an array is shared, not copied.
 
@@ -220,7 +210,7 @@ def table_for(tables: dict[Any, Table], key: Any, device: torch.device, make: Ca
 
 
 def _in_place(device: torch.device) -> bool:
-    """Whether the host itself writes there. A test says no, and the kernels are interpreted."""
+    """Whether the host itself writes there. A test says no, has `_mark` replaced, and interprets the kernels."""
     return device.type == "cpu"
 
 
@@ -261,8 +251,6 @@ def _as(words: Tensor, pinned: Tensor) -> Tensor:
 
 def _mark(device: torch.device) -> tuple[Any, Any]:
     """The current stream, and an event behind all that it has been given."""
-    if device.type != "cuda":
-        return None, _PASSED
     stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
     event.record(stream)
     return (device, stream.cuda_stream), event
