@@ -117,7 +117,7 @@ def _facts(source: Source) -> dict[str, Any]:
         counts["nbytes"] += row.nbytes
         counts["dtypes"] = sorted({*counts["dtypes"], row.dtype})
     facts: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
-    index = getattr(getattr(source, "published", None), "index", None)
+    index = getattr(source, "index", None)
     if index is not None:
         from zerokern.checkpoint.folder import saved_at
 
