@@ -133,7 +133,7 @@ class BytesAlone:
                 for at in range(0, nbytes, BLOCK):
                     if len(under_way) == DEPTH:
                         under_way.popleft().wait()
-                    slot, op = at // BLOCK % len(slots.slots), native.IO_WRITE if writes else native.IO_READ
+                    slot, op = at // BLOCK % len(slots.ring.slots), native.IO_WRITE if writes else native.IO_READ
                     under_way.append(slots.start(op, slot, number, at, min(BLOCK, nbytes - at)))
                 for ticket in under_way:
                     ticket.wait()
