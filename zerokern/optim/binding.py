@@ -78,8 +78,7 @@ def table_of(
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
         group_of.append(number)
     if survey.matrices:
-        parts = parts_in_rows((survey.matrices[i], place) for i, place in members)
-        table: Any = MatrixTable(open_table, parts)
+        table: Any = MatrixTable(open_table, parts_in_rows((survey.matrices[i], place) for i, place in members))
     else:
         table = open_table(len(rows), len(made))
     table.columns["group"][:] = group_of
