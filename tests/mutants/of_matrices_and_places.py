@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "small_matrices_keep_their_first_gradients",
         "zerokern/optim/matrix_table.py",
-        '        self.averages.columns["grad"][:] = ',
-        '            self.averages.columns["grad"][:] = ',
+        'self.averages.columns["grad"][:] = self._of_rows(columns["grad"])',
+        'self.averages.columns["grad"][:] = self.__dict__.setdefault("_first", self._of_rows(columns["grad"]))',
         "Matrices that are updated together read gradients where those of the first step lay.",
         ("tests/optim/test_muon_device.py::test_what_is_launched_has_the_bits_of_the_cpu",),
     ),

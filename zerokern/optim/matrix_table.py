@@ -21,7 +21,7 @@ from zerokern.optim import device
 from zerokern.optim.matrices import Matrix, MatrixPart, batches_of, most_together, ns_dtype_of
 from zerokern.optim.rounds import Round, UnderWay, in_pipeline, places_of, rounds_of
 
-__all__ = ["Batch", "MatrixTable", "SpareMatrix"]
+__all__ = ["MatrixBatch", "MatrixTable", "SpareMatrix"]
 
 _HOST = torch.device("cpu")
 _OF_AVERAGES = ("exp_avg", "exp_avg_scale")
@@ -82,7 +82,7 @@ _Settings = tuple[Mapping[str, Any], torch.dtype, dict[str, Any], dict[str, Any]
 """Of a group: its hyperparameters, in which dtype its matrices are orthogonalized, and what two tables are told."""
 
 
-class Batch:
+class MatrixBatch:
     """Rows that are updated together: equal matrices of one group, or one row, of a matrix or of a part of one.
 
     One call moves their averages and writes what is to be orthogonalized, one iteration follows, and one call applies
@@ -138,7 +138,7 @@ class Batch:
         return matrices.view(*count, self.part.matrix.height, self.part.matrix.width), sums.view(*count, -1)
 
 
-_Run = Callable[[Batch], None]
+_Run = Callable[[MatrixBatch], None]
 
 
 class MatrixTable:
@@ -159,8 +159,8 @@ class MatrixTable:
         self.spare = SpareMatrix(getattr(self._counts, "device", _HOST))
         self._groups: dict[int, _Settings] = {}
         # by rows, and by the rows of a run: what does not change from step to step
-        self._batches: dict[tuple[int, ...], Batch] = {}
-        self._runs: dict[tuple[int, int], tuple[list[Batch], list[Round], int, int]] = {}
+        self._batches: dict[tuple[int, ...], MatrixBatch] = {}
+        self._runs: dict[tuple[int, int], tuple[list[MatrixBatch], list[Round], int, int]] = {}
         self._squares: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._still: list[Tensor] = []
         self.begun = self.carried_out = False
@@ -196,7 +196,7 @@ class MatrixTable:
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything had been written."""
 
-        def average(batch: Batch) -> None:
+        def average(batch: MatrixBatch) -> None:
             batch.averages.run(scale)
             self.begun = True
 
@@ -218,13 +218,13 @@ class MatrixTable:
         averaging = cache(control_of)
         applying = cache(partial(control_of, max_norm=None, sums=None, grad_scale=None, found_inf=skips))
 
-        def average(batch: Batch) -> None:
+        def average(batch: MatrixBatch) -> None:
             is_first, self.begun = not self.begun, True
             batch.averages.run(scale, averaging(self.columns["group"][batch.rows[0]]))
             if is_first:
                 skips.copy_(outcome[2:3])
 
-        def apply(batch: Batch) -> None:
+        def apply(batch: MatrixBatch) -> None:
             batch.parameters.run(1.0, applying(self.columns["group"][batch.rows[0]]))
 
         self._update(0, len(self._parts), average, apply)
@@ -251,7 +251,7 @@ class MatrixTable:
             in_pipeline(rounds, partial(self._update_round, average, apply))
             self.carried_out, self.spare.stays = True, self._next >= 0
 
-    def _divided(self, begin: int, end: int) -> tuple[list[Batch], list[Round], int, int]:
+    def _divided(self, begin: int, end: int) -> tuple[list[MatrixBatch], list[Round], int, int]:
         """Divides rows into batches and rounds; returns these, and how many bytes and chunks of sums they need."""
         parts, group = self._parts, self.columns["group"]
         here = [row for row in range(begin, end) if parts[row].numel and not parts[row].meets]
@@ -268,13 +268,13 @@ class MatrixTable:
         chunks += [_chunks_of(one.full_numel) for some in rounds for one in some.matrices]
         return batches, rounds, max([*nbytes, places_of(rounds)[1]]), max(chunks, default=0)
 
-    def _batch_of(self, *rows: int) -> Batch:
+    def _batch_of(self, *rows: int) -> MatrixBatch:
         """Returns the batch of these rows, which is made once."""
         if rows not in self._batches:
-            self._batches[rows] = Batch(self._open_table, rows, self._parts[rows[0]])
+            self._batches[rows] = MatrixBatch(self._open_table, rows, self._parts[rows[0]])
         return self._batches[rows]
 
-    def _update_batch(self, batch: Batch, average: _Run, apply: _Run) -> None:
+    def _update_batch(self, batch: MatrixBatch, average: _Run, apply: _Run) -> None:
         """Updates whole matrices, or a part of one: of one that ranks have cut on the way to its round, or back."""
         row, part = batch.rows[0], batch.part
         settings, is_cut = self._settings_of(row), part.matrix.is_cut
@@ -292,7 +292,7 @@ class MatrixTable:
         elif part.applies and part.ends:
             del self._apart[id(part.matrix), False]
 
-    def _memory_of(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+    def _memory_of(self, batch: MatrixBatch, dtype: torch.dtype) -> Tensor:
         """Returns the memory of a batch's matrices, or of what is here of a cut one; it is made for the first part."""
         row, part = batch.rows[0], batch.part
         begins, key = part.averages and part.start == 0, (id(part.matrix), part.averages)
