@@ -114,10 +114,11 @@ class BucketSize:
         count = min(self.count, most)
         if count == 1:
             return [self]
-        return [
-            replace(self, **{name: _part(getattr(self, name), number, count) for name in _SUMMED})
-            for number in range(count)
-        ]
+        found = []
+        for number in range(count):
+            fields: dict[str, Any] = {name: _part(getattr(self, name), number, count) for name in _SUMMED}
+            found.append(replace(self, **fields))
+        return found
 
     def by_rule(self) -> Iterator[tuple[bool, int, int]]:
         """Yields what the rank updates in matrices that are updated whole, and of the rest: (whether it is, elements,

@@ -142,7 +142,7 @@ class Recipe:
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
         state, params = _tiers("tier", tier, auto=True), _tiers("param_tier", param_tier)
         kept = (None, RING_NBYTES, ()) if keep is None else _tiers("keep", keep)
-        schedule, is_muon = check_schedule(schedule), name == "muon"
+        when, is_muon = check_schedule(schedule), name == "muon"
         if update is None:
             update = "device" if is_muon else "host"
         if update not in ("host", "device"):
@@ -158,7 +158,7 @@ class Recipe:
         if not is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
         formats, places = (param, reduce, state_format, master_format), (*state, *params, *kept)
-        return cls(name, *formats, *places, schedule, str(update), _NS_DTYPES[ns_dtype], ns_steps)
+        return cls(name, *formats, *places, when, str(update), _NS_DTYPES[ns_dtype], ns_steps)
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
         """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
