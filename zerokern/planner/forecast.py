@@ -397,7 +397,7 @@ class StepShape:
         self.has_transfers = rests or plan.recipe.tier == "nvme"
         self.parts = _parts(plan, max(1, -(-plan.numel // count)))
         self.stays = list(self._stays(plan.buckets.last_unit_nbytes))[::-1] if rests else [0] * len(self.parts)
-        self.kept = list(self._kept()) if rests else [(0, ())] * len(self.parts)
+        self.kept: list[tuple[int, tuple[str, ...]]] = list(self._kept()) if rests else [(0, ())] * len(self.parts)
         self.work = float(sum(part.work for _, part in self.parts if part.trainable))
         placed = list(_placed([part for _, part in self.parts], plan.placed))
         self.there = [0 if plan.settings.device == "cpu" else numel["device"] for numel, _ in placed]
