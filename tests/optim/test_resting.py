@@ -24,6 +24,7 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.watch import Watch
 
 DELAYED = zk.Delayed(after=1)
 SCHEDULES = {"sync": "sync", "overlap": "overlap", "delayed": DELAYED}
@@ -280,7 +281,7 @@ def test_what_was_fetched_for_a_turn_that_does_not_come_is_left(monkeypatch: pyt
     opt = zk.SGD(params, lr=0.1)
     survey = Survey(opt.param_groups, opt._algorithm.layout)
     tier = StateTier(opt._algorithm, WatchedState(), [0.0])
-    binding = Binding(survey, opt.param_groups, tier, HostCompute(), previous=None, witness=None)
+    binding = Binding(survey, opt.param_groups, tier, HostCompute(), previous=None, followed=Watch(()))
     binding.arrange([(place,) for place in range(4)], list("abcd"))
     binding.prepare([opt._algorithm.checked(group) for group in opt.param_groups], survey.gradient_pointers)
     run = binding.compute.run

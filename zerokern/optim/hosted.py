@@ -172,7 +172,7 @@ class HostCopies:
             asked = [i for i in needed_first if i in missing]
             locations = dict(zip(asked, locations_of([(i, local[i]) for i in asked]), strict=True))
             made = self._make([(local[i], grad_dtypes[i], locations[i]) for i in new])
-            self._read_parameters(made)
+            self._read_parameters([copy for copy in made if copy.owns_values])
             self.copies.update((id(copy.local), copy) for copy in made)
         self.copies = {key: copy for key, copy in self.copies.items() if key in present}
         if new or gone:
@@ -276,9 +276,8 @@ class HostCopies:
     def refetch(self, copies: Sequence[HostCopy]) -> None:
         """Copies parameters to their host copies, and to the shadows of those that stay."""
         copies = [copy for copy in copies if copy.owns_values]
-        if copies:
-            self._read_parameters(copies)
-            self._watch.accept(self._places_of(copies))
+        self._read_parameters(copies)
+        self._watch.accept(self._places_of(copies))
 
     def _places_of(self, copies: Sequence[HostCopy]) -> list[int]:
         """Returns their places among those that are watched."""
@@ -286,6 +285,8 @@ class HostCopies:
         return [place for place, copy in enumerate(self._watched) if id(copy) in some]
 
     def _read_parameters(self, copies: Sequence[HostCopy]) -> None:
+        if not copies:
+            return
         for copy in copies:
             copy.pending = False
         resting = [copy for copy in copies if copy.rest is not None]
