@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "budget_given_out_again",
         "zerokern/optim/placing.py",
-        'used = list(tiers), {"device": held_there, "cpu": held_here}',
-        'used = list(tiers), {"device": held_there, "cpu": 0}',
+        'used = {"device": held_there, "cpu": held_here}',
+        'used = {"device": held_there, "cpu": 0}',
         "State that is made later is placed as if nothing were in memory yet.",
         ("tests/optim/test_placing.py",),
     ),

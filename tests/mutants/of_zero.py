@@ -281,8 +281,8 @@ MUTANTS = (
     Mutant(
         "spilled_gradient_not_stored",
         "zerokern/zero/spilling.py",
-        "                if written:\n                    rest.change()",
-        "                if written and rest is not self._rest:\n                    rest.change()",
+        "stack.enter_context(rest.used(changed=written))",
+        "stack.enter_context(rest.used(changed=written and rest is not self._rest))",
         "A gradient that waits on a disk is not written there again after a pass has added to it.",
         ("tests/zero/test_spill.py",),
     ),

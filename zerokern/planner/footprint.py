@@ -198,11 +198,6 @@ class Footprint(HeldMemory):
             rank_exchanged=max(made.sent) * itemsize(dtype),
         )
 
-    @property
-    def arriving(self) -> int:
-        """Bytes of a bucket's gradients as autograd allocates them, on top of the rest while backward runs."""
-        return max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
-
     @cached_property
     def pinned(self) -> int:
         """Bytes that a rank's optimizer locks in host memory (`tier="cpu"`), in whole pages; CUDA has them pinned.

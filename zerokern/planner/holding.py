@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "lanes_to"]
+__all__ = ["LANES", "STATES", "WORKING", "HeldMemory", "Holding", "Move", "lanes_to", "summed"]
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
@@ -47,12 +47,12 @@ class HeldMemory:
     @property
     def roles(self) -> dict[str, int]:
         """Bytes per rank by role, all tiers together."""
-        return self.summed(lambda holding: holding.role)
+        return summed(self.held, lambda holding: holding.role)
 
     @property
     def tiers(self) -> dict[str, int]:
         """Bytes per rank by tier, all roles together; "device" is where parameters are computed with."""
-        return self.summed(lambda holding: holding.tier)
+        return summed(self.held, lambda holding: holding.tier)
 
     @property
     def states(self) -> int:
@@ -64,12 +64,17 @@ class HeldMemory:
         """Bytes per rank on the device; activations are among them only where the shape of a transformer says them."""
         return self.tiers.get("device", 0)
 
-    def summed(self, key: Callable[[Holding], _Key]) -> dict[_Key, int]:
-        """Returns bytes by what `key` says of each."""
-        found = Counter[_Key]()
-        for holding in self.held:
-            found[key(holding)] += holding.nbytes
-        return dict(found)
+
+def summed(held: Iterable[Holding], key: Callable[[Holding], _Key]) -> dict[_Key, int]:
+    """Returns bytes by what `key` says of each.
+
+    >>> summed([Holding("gradients", "bf16", "device", 6)] * 2, lambda one: one.tier)
+    {'device': 12}
+    """
+    found = Counter[_Key]()
+    for holding in held:
+        found[key(holding)] += holding.nbytes
+    return dict(found)
 
 
 def lanes_to(tier: str | None, device: str) -> tuple[str, ...]:

@@ -92,11 +92,11 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | Iterable[torch.optim.
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
     shardings = shardings_of(map(shard_of, params))
-    memories = [one for sharding in shardings for one in (*sharding.memories, *sharding.gradient_buckets)]
+    buckets = [one for sharding in shardings for one in sharding.gradient_buckets]
+    memories = [one for sharding in shardings for one in sharding.memories] + [one.shown for one in buckets]
     rests = [rest for memory in memories if (rest := getattr(memory, "rest", None)) is not None]
     hosted = [one.shard for sharding in shardings for one in sharding.memories if one.host is not None]
-    buckets = [one for sharding in shardings for one in sharding.gradient_buckets if one.host_reducer is not None]
-    hosted += [one.reduced for one in buckets if one.reduced is not None]
+    hosted += [one.shown.reduced for one in buckets if one.memory.host is not None and one.shown.reduced is not None]
     computing = next((one.group.device for one in shardings if hosted), params[0].device)
     tally = _Tally(computing.type, rests, hosted)
     for sharding in shardings:

@@ -177,6 +177,11 @@ class Buckets:
         """The kinds that have gradients."""
         return [kind for kind in self.kinds if kind.trainable]
 
+    @property
+    def arriving_nbytes(self) -> int:
+        """Bytes of a bucket's gradients as autograd allocates them, on top of the rest while backward runs."""
+        return max((kind.largest_numel * kind.itemsize for kind in self.trained), default=0)
+
     @cached_property
     def root(self) -> list[BucketSize]:
         """The buckets of no unit, in a model that has units."""

@@ -18,7 +18,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "
 _BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
 
 
-class Rule(NamedTuple):
+class PlannedOptimizer(NamedTuple):
     """An optimizer: its name in Python, the state keys that grow with the parameters, and the formats they may have."""
 
     called: str
@@ -28,14 +28,15 @@ class Rule(NamedTuple):
 
 _NO_INT8 = tuple(name for name in STATE_FORMATS if name != "int8")
 OPTIMIZERS = {
-    "adamw": Rule("zk.AdamW", ("exp_avg", "exp_avg_sq")),
-    "adam": Rule("zk.Adam", ("exp_avg", "exp_avg_sq")),
-    "lion": Rule("zk.Lion", ("exp_avg",)),
-    "adagrad": Rule("zk.Adagrad", ("sum",), _NO_INT8),
-    "sgd": Rule("zk.SGD", (), _NO_INT8),
-    "sgd-momentum": Rule("zk.SGD", ("momentum_buffer",), _NO_INT8),
-    "muon": Rule("zk.Muon (matrices) and zk.AdamW (the rest)", ("momentum_buffer",)),  # the rest has AdamW's
-    "none": Rule("no optimizer"),
+    "adamw": PlannedOptimizer("zk.AdamW", ("exp_avg", "exp_avg_sq")),
+    "adam": PlannedOptimizer("zk.Adam", ("exp_avg", "exp_avg_sq")),
+    "lion": PlannedOptimizer("zk.Lion", ("exp_avg",)),
+    "adagrad": PlannedOptimizer("zk.Adagrad", ("sum",), _NO_INT8),
+    "sgd": PlannedOptimizer("zk.SGD", (), _NO_INT8),
+    "sgd-momentum": PlannedOptimizer("zk.SGD", ("momentum_buffer",), _NO_INT8),
+    # the moments of the matrices; the rest has AdamW's
+    "muon": PlannedOptimizer("zk.Muon (matrices) and zk.AdamW (the rest)", ("momentum_buffer",)),
+    "none": PlannedOptimizer("no optimizer"),
 }
 _NS_DTYPES = {None: None, "bf16": "bfloat16", "fp32": "float32"}
 _MESH_DIMS = {  # names of mesh dimensions, by what they are to a plan
@@ -205,7 +206,7 @@ class Recipe:
         return True
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> PlannedOptimizer:
         """What the optimizer is called and keeps."""
         return OPTIMIZERS[self.optimizer]
 

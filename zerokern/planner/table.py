@@ -11,7 +11,7 @@ from zerokern.pages import markdown_table
 from zerokern.planner.amounts import count, gigabytes
 from zerokern.planner.filling import would_fit
 from zerokern.planner.footprint import Footprint
-from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to
+from zerokern.planner.holding import LANES, STATES, WORKING, HeldMemory, Holding, lanes_to, summed
 from zerokern.planner.recipe import short
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES, shards_parameters, shards_state
@@ -181,8 +181,8 @@ def _notes(plan: Footprint) -> list[str]:
             "A number alone has no layers: what stage 3 gathers to compute (?) comes on top. Plan a model or the shape "
             "of a transformer to know it."
         )
-    if subject.members and plan.arriving:
-        arriving = gigabytes(plan.arriving)
+    if subject.members and plan.buckets.arriving_nbytes:
+        arriving = gigabytes(plan.buckets.arriving_nbytes)
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
@@ -343,7 +343,7 @@ def _stages(plan: Footprint) -> str:
 
 def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
     """Returns a row for each role, format and tier that any stage has."""
-    sums = [stage.summed(_KIND) for stage in stages]
+    sums = [summed(stage.held, _KIND) for stage in stages]
     keys = {key for found in sums for key in found if key[0] in roles}
     return [
         [NAMES.get(role, role), _format(Holding(role, form, tier, 0), names_tiers)]
@@ -360,7 +360,7 @@ def _format(holding: Holding, names_tier: bool) -> str:
 
 def _tiers(plan: Footprint) -> str:
     tiers = [tier for tier in TIERS if tier == "device" or tier in plan.tiers or tier in plan.budget]
-    sums = plan.summed(_KIND)
+    sums = summed(plan.held, _KIND)
     rows = []
     for role, form in sorted({key[:2] for key in sums}, key=lambda key: (_ROLES.index(key[0]), key)):
         rows.append([NAMES.get(role, role), form, *(_gb(sums.get((role, form, tier), 0)) for tier in tiers)])

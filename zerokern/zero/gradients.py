@@ -23,7 +23,7 @@ from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import Flattening, Reducer
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
-from zerokern.zero.shown import Fetch, Shown, shares
+from zerokern.zero.shown import Fetch, ShownGradients, shares
 from zerokern.zero.tiers import fetched
 
 __all__ = ["GradientBucket", "Inbox"]
@@ -41,7 +41,9 @@ class Inbox:
     complete the bucket.
     """
 
-    def __init__(self, memory: BucketMemory, dtype: torch.dtype, shown: Shown, *, lands_in_params: bool) -> None:
+    def __init__(
+        self, memory: BucketMemory, dtype: torch.dtype, shown: ShownGradients, *, lands_in_params: bool
+    ) -> None:
         """`lands_in_params`: the parameters are the leaves; at stage 3 others are."""
         self._entries, self._shown = (entries := memory.entries), shown
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in entries]
@@ -229,7 +231,7 @@ class GradientBucket:
         self.reducer = Reducer(
             memory.bucket, memory.group, losses, whole=self.stays, measures=measures, host=memory.host
         )
-        self.shown = Shown(memory, shards, self.reducer, replicated=self.replicated)
+        self.shown = ShownGradients(memory, shards, self.reducer, replicated=self.replicated)
         self.inbox = Inbox(memory, dtype, self.shown, lands_in_params=stage < 3)
         self.phase = WAITING
         self.local: set[int] = set()  # places with gradients of passes under no_sync

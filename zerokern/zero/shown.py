@@ -1,4 +1,4 @@
-"""`Shown`: what `.grad` shows of one bucket's reduced gradients, and who reads, writes or has kept it.
+"""`ShownGradients`: what `.grad` shows of one bucket's reduced gradients, and who reads, writes or has kept it.
 
 On a device their memory can be given back until somebody uses it, while copies in host memory stand for it.
 """
@@ -26,7 +26,7 @@ from zerokern.zero.reducing import GradReady, Reducer, Sumsq
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Fetch", "ReleasedMemory", "Shown", "shares", "storage_references"]
+__all__ = ["Fetch", "ReleasedMemory", "ShownGradients", "shares", "storage_references"]
 
 _version_of = attrgetter("_version")
 _handed_out = attrgetter("zk_handed_out")
@@ -37,7 +37,7 @@ Fetch = Callable[[Sequence[Tensor] | None], None]
 they are not needed any more."""
 
 
-class Shown:
+class ShownGradients:
     """This rank's part of one bucket's `reduced` gradients, and the `tensors` that show it in `.grad`, by place.
 
     It tells whether the program has kept any of them: by references that were not there at first.
