@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "later_pieces_read_the_first_gradients",
-        "zerokern/optim/compute.py",
+        "zerokern/optim/row_table.py",
         "shifts = [start * survey.grad_dtypes[i].itemsize for",
         "shifts = [0 for",
         "State of a large parameter that is cut into pieces is updated with the gradient of the first piece.",
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_gradient_is_stepped_through_as_its_parameter",
-        "zerokern/optim/compute.py",
+        "zerokern/optim/row_table.py",
         "shifts = [start * survey.grad_dtypes[i].itemsize for",
         "shifts = [start * survey.param_dtypes[i].itemsize for",
         "Where a gradient has another dtype than its parameter, later pieces read other elements of it.",
@@ -357,7 +357,7 @@ MUTANTS = (
     ),
     Mutant(
         "moments_begin_with_each_streamed_step",
-        "zerokern/optim/compute.py",
+        "zerokern/optim/row_table.py",
         "            group.step += 1\n            group.first = False\n        return started",
         "            group.step += 1\n        return started",
         "SGD's momentum begins anew with each update.",

@@ -19,8 +19,7 @@ from worlds import World, built, on_threads, ranked
 
 import zerokern as zk
 from zerokern.api import sharding_of
-from zerokern.optim.binding import Binding
-from zerokern.optim.compute import HostCompute
+from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey

@@ -17,10 +17,11 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.compute import HostCompute, Member
+from zerokern.optim.binding import HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
 from zerokern.optim.outside import plain
+from zerokern.optim.row_table import Member
 from zerokern.optim.state import SpanRow, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
 

@@ -17,8 +17,7 @@ from zerokern.memory import HostTier
 from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.beside import Beside
-from zerokern.optim.binding import Binding
-from zerokern.optim.compute import HostCompute
+from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute

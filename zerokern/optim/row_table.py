@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.formats import POINTERS
 from zerokern.optim import checks
 from zerokern.optim.matrices import parts_in_rows
 from zerokern.optim.matrix_table import MatrixTable
-from zerokern.optim.state import SpanRow, StateTier, StepBook
+from zerokern.optim.state import SpanRow
 from zerokern.optim.survey import Groups, Survey
 
-__all__ = ["HostCompute", "Member", "RowTable", "TableGroup"]
+__all__ = ["Member", "RowTable", "TableGroup"]
 
 Member = tuple[int, Any]
 """A row: the parameter's place in the survey, and the `RecordSpan`, `Segment` or `Matrix` that it is; None: all of a
@@ -113,61 +110,3 @@ class RowTable:
             group.step += 1
             group.first = False
         return started
-
-
-class HostCompute(RowTable):
-    """Runs the native table in host memory, and counts the steps of all parameters."""
-
-    book: Any = None
-    place = torch.device("cpu")  # where it multiplies matrices
-
-    def is_like(self, other: HostCompute) -> bool:
-        """Whether rows and counters of the other one are of use here."""
-        return type(other) is type(self)
-
-    def launching(self) -> AbstractContextManager[Any]:
-        """The context that state and tables are made in."""
-        return nullcontext()
-
-    def check_new(self, survey: Survey, groups: Groups, tier: StateTier, new: Sequence[int]) -> None:
-        """Refuses state that cannot begin now for these parameters of the survey."""
-
-    def mark_first(self, survey: Survey, tier: StateTier, new: Sequence[int]) -> None:
-        """Marks rows whose moments have not started, though their tensors are there."""
-
-    def open_book(self, survey: Survey, tier: StateTier, last: Any) -> None:
-        """Counts steps of all parameters; `last`: in this book, which fits, for nothing has changed since."""
-        self.book = last or StepBook([tier.state.get(param, {}) for param in survey.all_params])
-
-    def is_outdated(self) -> bool:
-        """Whether the table must be laid out anew."""
-        return False
-
-    def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
-        """Updates these rows."""
-        self.table.run(scale, begin, end)
-
-    @property
-    def carried_out(self) -> bool:
-        """Whether the last call was made, even if an interrupt hid that it was."""
-        return bool(self.table.carried_out)
-
-    def may_have_written(self, error: BaseException) -> bool:
-        """Whether rows may have been written by a call that raised and was not carried out.
-
-        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it. Others take several
-        calls, and know how far they came.
-        """
-        if isinstance(self.table, UpdateTable):
-            return isinstance(error, Exception) and not isinstance(error, KernelError)
-        return bool(self.table.begun)
-
-    def stepped(self, tier: StateTier, *, started: bool) -> None:
-        """Counts the update that was prepared. `started`: moments of other tables have started with it."""
-        if self.count() or started or tier.begins_without_rows:
-            tier.started()
-        self.book.advance()
-
-    def shown(self, state: Mapping[Any, Any], tier: StateTier) -> Mapping[Any, Any]:
-        """Returns the state to save."""
-        return state
