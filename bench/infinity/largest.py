@@ -146,7 +146,7 @@ def measure(
     """Both lives below a folder of their own, which is removed."""
     shape = shape_of(numel)
     plan = planned(shape, cap)
-    room = [sum(one.nbytes for one in plan.share.held if one.tier == "nvme" and one.role in roles) for roles in (
+    room = [sum(one.nbytes for one in plan.held if one.tier == "nvme" and one.role in roles) for roles in (
         ("parameters", "gradients"), ("remainder", "exp_avg", "exp_avg_sq"))]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="zerokern-bench-", dir=path) as place:
         case = Case(shape, place, cap, tuple(one + MARGIN for one in room), bf16_is_slow())
@@ -235,7 +235,7 @@ def document(outcome: Outcome, command: str) -> dict[str, Any]:
         "model": {**dataclasses.asdict(case.shape), "numel": case.shape.numel},
         "cap": case.cap,
         "planned": {"memory": outcome.memory, "roles": {
-            f"{one.role}, {one.tier}": one.nbytes for one in outcome.planned.share.held}},
+            f"{one.role}, {one.tier}": one.nbytes for one in outcome.planned.held}},
         "contests": [],
         "rows": [
             {

@@ -91,7 +91,7 @@ def needs(case: Resting) -> dict[str, int]:
         case.shape.numel, stage=STAGE, tier=case.states, param_tier=case.params, schedule=device.SCHEDULE,
         device="cuda", param_dtype="bf16", **FORMATS[case.form],
     )  # fmt: skip
-    return {where: sum(one.nbytes for one in plan.share.held if one.tier == where) for where in (HOST, DISK)}
+    return {where: sum(one.nbytes for one in plan.held if one.tier == where) for where in (HOST, DISK)}
 
 
 def fitting(case: Resting, free: Mapping[str, float]) -> Resting | None:
