@@ -36,13 +36,14 @@ class ReferenceTable:
     def __init__(self, nseg: int, ngroups: int) -> None:
         self.nseg, self.ngroups = nseg, ngroups
         self.columns = {name: memoryview(bytearray(8 * max(nseg, 1))).cast("Q")[:nseg] for name in COLUMNS}
-        self._groups: list[tuple[Rule, dict[str, Any], dict[str, Any]]] = []
+        self._groups: list[tuple[Rule, dict[str, Any], int, dict[str, Any]]] = []
         self.begun = self.carried_out = False
 
     def set_group(self, index: int, hyper: Mapping[str, Any], *, algorithm: str, **formats: Any) -> None:
         """Fills one group, as `UpdateTable.set_group` does."""
         rule = RULES[algorithm]
-        self._groups[index : index + 1] = [(rule, {name: hyper[name] for name in rule.hyper}, formats)]
+        mine, step = {name: hyper[name] for name in rule.hyper}, hyper.get("step", 1)  # random bits need it in any case
+        self._groups[index : index + 1] = [(rule, mine, step, formats)]
 
     def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         """Updates rows `begin` to `end`. `begun` says of a run that raised whether anything may have been written."""
@@ -54,7 +55,7 @@ class ReferenceTable:
 
     def _update(self, row: int, scale: float) -> None:
         words = {name: column[row] for name, column in self.columns.items()}
-        rule, hyper, formats = self._groups[words["group"]]
+        rule, hyper, step, formats = self._groups[words["group"]]
         numel, master_format, coded = words["numel"], formats["master_format"], formats["state_format"] == "int8"
         own = master_format == "fp32"
         param = _at(words["master" if own else "param"], torch.float32 if own else formats["param_dtype"], numel)
@@ -63,7 +64,7 @@ class ReferenceTable:
         out = _at(words["out"], formats["out_dtype"], numel) if formats["out_dtype"] else None
         p = load_master(param, remainder, None).clone()
         g = load_grad(_at(words["grad"], formats["grad_dtype"], numel), scale, hyper.get("maximize", False)).clone()
-        random = random_of(p, formats["stochastic_seed"], words["key"], hyper.get("step", 1), words["first"])
+        random = random_of(p, formats["stochastic_seed"], words["key"], step, words["first"])
         moments, kept = [], []
         for column, codes in list(CODES.items())[: len(rule.moments) if formats["state_format"] != "none" else 0]:
             stored = _at(words[column], codes if coded else STATE_DTYPES[formats["state_format"]], numel)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerokern.core.errors import ZerokernError
 from zerokern.memory.arena import PAGE, Arena
-from zerokern.memory.ring import Ring, Slot
+from zerokern.memory.ring import DeferredSignals, Ring, Slot
 from zerokern.memory.staging import Ticket
 from zerokern.memory.tier import OpenedTier, Wanted
 
@@ -163,7 +163,8 @@ class Stream:
     def _stop_reading(self) -> None:
         flow, self._reading = None if self._reading is None else self._reading(), None
         if flow is not None:
-            flow.close()  # which waits for reads that nobody has asked for
+            with DeferredSignals():  # a Ctrl-C would be lost in it
+                flow.close()  # which waits for reads that nobody has asked for
 
     def begin_change(self) -> None:
         """Declares that records are about to be written: what was read ahead of them is discarded."""

@@ -262,10 +262,11 @@ class RecordReader:
             self._first, self._at = turn, turn - 1
             self._flow = self.disk.reading(_reading(self.disk, self._order[turn:], self.spans))
         if turn > self._at:
-            assert self._flow is not None
+            flow, self._flow = self._flow, None  # what a read, or a Ctrl-C, breaks off is begun anew
+            assert flow is not None
             with DeferredSignals():
-                next(self._flow)
-            self._at = turn
+                next(flow)
+            self._flow, self._at = flow, turn
         cells = self.disk.ring.slots
         return cells[(turn - self._first) % len(cells)]
 
@@ -286,7 +287,7 @@ def _reading(
             if place in record.unsettled:
                 owner.begin_span(place, cell)
 
-    return flowing(disk.ring, len(order), fetch, settle, lambda i, cell: None, behind=1)
+    return flowing(disk.ring, len(order), fetch, settle, lambda i, cell: None, behind=2)
 
 
 class RecordWriter:

@@ -16,7 +16,7 @@ from torch._prims_common import make_contiguous_strides_for as contiguous_stride
 from zerokern.comm import Group, Handle
 from zerokern.core.units import SMALL_GRADIENT
 from zerokern.zero import checks
-from zerokern.zero.hooks import NO_PASS
+from zerokern.zero.hooks import NO_PASS, Arrivals
 from zerokern.zero.params import BucketEntry, BucketMemory
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.publishing import without_waiting
@@ -57,25 +57,33 @@ class Inbox:
         places, waiting = [one.place for one in entries], [place for place, waits in enumerate(self.waits) if waits]
         self._waiting = set(waiting)
         self._flattening = Flattening(places, dtype, {place: self.leaves[place] for place in waiting})
-        self.arrived: set[int] = set()
+        self.arrivals = Arrivals()  # hooks keep this alone
+        self.arrived = self.arrivals.arrived
         self.absent: set[int] = set()  # places that nothing will arrive at in this pass
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
-        self.task, self.expected = NO_PASS, 0
         self.from_other_leaves: list[tuple[int, Tensor]] = []  # besides the one that modules compute with
         self.running = False
         self.before: dict[int, Tensor] = {}
 
     @property
+    def task(self) -> int:
+        return self.arrivals.task
+
+    @task.setter
+    def task(self, number: int) -> None:
+        self.arrivals.task = number
+
+    @property
     def is_full(self) -> bool:
         """Whether no more gradients are expected in this pass."""
-        return self.expected <= len(self.arrived | self.absent if self.absent else self.arrived)
+        return self.arrivals.expected <= len(self.arrived | self.absent if self.absent else self.arrived)
 
     def begin(self, task: int, expected: int, arrived: int | None, *, shows_none: bool) -> None:
         """Begins a pass, in which so many gradients are expected: empties `.grad`, where gradients arrive.
 
         `arrived`: the place of one that has come already. `shows_none`: no parameter shows a gradient.
         """
-        self.expected, self.task = expected, task
+        self.arrivals.expected, self.arrivals.task = expected, task
         params = () if shows_none else self.params
         self.before = {place: grad for place, grad in enumerate(map(_grad_of, params)) if grad is not None}
         if self.lands_in_params and arrived is not None and not self.shows_in_leaf(arrived):

@@ -27,6 +27,7 @@ from zerokern.core.errors import StateError
 __all__ = [
     "NO_PASS",
     "AroundCheckpoint",
+    "Arrivals",
     "UserHooks",
     "accumulates_here",
     "accumulator",
@@ -79,6 +80,17 @@ After = Callable[[Any], Any]
 NO_PASS = -2  # the number of none
 
 
+class Arrivals:
+    """Which gradients of a bucket have arrived in `.grad`, by place, in the backward pass with the number `task`.
+
+    `expected`: how many complete the bucket. The hooks of leaves keep it: it must refer to no leaf.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: set[int] = set()
+        self.task, self.expected = NO_PASS, 0
+
+
 def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]]) -> object:
     """Ask `receive`, given each complete gradient of a leaf, what to add to its `.grad`, while the result is held.
 
@@ -128,18 +140,20 @@ def keep_user_hooks(
         leaf._post_accumulate_grad_hooks = found
 
 
-def on_accumulation(inbox: Any, place: int, receive: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A hook that notes in an `Inbox` that autograd has put a gradient into a leaf's `.grad`.
+def on_accumulation(
+    arrivals: Arrivals, place: int, receive: Callable[[], None], *, waits: bool
+) -> Callable[[Tensor], None]:
+    """A hook that notes among `arrivals` that autograd has put a gradient into a leaf's `.grad`.
 
     It calls `receive` for a gradient that no running pass expects, that completes the inbox, came before, or is not to
     wait. This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.
     """
-    arrived, receive_, task_of = inbox.arrived, _Own(receive), torch._C._current_graph_task_id
-    if not inbox.waits[place]:
+    arrived, receive_, task_of = arrivals.arrived, _Own(receive), torch._C._current_graph_task_id
+    if not waits:
         return lambda _: receive_()
 
     def note(_: Tensor) -> None:
-        if inbox.task == task_of() and place not in arrived and len(arrived) + 1 < inbox.expected:
+        if arrivals.task == task_of() and place not in arrived and len(arrived) + 1 < arrivals.expected:
             arrived.add(place)
         else:
             receive_()

@@ -295,7 +295,8 @@ class Shard:
         bucket, number, place = self.gradients, self.gradients.number, self.place
         # a graph may outlive the model
         arrived = hooks.weakly(self.sharding.reduction.gradient_arrived, hooks.refuse_gradients)
-        note = hooks.on_accumulation(bucket.inbox, place, partial(arrived, number, place))
+        waits, arrivals = bucket.inbox.waits[place], bucket.inbox.arrivals
+        note = hooks.on_accumulation(arrivals, place, partial(arrived, number, place), waits=waits)
         hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
     def take_from_other_leaf(self, leaf: Tensor) -> object:
