@@ -69,8 +69,9 @@ class Training:
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, no copies: what is saved."""
         found = {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
-        for number, entry in self.optimizer.state_dict()["state"].items():
-            found |= {f"optim.state.{number}.{key}": value for key, value in entry.items()}
+        # `state_dict()` would have remainders follow parameters that a peer has loaded in place
+        for number, param in enumerate(self.model):
+            found |= {f"optim.state.{number}.{key}": one for key, one in self.optimizer.state.get(param, {}).items()}
         return found
 
     @property

@@ -130,6 +130,22 @@ def test_formats_are_those_of_all_rules(formats: dict[str, Any], tmp_path: Path)
         assert all(map(torch.equal, found, straight))
 
 
+def test_random_rounding_differs_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rule asks for no step."""
+
+    def steps_down(p: Tensor, g: Tensor, *, lr: float) -> None:
+        p -= lr * g
+
+    monkeypatch.setitem(RULES, "signs", Rule(0, hyper_of("lr"), {}, step=steps_down))
+    weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    opt = Signs([weight], lr=1e-3, master_format="none", stochastic_seed=3)
+    for _ in range(40):
+        weight.grad = torch.ones_like(weight)
+        opt.step()
+    moved = weight.detach().float()
+    assert (moved < 1).float().mean() > 0.9, "each has a chance of 1 in 4 in each step to move"
+
+
 def test_an_exact_remainder_keeps_what_the_rule_computes() -> None:
     weight = nn.Parameter(torch.full((130,), 1.0, dtype=torch.bfloat16))
     opt = Signs([weight], lr=1e-3)
