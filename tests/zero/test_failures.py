@@ -42,6 +42,7 @@ from zero_cases import Net, batch, make_adamw, mse
 import zerokern as zk
 from zerokern.api import sharding_of
 from zerokern.zero import hooks
+from zerokern.zero.kinds import local_of
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.shard import shard_of
 
@@ -120,6 +121,28 @@ def broken_steps(world: World, stage: int, breaks: list[Callable]) -> None:
 @each("size, stage", [(1, 3), (2, 0), (2, 2)])
 def test_the_step_after_an_exception(size: int, stage: int) -> None:
     anywhere(size, broken_steps, stage, BREAKS)
+
+
+def dropped_by_the_model(world: World, stage: int) -> None:
+    model = world.shard(built(Net), stage=stage)
+    mse(model, 0, world).backward()
+    expected = {name: local_of(param.grad).clone() for name, param in model.named_parameters()}
+    for spoil in (in_backward_of_a_unit, in_backward_of_the_first):
+        mend = spoil(model)
+        with pytest.raises(Trouble):
+            mse(model, 1, world).backward()
+        mend()
+        model.zero_grad()
+        assert all(param.grad is None for param in model.parameters()), spoil.__name__
+        mse(model, 0, world).backward()
+        found = {name: local_of(param.grad) for name, param in model.named_parameters()}
+        assert all(torch.equal(found[name], one) for name, one in expected.items()), spoil.__name__
+
+
+@each("size, stage", [(1, 3), (2, 0), (2, 2), (2, 3)])
+def test_the_model_drops_gradients_after_an_exception(size: int, stage: int) -> None:
+    """Those of the pass before, which are the parameters' that the user knows."""
+    anywhere(size, dropped_by_the_model, stage)
 
 
 @everywhere(2, stage=[2])

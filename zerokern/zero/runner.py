@@ -48,6 +48,7 @@ class UnitRunner:
         self.keeps = False  # whether what is whole stays so from pass to pass
         self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
         self._task = -1
+        self._watch: object = None  # of the backward pass that is running
         self._in_graph = False  # whether the pass goes into a CUDA graph
         modules = {unit.module for unit in units}
         # units whose gradients may come until the pass ends: those that enclose others, and those of which something
@@ -249,7 +250,7 @@ class UnitRunner:
             self.backward.begin()
             self._collected.clear()
             self._agree_on_uses_outside()
-            hooks.at_end_of_backward(self.end_backward)
+            self._watch = hooks.at_end_of_backward(self.end_backward, hooks.weakly(self._broken))
 
     def before_backward(self, unit: Unit, forward: _Forward) -> None:
         """Unshard a unit: the gradient of an output of this forward is there."""
@@ -382,8 +383,17 @@ class UnitRunner:
     def _in_forward(self) -> bool:
         return self.root.computing > 0
 
+    def _broken(self) -> None:
+        """Gives the modules their parameters back after an error in backward: `zero_grad()` is to find their gradients.
+
+        The rest is done where ranks are in step.
+        """
+        for unit in self._active_units():
+            unit.register_sharded()
+
     def end_backward(self) -> None:
         """Reshard what is still whole."""
+        self._watch = None
         for unit in self.units:
             unit.pending.clear()
         self.backward.forget_rest()
