@@ -374,4 +374,20 @@ MUTANTS = (
         "A parameter that was written right before add_param_group is updated from its old copy in host memory.",
         ("tests/optim/test_writes.py",),
     ),
+    Mutant(
+        "modules_keep_what_was_gathered_after_an_error",
+        "zerokern/zero/runner.py",
+        "hooks.at_end_of_backward(self.end_backward, hooks.weakly(self._broken))",
+        "hooks.at_end_of_backward(self.end_backward)",
+        "Stage 3: model.zero_grad() after an exception in backward drops nothing.",
+        ("tests/zero/test_failures.py::test_the_model_drops_gradients_after_an_exception",),
+    ),
+    Mutant(
+        "hooks_keep_their_leaves",
+        "zerokern/zero/shard.py",
+        "        hooks.keep_user_hooks(leaf, self.after_reduction, note)",
+        "        note.leaf = leaf\n        hooks.keep_user_hooks(leaf, self.after_reduction, note)",
+        "A model whose backward has run is never freed.",
+        ("tests/zero/test_modules.py::test_a_model_that_nobody_holds_is_freed",),
+    ),
 )
