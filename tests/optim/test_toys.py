@@ -175,6 +175,22 @@ def test_a_rule_that_fails_tears(error: type[BaseException]) -> None:
     says(refusal(opt.step, zk.StateError), ["load a checkpoint"])
 
 
+def test_moments_that_a_table_cannot_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state_dict says keys alone: one key is kept in one way, and Adam's in its own whatever else there is."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    adam = zk.AdamW([weight], state_format="int8")
+    adam.step()
+    expected = zk.convert_state(adam.state_dict(), state_format="fp32")["state"][0]["exp_avg_sq"]
+    monkeypatch.setitem(RULES, "signs", Rule(0, hyper_of("lr"), {"exp_avg_sq": "exp_avg_sq"}, step=signs))
+    assert torch.equal(zk.convert_state(adam.state_dict(), state_format="fp32")["state"][0]["exp_avg_sq"], expected)
+    monkeypatch.setattr(Signs, "_algorithm", Algorithm("signs", counts_steps=False))
+    opt = Signs([weight])
+    says(refusal(opt.step, ValueError), ["'signs'", "'exp_avg_sq'", "another name"])
+    assert torch.equal(weight.grad, torch.ones(4)) and not opt.state
+    says(refusal(lambda: Rule(0, {}, dict.fromkeys("abc", ""), step=signs), ValueError), ["moments", "at most 2"])
+
+
 def test_a_gpu_has_no_kernel_for_it() -> None:
     triton = pytest.importorskip("zerokern.kernels.triton.table")
     if not torch.cuda.is_available():

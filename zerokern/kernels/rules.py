@@ -71,6 +71,10 @@ class Rule:
     step: Callable[..., None] | None = None  # of a rule without kernels: its arithmetic (`reference_table`)
     updates: str = "param"  # or "out": the matrix that is to be orthogonalized, with sums of its squares
 
+    def __post_init__(self) -> None:
+        if len(self.moments) > len(CODES):
+            raise ValueError(got("moments", list(self.moments), f"at most {len(CODES)}, as a table has columns"))
+
     @cached_property
     def columns(self) -> dict[str, str]:
         """By the arguments of the op, those columns of a table that have names of their own."""

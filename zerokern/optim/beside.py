@@ -177,10 +177,10 @@ class Beside:
         self.pieces.wait()
         if self._last is not None:
             self._last.wait()
-        self.resident.prepare(settings, pointers)
-        self.passing.prepare(settings, pointers)
         self.began = self._resident_is_launched = False
         self._passed, self._told, self._launched = [], 0, 0
+        self.resident.prepare(settings, pointers)
+        self.passing.prepare(settings, pointers)
 
     @property
     def launches(self) -> bool:

@@ -99,7 +99,12 @@ class Algorithm:
     @cached_property
     def moments(self) -> tuple[tuple[str, str], ...]:
         """The keys of state that are moments, and the columns of the update table that point at them."""
-        return tuple(zip(RULES[self.name].moments.values(), CODED, strict=False))
+        found = tuple(zip(RULES[self.name].moments.values(), CODED, strict=False))
+        for key, column in found:
+            if _columns()[key] != column:  # a state_dict says keys alone, by which codes of 8 bits are read
+                do = f"The {key!r} of other rules is kept otherwise"
+                raise ValueError(got(f"moments of the rule {self.name!r}", key, "another name", do))
+        return found
 
     @property
     def optional(self) -> frozenset[str]:
@@ -348,8 +353,9 @@ def is_coded(key: str, dtype: torch.dtype) -> bool:
 
 
 def _columns() -> dict[str, str]:
-    """Returns by the keys of moments the columns that point at them, of all rules that there are."""
-    return {key: name for rule in RULES.values() for key, name in zip(rule.moments.values(), CODED, strict=False)}
+    """Returns by the keys of moments the columns that point at them, of all rules that there are; the first counts."""
+    rules = reversed(RULES.values())
+    return {key: name for rule in rules for key, name in zip(rule.moments.values(), CODED, strict=False)}
 
 
 def _codes_of(key: str) -> torch.dtype | None:

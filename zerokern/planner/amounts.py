@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from zerokern.core.errors import got
 from zerokern.core.units import LEAST_BARE, MOST, in_units, parse_nbytes
 
-__all__ = ["DEVICES", "Memory", "check_whole", "count", "gigabytes", "in_seconds", "parse_device_memory", "parse_numel"]
+__all__ = ["DEVICES", "Memory", "count", "gigabytes", "in_seconds", "parse_device_memory", "parse_numel"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
@@ -53,19 +53,6 @@ def parse_numel(value: int | str, argument: str = "numel") -> int:
     if not 1 <= numel <= MOST:
         raise ValueError(got(argument, value, allowed))
     return numel
-
-
-def check_whole(argument: str, value: object, allowed: str, least: int = 1, most: float = math.inf) -> int:
-    """Returns a whole number, or raises an error that says what is allowed.
-
-    >>> check_whole("micro", True, "a whole number of slices, from 1 on")
-    Traceback (most recent call last):
-    ...
-    ValueError: micro=True: must be a whole number of slices, from 1 on
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(got(argument, value, allowed))
-    return value
 
 
 def parse_device_memory(value: Memory) -> dict[str, int]:

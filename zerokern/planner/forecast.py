@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-from zerokern.core.errors import got
+from zerokern.core.errors import got, whole_number
 from zerokern.pages import markdown_table
-from zerokern.planner.amounts import check_whole, gigabytes, in_seconds
+from zerokern.planner.amounts import gigabytes, in_seconds
 from zerokern.planner.footprint import Footprint
 from zerokern.planner.holding import lanes_to
 from zerokern.planner.layouts import StatePiece
@@ -256,7 +256,7 @@ def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
 def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
     """Predicts every schedule at every number of tokens, whatever the plan's own schedule and tier are."""
     for token in tokens:
-        check_whole("tokens", token, "whole numbers of tokens per rank and step, from 1 on")
+        whole_number("tokens", token, "whole numbers of tokens per rank and step, from 1 on")
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.ranks)

@@ -9,11 +9,11 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from zerokern.core.errors import BudgetError, got
+from zerokern.core.errors import BudgetError, got, whole_number
 from zerokern.core.units import AUTO, RING_NBYTES
 from zerokern.pages import html_page
 from zerokern.planner import table
-from zerokern.planner.amounts import Memory, check_whole, gigabytes, in_seconds, parse_device_memory, parse_memory
+from zerokern.planner.amounts import Memory, gigabytes, in_seconds, parse_device_memory, parse_memory
 from zerokern.planner.filling import filling, would_fit
 from zerokern.planner.footprint import Footprint, share_filled, with_recipe
 from zerokern.planner.forecast import USUAL, Forecast, forecast, step_seconds
@@ -291,7 +291,7 @@ def _budget(
 ) -> dict[str, int]:
     """Returns one rank's share of a host's memory and disk."""
     ranks = min(world, _RANKS_PER_HOST) if ranks_per_host is None else ranks_per_host
-    check_whole("ranks_per_host", ranks, f"a whole number of ranks, from 1 to world={world}", most=world)
+    whole_number("ranks_per_host", ranks, f"a whole number of ranks, from 1 to world={world}", most=world)
     asked = {"cpu": ("host_memory", host_memory), "nvme": ("disk", disk)}
     return {tier: parse_memory(name, memory) // ranks for tier, (name, memory) in asked.items() if memory is not None}
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zerokern.core.errors import got
+from zerokern.core.errors import got, whole_number
 from zerokern.core.units import AUTO, BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS, itemsize
-from zerokern.planner.amounts import check_whole
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
@@ -156,7 +155,7 @@ class Recipe:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
         if ns_dtype not in _NS_DTYPES:
             raise ValueError(got("ns_dtype", ns_dtype, "None | 'bf16' | 'fp32'"))
-        check_whole("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
+        whole_number("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
         if not is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
         return cls(
@@ -430,7 +429,7 @@ class Arrangement:
         counts = {"world": "ranks", "bucket_bytes": "bytes", "accumulate": "micro-batches in a step"}
         counts |= {"micro": "slices of a batch", "replicate": "ranks", "tp": "ranks", "pp": "ranks"}
         for name, what in counts.items():
-            check_whole(name, getattr(self, name), f"a whole number of {what}, from 1 on")
+            whole_number(name, getattr(self, name), f"a whole number of {what}, from 1 on")
         if self.device not in ("cuda", "cpu"):
             raise ValueError(got("device", self.device, "None | 'cuda' | 'cpu'"))
 
@@ -470,7 +469,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
             do = "Experts that have a mesh of their own are not planned" if apart else "Give it as a dict"
             found_there = name if isinstance(name, str) else f"one for a {type(name).__name__}"
             raise ValueError(got("mesh", found_there, f"dimensions named {', '.join(_MESH_DIMS)}", do))
-        count = check_whole(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on")
+        count = whole_number(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on")
         found[_MESH_DIMS[name]] = found.get(_MESH_DIMS[name], 1) * count
     return found
 

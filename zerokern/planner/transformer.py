@@ -10,8 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from zerokern.core.errors import got
-from zerokern.planner.amounts import check_whole
+from zerokern.core.errors import got, whole_number
 
 __all__ = ["ATTENTIONS", "PRESETS", "Transformer", "Widths", "from_config", "named", "preset"]
 
@@ -172,7 +171,7 @@ class Transformer:
         for name in ("layers", "hidden", *optional, "ci", "itemsize"):
             value = getattr(self, name)
             if value is not None or name not in optional:
-                check_whole(name, value, _FROM_1)
+                whole_number(name, value, _FROM_1)
         missing = [name for name in optional if getattr(self, name) is None]
         if 0 < len(missing) < len(optional):
             names = ", ".join(missing)
@@ -304,7 +303,7 @@ class _Config:
         for name in names:
             value = self._values.get(name)
             if value is not None:
-                return check_whole(f"{self.source}: {name}", value, _FROM_1)
+                return whole_number(f"{self.source}: {name}", value, _FROM_1)
         if default is None:
             raise ValueError(f"{self.source} has no {names[0]!r}, which the number of parameters depends on")
         return default
