@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerokern.core import native
 
-__all__ = ["GradientReader", "TensorBodies"]
+__all__ = ["GradientReader", "TensorBodies", "storage_references"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -278,3 +278,12 @@ class TensorBodies:
             torch.autograd.graph.increment_version(self.tensors)
         else:
             native.library().zk_raise_versions(raising, *self._cells.buffer_info())
+
+
+def storage_references(tensor: Tensor) -> int:
+    """Returns how many tensors there are over a tensor's memory.
+
+    >>> one = torch.zeros(2); before = storage_references(one); view = one[1:]; storage_references(one) - before
+    1
+    """
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import ShardError, ZerokernError
+from zerokern.memory.addresses import storage_references
 from zerokern.memory.arena import PAGE
 from zerokern.memory.pages import Pages, reserve
 from zerokern.memory.room import check_fits
@@ -270,14 +271,14 @@ class Rest:
 
     def is_viewed(self) -> bool:
         """Returns whether there are views besides those that always exist, which the first call counts."""
-        views = _users_of(self.memory)
+        views = storage_references(self.memory)
         self._views = min(self._views, views)
         return views > self._views or self.is_lent
 
     @property
     def is_lent(self) -> bool:
         """Whether somebody still has a view from `lend`."""
-        return self._lent is not None and _users_of(self._lent) > _users_of(torch.empty(1))
+        return self._lent is not None and storage_references(self._lent) > storage_references(torch.empty(1))
 
     def store_if_unused(self) -> None:
         """Stores, keeps or frees memory that nobody uses. Called with the lock held."""
@@ -337,8 +338,3 @@ class Rest:
             raise
         if not self._has_contents:
             ctypes.memset(self._address, 0, given)
-
-
-def _users_of(tensor: Tensor) -> int:
-    """Returns how many references a tensor's storage has."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -7,7 +7,6 @@ autograd's over the gathered bucket. While it is not gathered, a leaf stands for
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from zerokern.comm import Group, Handle
 from zerokern.core.errors import ShardError
 from zerokern.kernels import split
 from zerokern.memory import HostTier, Rest
+from zerokern.memory.addresses import storage_references
 from zerokern.memory.copies import Copy
 from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.tier import DevicePool
@@ -210,8 +210,6 @@ class BucketMemory:
         self.host, self.disk_copier = host, disk_copier
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
         self.entries: list[BucketEntry] = []
-        self._sorted: list[BucketEntry] = []
-        self._begins: list[int] = []
         self.gathered = not self.sharded
         begin, numel = group.rank * bucket.shard_numel, bucket.shard_numel
         self._fetched = False
@@ -292,10 +290,8 @@ class BucketMemory:
 
     def full_at(self, offset: int) -> Any:
         """Returns the leaf that the element at this offset belongs to (stage 3)."""
-        if not self._begins:
-            self._sorted = sorted(self.entries, key=lambda one: (one.place.offset, one.place.numel))
-            self._begins = [entry.place.offset for entry in self._sorted]
-        full = self._sorted[bisect_right(self._begins, offset) - 1].full
+        before = (entry for entry in self.entries if entry.place.offset <= offset)
+        full = max(before, key=lambda entry: (entry.place.offset, entry.place.numel)).full
         assert full is not None
         return full
 
@@ -369,6 +365,13 @@ class BucketMemory:
         self.gathered = True
         return kept
 
+    def keep_with(self, make: Callable[[], object]) -> None:
+        """Makes views of `full` that are kept as long as this, and are none of the program's."""
+        if self.rest is None:  # what rests is given back by what refers to it, too
+            before = storage_references(self.full)
+            make()
+            self._references += storage_references(self.full) - before
+
     def release(self) -> None:
         """Frees the full bucket; its views keep their storage, empty until it is next gathered.
 
@@ -382,7 +385,7 @@ class BucketMemory:
         if self.sharded and self.shard is not self.own:
             self.gathered = False
             storage = self.full.untyped_storage()
-            references = torch._C._storage_Use_Count(storage._cdata)
+            references = storage_references(self.full)
             self._references = self._references or references
             if references <= self._references and storage.nbytes():
                 if storage.resizable():

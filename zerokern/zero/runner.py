@@ -23,7 +23,7 @@ from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.saved_tensors import SavedTensors
+from zerokern.zero.saved_tensors import Notes, SavedTensors
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import GET_DATA, leaves
 from zerokern.zero.unit import GATHERING, WHOLE, Unit
@@ -64,7 +64,7 @@ class UnitRunner:
         self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
         here = weakref.ref(self)
         self.saved = SavedTensors(
-            {memory.full.untyped_storage()._cdata: (memory, partial(_reading, here, unit)) for unit, memory in sharded}
+            {memory.full.untyped_storage()._cdata: Notes(memory, unit, here) for unit, memory in sharded}
         )
         # forwards that are running, whether their saved tensors are packed, and the number of the graph's next node
         self._running: list[tuple[Unit, bool, int]] = []
@@ -209,7 +209,7 @@ class UnitRunner:
                 elif number == unit.number:
                     unit.unshard()
                     unit.wait_for_unshard()
-                elif not self.is_updating():  # its update would keep this one back
+                elif not (self.units[number].is_on_its_way or self.is_updating()):  # an update would keep this one back
                     self.units[number].unshard()
             # shards come from where they rest one unit earlier than they are gathered
             for number in order.coming(self.ahead.depth + 1)[self.ahead.depth :] if self._fetches else ():
@@ -404,13 +404,6 @@ class _Forward:
     """A forward of a unit whose outputs autograd may go back from."""
 
     begun = -1  # the pass in which the gradient of an output came first
-
-
-def _reading(runner: weakref.ref[UnitRunner], unit: Unit) -> Callable[[], None]:
-    """Return what is called before a saved parameter is read; a graph keeps it, and the runner with it."""
-    there = runner()
-    assert there is not None
-    return partial(there.before_reading, unit)
 
 
 def _original(value: Tensor) -> Tensor:

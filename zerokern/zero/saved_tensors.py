@@ -1,13 +1,15 @@
 """Saves a note in place of each full parameter that autograd saves, and unshards its unit when it is read (stage 3).
 
 A note says which elements were saved, and does not keep their memory. What somebody else keeps of the memory keeps it
-allocated until nobody refers to it (`BucketMemory.release`).
+allocated until nobody refers to it (`BucketMemory.release`). Operations save the same in each pass, so that notes are
+made once: this runs for each saved tensor, some twenty times in a transformer's block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +18,15 @@ from zerokern.zero import hooks
 from zerokern.zero.kinds import is_placed, local_of, shown_as
 from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.unit import WHOLE, Unit
 
-__all__ = ["SavedTensors"]
+if TYPE_CHECKING:
+    from zerokern.zero.runner import UnitRunner
+
+__all__ = ["Notes", "SavedTensors"]
 
 PLAIN = (Tensor, nn.Parameter, Gathered)
+MOST_NOTES = 256  # that are kept of one bucket: a program may save other elements in each pass
 INPLACE = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {what}, of shape "
     "{shape}, is at version {found}; expected version {expected} instead. Do what writes to it after backward(), or "
@@ -29,23 +36,59 @@ INPLACE = (
 
 
 class Note:
-    """Says which elements of a bucket were saved, and at which version of their parameter."""
+    """Says which elements of a unit's bucket an operation has saved."""
 
-    __slots__ = ("before", "full", "offset", "shape", "show", "strides", "version")
+    __slots__ = ("_offset", "_shape", "_show", "_strides", "_view", "full", "unit")
 
-    def __init__(self, saved: Tensor, memory: BucketMemory, before: Callable[[], Callable[[], None]]) -> None:
-        self.before, self.show, local = before(), shown_as(saved), local_of(saved)
-        self.offset, self.shape, self.strides = int(local.storage_offset()), local.shape, local.stride()
-        self.full = full = memory.full_at(self.offset)
-        self.version = full._version
+    def __init__(self, saved: Tensor, memory: BucketMemory, unit: Unit) -> None:
+        self.unit, local = unit, local_of(saved)
+        self._show = shown_as(saved) if is_placed(saved) else None
+        self._offset, self._shape, self._strides = int(local.storage_offset()), local.shape, local.stride()
+        self.full = memory.full_at(self._offset)
+        self._view: Tensor | None = None
 
-    def read(self) -> Tensor:
-        self.before()
-        full = self.full
-        if full._version != self.version:
-            _refuse(f"a parameter of {full.dtype}", tuple(full.shape), full._version, self.version)
+    def read(self, version: int, runner: UnitRunner) -> Tensor:
+        """Returns what was saved when the parameter had this version, once the unit is whole."""
+        unit, full = self.unit, self.full
+        if unit.state is not WHOLE or unit.began != hooks.current_pass() or unit.began == -1:
+            runner.before_reading(unit)
+        if full._version != version:
+            _refuse(f"a parameter of {full.dtype}", tuple(full.shape), full._version, version)
+        return self._made() if self._view is None else self._view
+
+    def _made(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.show(local_of(full).detach().as_strided(self.shape, self.strides, self.offset))
+            view = local_of(self.full).detach().as_strided(self._shape, self._strides, self._offset)
+            return view if self._show is None else self._show(view)
+
+    def keep_view(self) -> None:
+        """Makes once what `read` returns: it has memory whenever the bucket has, and the parameter's version."""
+        self._view = self._made()
+
+
+class Notes:
+    """Makes the notes of one unit's bucket. What is packed keeps the runner, as long as the graph lives."""
+
+    def __init__(self, memory: BucketMemory, unit: Unit, runner: weakref.ref[UnitRunner]) -> None:
+        self._memory, self._unit, self._runner = memory, unit, runner
+        self._kept: dict[tuple[Any, ...], Note] = {}
+
+    def fits(self, local: Tensor) -> bool:
+        """Whether these elements of the bucket's storage are read as parameters are."""
+        memory = self._memory
+        return memory.gathered and local.dtype is memory.dtype and not (local.is_neg() or local.is_conj())
+
+    def pack(self, saved: Tensor) -> tuple[Note, int, UnitRunner]:
+        runner = self._runner()
+        assert runner is not None
+        where = saved.storage_offset(), saved.shape, saved.stride()
+        note = None if is_placed(saved) else self._kept.get(where)
+        if note is None:
+            note = Note(saved, self._memory, self._unit)
+            if not is_placed(saved) and len(self._kept) < MOST_NOTES:
+                self._kept[where] = note
+                self._memory.keep_with(note.keep_view)
+        return note, note.full._version, runner
 
 
 def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> None:
@@ -55,11 +98,11 @@ def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> Non
 class SavedTensors:
     """Packs and unpacks what autograd saves while a unit computes.
 
-    `memories`: by their storage, each with what makes the call before it is read. A graph keeps that call's object.
+    `notes`: by the storages of buckets.
     """
 
-    def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], Callable[[], None]]]]) -> None:
-        self._memories = dict(memories)
+    def __init__(self, notes: Mapping[int, Notes]) -> None:
+        self._notes = dict(notes)
         self._beside: tuple[SavedTensors, SavedTensors] | None = None
 
     def begin(self) -> bool:
@@ -74,10 +117,10 @@ class SavedTensors:
             hooks.push_saved_hooks(self.pack, unpack)
             return True
         other = getattr(top[0], "__self__", None)
-        if other is self or not isinstance(other, SavedTensors) or self._memories.keys() <= other._memories.keys():
+        if other is self or not isinstance(other, SavedTensors) or self._notes.keys() <= other._notes.keys():
             return False
         if self._beside is None or self._beside[0] is not other:
-            self._beside = other, SavedTensors({**other._memories, **self._memories})
+            self._beside = other, SavedTensors({**other._notes, **self._notes})
         hooks.push_saved_hooks(self._beside[1].pack, unpack)
         return True
 
@@ -93,29 +136,26 @@ class SavedTensors:
 
     @hooks.untraced
     def pack(self, saved: Tensor) -> Any:
-        local = local_of(saved) if is_placed(saved) else saved
-        if type(local) not in PLAIN:
+        local = saved if type(saved) in PLAIN else local_of(saved) if is_placed(saved) else None
+        if local is None or type(local) not in PLAIN:
             if isinstance(saved, Sharded) and saved.is_leaf:
                 return saved, saved._version
             with torch._C.DisableTorchFunctionSubclass():
                 return saved.detach(), saved._version
         try:
-            found = self._memories.get(local.untyped_storage()._cdata)
+            notes = self._notes.get(local.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # sparse, or a functional transform's
-            found = None
-        if found is not None and found[0].gathered and local.dtype is found[0].dtype and not _lazy(local):
-            return Note(saved, *found)
+            notes = None
+        if notes is not None and notes.fits(local):
+            return notes.pack(saved)
         return saved.detach(), saved._version  # itself, an output would keep the graph that keeps it
-
-
-def _lazy(saved: Tensor) -> bool:
-    return saved.is_neg() or saved.is_conj()
 
 
 @hooks.untraced
 def unpack(packed: Any) -> Tensor:
-    if type(packed) is Note:
-        return packed.read()
+    if len(packed) == 3:
+        note, version, runner = packed
+        return note.read(version, runner)
     saved, version = packed
     if saved._version != version:  # torch does not look at versions where there are hooks
         _refuse(f"a tensor of {saved.dtype}", tuple(saved.shape), saved._version, version)

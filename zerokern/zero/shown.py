@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerokern.memory import Rest
-from zerokern.memory.addresses import TensorBodies
+from zerokern.memory.addresses import TensorBodies, storage_references
 from zerokern.memory.tier import DevicePool
 from zerokern.zero.hooks import weakly
 from zerokern.zero.kinds import is_divided, local_of
@@ -26,7 +26,7 @@ from zerokern.zero.reducing import GradReady, Reducer, Sumsq
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Fetch", "ReleasedMemory", "ShownGradients", "shares", "storage_references"]
+__all__ = ["Fetch", "ReleasedMemory", "ShownGradients", "shares"]
 
 _version_of = attrgetter("_version")
 _handed_out = attrgetter("zk_handed_out")
@@ -242,15 +242,6 @@ class ReleasedMemory:
         get, self._fetch = self._fetch, None if self._fetch is None else _forgotten
         if get is not None:
             get(None)
-
-
-def storage_references(tensor: Tensor) -> int:
-    """Returns how many tensors there are over a tensor's memory.
-
-    >>> one = torch.zeros(2); before = storage_references(one); view = one[1:]; storage_references(one) - before
-    1
-    """
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _forgotten(pieces: Sequence[Tensor] | None) -> None:

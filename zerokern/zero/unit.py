@@ -119,6 +119,11 @@ class Unit:
         return self.state is WHOLE or self.state is REDUCING or not self.sharded
 
     @property
+    def is_on_its_way(self) -> bool:
+        """Whether the full parameters are there, or being gathered, and the unit does not end its pass."""
+        return self.state is GATHERING or self.state is WHOLE
+
+    @property
     def all_materialized(self) -> bool:
         """Whether zk.gathered holds all parameters in full."""
         return self.materialized == len(self.entries)
@@ -142,6 +147,8 @@ class Unit:
         """Launch the gathers of the full parameters: SHARDED -> GATHERING."""
         self.active.add(self.number)
         self.wait_for_update()
+        if self.state is GATHERING:  # no update has come since that began
+            return
         self._count_updates()
         if self.state is WHOLE:
             return
