@@ -279,8 +279,8 @@ def _add_up(dst: Tensor, srcs: Any, *, add: bool = True, scale: float = 1.0, squ
     dst.copy_(total)
 
 
-def _flatten(self: Any, grads: Any, tensors: Any, buffer: Tensor) -> None:
-    for place, grad in zip(grads, tensors, strict=True):
+def _flatten(self: Any, places: Any, tensors: Any, buffer: Tensor, layout: Any) -> None:
+    for place, grad in zip(places, tensors, strict=True):
         buffer.narrow(0, self._offsets[place], self._numels[place]).copy_(grad.reshape(-1))
 
 

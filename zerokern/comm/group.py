@@ -206,7 +206,7 @@ class Group:
                 f"out has {out.numel()} elements; allowed: {span}, one {self.size}th of the bucket's {bucket.numel()}"
             )
         inside = _overlap(bucket, out)
-        if inside and not _same(out, own_span(bucket, self.rank, self.size)):
+        if inside and not (out.dtype == bucket.dtype and self._is_in_place(out, bucket)):
             raise ValueError(
                 "out shares memory with bucket; allowed: memory of its own, or this rank's own span of the bucket"
             )
@@ -267,7 +267,7 @@ class Group:
                 raise ValueError(
                     f"shard has {shard.numel()} elements; allowed: {span}, one {self.size}th of full's {full.numel()}"
                 )
-            if _same(shard, own_span(full, self.rank, self.size)):
+            if self._is_in_place(shard, full):
                 shard = None
             elif _overlap(full, shard):
                 raise ValueError(
@@ -387,21 +387,27 @@ class Group:
             raise TypeError(f"{name} is a {type(tensor).__name__}; allowed: a tensor")
         if dtypes is not None and tensor.dtype not in dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
-        if tensor.device.type != self.device.type or tensor.device.index not in (None, self.device.index):
-            raise ValueError(f"{name} is on device {tensor.device}; this group moves tensors on {self.device}")
+        device = tensor.device
+        if device != self.device and (device.type != self.device.type or device.index not in (None, self.device.index)):
+            raise ValueError(f"{name} is on device {device}; this group moves tensors on {self.device}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; allowed: contiguous tensors"
             )
-        return tensor.data.view(-1)
+        return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
+
+    def _is_in_place(self, span: Tensor, full: Tensor) -> bool:
+        """Whether a span of the same dtype lies where this rank's span of `full` is."""
+        return span.data_ptr() == full.data_ptr() + self.rank * span.numel() * full.element_size()
 
     def _span(self, name: str, tensor: Tensor) -> int:
-        if tensor.numel() % self.size:
+        span, rest = divmod(tensor.numel(), self.size)
+        if rest:
             raise ValueError(
                 f"{name} has {tensor.numel()} elements; allowed: a multiple of the {self.size} ranks, so that each has "
                 "an equal span: pad it"
             )
-        return tensor.numel() // self.size
+        return span
 
     def _scratch(self, scratch: Tensor, bucket: Tensor, out: Tensor, numel: int) -> Tensor:
         scratch = self._flat("scratch", scratch, (bucket.dtype,))

@@ -176,10 +176,10 @@ class Inbox:
         found: list[tuple[int, Tensor]] = []
         if not self.lands_in_params:
             for place, grad in enumerate(list(map(_grad_of, self.params))):
-                before = self.before.get(place)
-                if grad is not None and grad is not before and not self._shown.shows(place, grad):
-                    self.params[place].grad = before
-                    found.append((place, grad))
+                if grad is None or grad is (before := self.before.get(place)) or self._shown.shows(place, grad):
+                    continue
+                self.params[place].grad = before
+                found.append((place, grad))
         if not closed and len(self.arrived) == len(self.leaves):
             return found
         for place, grad in enumerate(list(map(_grad_of, self.leaves))):
@@ -203,7 +203,7 @@ class Inbox:
         places = self.arrived - stored
         with without_waiting():
             as_usual = places == self._waiting and not places & kept and not torch.is_grad_enabled()
-            if as_usual and self._flattening.of_all(buffer):
+            if as_usual and self._flattening.of_all(buffer):  # which looks at them, too
                 for leaf in self._flattening.leaves:
                     leaf.grad = None
                 stored.update(places)
@@ -246,7 +246,7 @@ class GradientBucket:
         self._kept: set[int] = set()  # places that this pass adds to in the buffer
         self._stored: set[int] = set()  # places written in this pass; close() zeroes those that nobody has written
         self.buffer: Tensor | None = None
-        self._spans: list[Tensor] = []  # of the buffer, by place
+        self._spans: list[Tensor] = []  # of a buffer that stays, by place
         # where each lies in a buffer, which begins its storage
         self._spots = [(one.shape, contiguous_strides(one.shape), one.place.offset) for one in memory.entries]
         self._places = frozenset(range(len(memory.entries)))
@@ -337,7 +337,7 @@ class GradientBucket:
 
     def _write(self, place: int, grad: Tensor, noted: set[int]) -> None:
         there = place in self._kept or place in self._stored
-        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
+        self._span(place).add_(grad) if there else self._span(place).copy_(grad)
         noted.add(place)
 
     def _take_after_launch(self, place: int, grad: Tensor) -> None:
@@ -422,17 +422,26 @@ class GradientBucket:
         if shown.held and self.in_place and not self.stays:
             self._move(shown.held, out=True)
         if self.reducer.counts_again:
-            self.reducer.share_out(self._spans[place] for place in shown.held)
+            self.reducer.share_out(map(self._span, shown.held))
             shown.held.clear()
         self._kept = lives if self.stays else set(self.local)
         self.phase = OPEN
 
     def _lay(self, buffer: Tensor) -> Tensor:
-        """Sets the buffer. Its spans are cached, and made before references to the memory are counted."""
+        """Sets the buffer. Spans of one that stays are cached, and made before references to the memory are counted."""
         self.buffer = buffer
+        if self.lends_buffer:  # each pass has another one, and most need no span of it
+            return buffer
         if not self._spans or self._spans[0].untyped_storage()._cdata != buffer.untyped_storage()._cdata:
             self._spans = [buffer.as_strided(*spot) for spot in self._spots]
         return buffer
+
+    def _span(self, place: int) -> Tensor:
+        """Returns the elements of a parameter in the buffer."""
+        if self._spans:
+            return self._spans[place]
+        assert self.buffer is not None
+        return self.buffer.as_strided(*self._spots[place])
 
     def close(self, *, reduces: bool) -> None:
         """Completes the buffer, with zeros where nothing arrived."""
@@ -447,7 +456,7 @@ class GradientBucket:
             inbox.arrived.add(place)
         inbox.from_other_leaves.clear()
         for place in self._places - self._stored - self._kept:
-            self._spans[place].zero_()
+            self._span(place).zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
             if new := set() if self.in_place else self._places - shown.held:
@@ -516,6 +525,10 @@ class GradientBucket:
         """Shows the gradients in `.grad`."""
         self._show()
         inbox, shown = self.inbox, self.shown
+        if not (shown.exposed or shown.replicated or inbox.running):
+            for place in places:
+                inbox.params[place].grad = shown.tensors[place]
+            return
         for place in places:
             if shown.exposed:
                 shard = self.shards[place]
@@ -562,4 +575,4 @@ class GradientBucket:
         self.phase = WAITING
         self.after_launch, self.places_after_launch = None, set()
         if self.lends_buffer and not self.local and self.buffer is not None:
-            self.buffer, self._spans = None, []
+            self.buffer = None

@@ -257,9 +257,11 @@ def import_compiler() -> None:
 
 @functools.cache
 def _trace_none() -> None:
-    """Once, with the first of them."""
+    """Once, with the first of them: what `torch.compiler.disable` marks, without its wrapper, which each call pays."""
     import_compiler()
-    _Own.__call__ = torch.compiler.disable(_Own.__call__, reason=NOT_WHOLE)  # type: ignore[method-assign]
+    call: Any = untraced(_Own.__call__)
+    call._torchdynamo_disable = call._torchdynamo_disable_recursive = True
+    call._torchdynamo_disable_msg = NOT_WHOLE
 
 
 def _of_a_copy() -> Callable[..., None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -65,9 +65,10 @@ class Flattening:
         self._grad_dtype = dtype
 
     def of_all(self, buffer: Tensor) -> bool:
-        """Copies the gradients of the leaves in one native call; returns False if it cannot, and copied nothing."""
+        """Copies the gradients of the leaves, which one native call looks at; returns False where they are not dense
+        ones of one dtype, and has copied nothing."""
         leaves = self.leaves
-        if not buffer.is_cpu or not leaves or self._dtype not in _NATIVE:
+        if not leaves or self._dtype not in _NATIVE:
             return False
         if self._reader is None:
             dtypes, grads = list(map(_dtype_of, leaves)), [leaf.grad for leaf in leaves]
@@ -79,7 +80,10 @@ class Flattening:
         addresses = self._reader.read()
         if addresses is None:
             return False
-        cpu.collect(buffer, addresses, *self._spans(self._places), self._grad_dtype, add=False)
+        if buffer.is_cpu:
+            cpu.collect(buffer, addresses, *self._spans(self._places), self._grad_dtype, add=False)
+        else:
+            self._launch(self._places, [leaf.grad for leaf in leaves], buffer, self._grad_dtype)  # type: ignore[misc]
         return True
 
     def run(self, grads: Mapping[int, Tensor], buffer: Tensor, *, add: bool = False) -> None:
@@ -96,17 +100,18 @@ class Flattening:
             cpu.collect(buffer, addresses, *self._spans(tuple(grads)), dtypes.pop(), add)
             return
         if not add and not buffer.is_cpu:
-            self._launch(grads, tensors, buffer)
+            layout = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+            self._launch(tuple(grads), tensors, buffer, layout)
             return
         for place, grad in grads.items():
             span = buffer.narrow(0, self._offsets[place], self._numels[place])
             span.add_(grad.reshape(-1)) if add else span.copy_(grad.reshape(-1))
 
-    def _launch(self, grads: Mapping[int, Tensor], tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        key = (tuple(grads), tuple((one.shape, one.stride(), one.dtype) for one in tensors))
-        if self._launched is None or self._launched[0] != key:
-            offsets = [self._offsets[place] for place in grads]
-            self._launched = key, Flattener(tensors, self._dtype, offsets=offsets)
+    def _launch(self, places: tuple[int, ...], tensors: Sequence[Tensor], buffer: Tensor, layout: Hashable) -> None:
+        """Copies gradients on a device. `layout`: what a list is like, whose tables are then used again."""
+        if self._launched is None or self._launched[0] != (places, layout):
+            offsets = [self._offsets[place] for place in places]
+            self._launched = (places, layout), Flattener(tensors, self._dtype, offsets=offsets)
         self._launched[1].flatten(tensors, buffer)
 
     def _spans(self, places: tuple[int, ...]) -> tuple[array[int], array[int]]:
