@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,22 +132,18 @@ def main(rounds: int) -> None:
     for name, calls in calls_of_units(*names).items():
         print(f"{name:31} {calls:6.1f} calls of Python functions a unit")
     trained = {name: Trained(name) for name in (PLAIN, *names)}
-    turns: dict[str, list[list[float]]] = {name: [] for name in trained}
+    turns: dict[str, list[float]] = {name: [] for name in trained}
     for _ in range(WARM_ROUNDS + rounds):
         for name, one in trained.items():
-            turns[name].append(
-                [statistics.median(phase) for phase in zip(*(one.step() for _ in range(STEPS)), strict=True)]
-            )
-    over: Callable[[str], list[float]] = (
-        lambda name: [  # noqa: E731
-            sum(own) - sum(plain)
-            for own, plain in zip(turns[name][WARM_ROUNDS:], turns[PLAIN][WARM_ROUNDS:], strict=True)
-        ]
-    )
-    peer = over(FSDP2)
-    for name in names:
-        found = over(name)
-        ratio = statistics.median(one / other for one, other in zip(found, peer, strict=True))
+            phases = zip(*(one.step() for _ in range(STEPS)), strict=True)
+            turns[name].append(sum(map(statistics.median, phases)))
+    plain, *others = (found[WARM_ROUNDS:] for found in turns.values())
+    over = {
+        name: [own - base for own, base in zip(found, plain, strict=True)]
+        for name, found in zip(names, others, strict=True)
+    }
+    for name, found in over.items():
+        ratio = statistics.median(one / other for one, other in zip(found, over[FSDP2], strict=True))
         print(f"{name:31} {1e6 * statistics.median(found) / UNITS:6.0f} us of CPU time a unit, {ratio:.2f} of FSDP2's")
 
 
