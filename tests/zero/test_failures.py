@@ -334,13 +334,16 @@ def leaves_a_with_block(frame: Any) -> bool:
 
 
 class Interrupt:
-    """Ctrl-C before the line with this number, of those of the library that this thread comes to."""
+    """Ctrl-C before the line with this number, of those of the library that this thread comes to.
+
+    `within`: a function of the library; others' lines count while it runs, and no more.
+    """
 
     FOLDER = str(Path(zk.__file__).parent)
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, within: str = "") -> None:
         self.number = self.left = number
-        self.where = ""
+        self.where, self._within = "", within
 
     @property
     def lines(self) -> int:
@@ -348,8 +351,15 @@ class Interrupt:
         return self.number - self.left
 
     def __enter__(self) -> Interrupt:
-        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.startswith(self.FOLDER) else None)
+        sys.settrace(lambda frame, event, arg: self._line if self._counts(frame) else None)
         return self
+
+    def _counts(self, frame: Any) -> bool:
+        ours = frame.f_code.co_filename.startswith(self.FOLDER)
+        while ours and self._within and frame.f_code.co_name != self._within:
+            frame = frame.f_back
+            ours = frame is not None
+        return ours
 
     def __exit__(self, *of: object) -> None:
         sys.settrace(None)
@@ -444,6 +454,36 @@ def interrupted_passes(world: World, settings: dict[str, Any], numbers: Iterable
     return False
 
 
+def interrupted_moves(world: World, stage: int) -> int:
+    """The program keeps the gradients of a pass and drops `.grad`: the next pass moves what it reduces to other memory.
+
+    It is broken off in that, at any line: what the program has kept stays, and passes after it are right.
+    """
+    plain, model = built(small), world.shard(built(small), stage=stage)
+    params, wanted = list(model.parameters()), []
+    for step in range(2):
+        mse(plain, step, world).backward()
+        wanted.append(parts(params, [param.grad for param in plain.parameters()]))
+        plain.zero_grad()
+    for number in itertools.count(1):
+        mse(model, 0, world).backward()
+        kept = [param.grad for param in params]
+        model.zero_grad()
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(number, "_move") as interrupt:
+            mse(model, 1, world).backward()
+        model.zero_grad()
+        for _ in range(2):
+            mse(model, 1, world).backward()
+            now = parts(params, [param.grad for param in params])
+            assert all(alike(one, new, world) for one, new in zip(now, wanted[1], strict=True)), interrupt.where
+            model.zero_grad()
+        before = parts(params, kept)
+        assert all(alike(one, old, world) for one, old in zip(before, wanted[0], strict=True)), interrupt.where
+        if not interrupt.where:
+            return number
+    raise AssertionError
+
+
 def interrupted_steps(world: World, settings: dict[str, Any], numbers: Iterable[int], *, warm: bool) -> bool:
     """step() and zero_grad() are broken off at a line: the step is made, or it is not, parameters and state alike.
 
@@ -511,6 +551,12 @@ def test_a_pass_that_is_interrupted_at_any_line(
         numbers = interrupted_lines(stride, pytestconfig, quick=quick)
         alone(partial(interrupted_passes, kept=kept), settings | tier, numbers)
         assert heard == [], settings
+
+
+@each("stage", [0, 2, 3])
+def test_a_move_of_gradients_that_is_interrupted_at_any_line(stage: int) -> None:
+    (lines,) = alone(interrupted_moves, stage)
+    assert lines > 10
 
 
 def test_the_forward_after_one_that_was_broken_off_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch._prims_common import make_contiguous_strides_for as contiguous_stride
 
 from zerokern.comm import Group, Handle
 from zerokern.core.units import SMALL_GRADIENT
+from zerokern.memory.interrupts import whole
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Arrivals
 from zerokern.zero.params import BucketEntry, BucketMemory
@@ -374,7 +375,8 @@ class GradientBucket:
             return
         live = {at for at, grad in self.inbox.kept().items() if shown.exposed or grad is shown.tensors[at]}
         if shown.has_kept(live):
-            self._move(live)
+            with whole("gradients that the program has kept"):
+                self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
         """Moves what is reduced to other memory, with what is shown of it; `out` of the buffer, if it lies there."""
@@ -420,7 +422,8 @@ class GradientBucket:
         self.local &= lives
         shown.held &= lives
         if shown.held and self.in_place and not self.stays:
-            self._move(shown.held, out=True)
+            with whole("gradients that are added to"):
+                self._move(shown.held, out=True)
         if self.reducer.counts_again:
             self.reducer.share_out(map(self._span, shown.held))
             shown.held.clear()

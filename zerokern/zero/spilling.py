@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
+from zerokern.memory.interrupts import whole
 from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.room import amount, exceeds_half_of_memory
 from zerokern.zero.gradients import LAUNCHED, GradientBucket
@@ -80,7 +81,8 @@ class SpilledBucket(GradientBucket):
         if self._rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
             live = set(self.inbox.kept())
             if len(live) < len(self.entries):
-                self._move(live)
+                with whole("gradients that the program has kept"):
+                    self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
         before = self._rest
