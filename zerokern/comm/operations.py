@@ -10,7 +10,12 @@ __all__ = ["Ledger", "Operation", "during", "phase", "subject"]
 
 REMEMBERED = 256  # operations that were begun last, for those who are stuck where this rank has been
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    at = ("", "")  # the call that this thread is in, and what collectives within are about
+
+
+_thread = _Thread()
 
 
 class during:
@@ -30,7 +35,7 @@ class during:
         self._what, self._of = what, of
 
     def __enter__(self) -> None:
-        self._before = before = getattr(_thread, "at", ("", ""))
+        self._before = before = _thread.at
         _thread.at = (before[0] or self._what, self._of or before[1])
 
     def __exit__(self, *error: object) -> None:
@@ -39,12 +44,12 @@ class during:
 
 def phase() -> str:
     """Returns the call or hook that this thread is in; empty outside of `during`."""
-    return getattr(_thread, "at", ("", ""))[0]
+    return _thread.at[0]
 
 
 def subject() -> str:
     """Returns what a collective that begins now is about."""
-    return getattr(_thread, "at", ("", ""))[1]
+    return _thread.at[1]
 
 
 class Operation:

@@ -202,12 +202,12 @@ def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = No
     >>> hear("one"); del listener; hear("two")
     'one'
     """
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         there = reference()
         if there is not None:
-            return there(*args, **kwargs)
+            return function(there, *args, **kwargs)
         return None if otherwise is None else otherwise(*args, **kwargs)
 
     return call
