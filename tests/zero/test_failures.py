@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import gc
 import itertools
-import linecache
 import os
 import signal
 import sys
@@ -20,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import Interrupt
 from tables import each
 from torch import Tensor, nn
 from tries import best
@@ -324,55 +323,6 @@ def test_a_graph_that_outlived_its_model(stage: int) -> None:
     gc.collect()
     with pytest.raises(zk.StateError, match="a sharded model that is gone"):
         loss.backward()
-
-
-def leaves_a_with_block(frame: Any) -> bool:
-    """Whether `__exit__` comes next: Python handles no signal there, or a lock would stay locked."""
-    code = frame.f_code.co_code[frame.f_lasti]
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-    return line.startswith("with ") and dis.opname[code] in ("LOAD_CONST", "PUSH_EXC_INFO")
-
-
-class Interrupt:
-    """Ctrl-C before the line with this number, of those of the library that this thread comes to.
-
-    `within`: a function of the library; others' lines count while it runs, and no more.
-    """
-
-    FOLDER = str(Path(zk.__file__).parent)
-
-    def __init__(self, number: int, within: str = "") -> None:
-        self.number = self.left = number
-        self.where, self._within = "", within
-
-    @property
-    def lines(self) -> int:
-        """How many it came to."""
-        return self.number - self.left
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(lambda frame, event, arg: self._line if self._counts(frame) else None)
-        return self
-
-    def _counts(self, frame: Any) -> bool:
-        ours = frame.f_code.co_filename.startswith(self.FOLDER)
-        while ours and self._within and frame.f_code.co_name != self._within:
-            frame = frame.f_back
-            ours = frame is not None
-        return ours
-
-    def __exit__(self, *of: object) -> None:
-        sys.settrace(None)
-
-    def _line(self, frame: Any, event: str, arg: object) -> Any:
-        self.left -= event == "line" and not leaves_a_with_block(frame)
-        if not self.left:
-            sys.settrace(None)
-            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if threading.current_thread() is not threading.main_thread():
-                raise KeyboardInterrupt
-            signal.raise_signal(signal.SIGINT)
-        return self._line
 
 
 def parts(params: list[Tensor], grads: Iterable[Tensor | None]) -> list[Tensor | None]:

@@ -134,7 +134,7 @@ class UnitRunner:
             return
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
-            unit.register_sharded()
+            unit.registrations.register_sharded()
 
     def _all_materialized(self) -> bool:
         return all(unit.all_materialized for unit in self.units)
@@ -155,7 +155,7 @@ class UnitRunner:
                 self._take_turn(unit, self.backward)
             elif unit.state is not WHOLE:
                 unit.unshard()  # it computes once more
-        unit.register_full()
+        unit.registrations.register_full(materialized=bool(unit.materialized))
         unit.keep_writes()  # by others, who use it from outside
         unit.watch_writes()
         packs = torch.is_grad_enabled() and self._moves and self.saved.begin()
@@ -226,7 +226,7 @@ class UnitRunner:
         unit.keep_writes()
         if unit.computing or in_backward():
             return
-        unit.register_sharded()
+        unit.registrations.register_sharded()
         outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
         recorded, forward = bool(outputs), _Forward()
         if recorded:
@@ -260,7 +260,8 @@ class UnitRunner:
         forward.begun = task
         unit.pending.discard(forward)
         self._begin_backward(unit)
-        unit.register_full()  # for forwards within it that are repeated for their activations
+        # for forwards within it that are repeated for their activations
+        unit.registrations.register_full(materialized=bool(unit.materialized))
 
     def before_reading(self, unit: Unit) -> None:
         """Unshard a unit: what autograd saved of its parameters is about to be read."""
@@ -389,7 +390,7 @@ class UnitRunner:
         The rest is done where ranks are in step.
         """
         for unit in self._active_units():
-            unit.register_sharded()
+            unit.registrations.register_sharded()
 
     def end_backward(self) -> None:
         """Reshard what is still whole."""

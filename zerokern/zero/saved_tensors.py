@@ -7,9 +7,8 @@ made once: this runs for each saved tensor, some twenty times in a transformer's
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from zerokern.zero.kinds import is_placed, local_of, shown_as
 from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.unit import WHOLE, Unit
-
-if TYPE_CHECKING:
-    from zerokern.zero.runner import UnitRunner
 
 __all__ = ["Notes", "SavedTensors"]
 
@@ -33,6 +29,12 @@ INPLACE = (
     "run the forward again. Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute "
     "its gradient"
 )
+
+
+class Runner(Protocol):
+    """Makes units whole whose parameters are about to be read."""
+
+    def before_reading(self, unit: Unit) -> None: ...
 
 
 class Note:
@@ -47,7 +49,7 @@ class Note:
         self.full = memory.full_at(self._offset)
         self._view: Tensor | None = None
 
-    def read(self, version: int, runner: UnitRunner) -> Tensor:
+    def read(self, version: int, runner: Runner) -> Tensor:
         """Returns what was saved when the parameter had this version, once the unit is whole."""
         unit, full = self.unit, self.full
         if unit.state is not WHOLE or unit.began != hooks.current_pass() or unit.began == -1:
@@ -69,7 +71,7 @@ class Note:
 class Notes:
     """Makes the notes of one unit's bucket. What is packed keeps the runner, as long as the graph lives."""
 
-    def __init__(self, memory: BucketMemory, unit: Unit, runner: weakref.ref[UnitRunner]) -> None:
+    def __init__(self, memory: BucketMemory, unit: Unit, runner: Callable[[], Runner | None]) -> None:
         self._memory, self._unit, self._runner = memory, unit, runner
         self._kept: dict[tuple[Any, ...], Note] = {}
 
@@ -78,7 +80,7 @@ class Notes:
         memory = self._memory
         return memory.gathered and local.dtype is memory.dtype and not (local.is_neg() or local.is_conj())
 
-    def pack(self, saved: Tensor) -> tuple[Note, int, UnitRunner]:
+    def pack(self, saved: Tensor) -> tuple[Note, int, Runner]:
         runner = self._runner()
         assert runner is not None
         where = saved.storage_offset(), saved.shape, saved.stride()

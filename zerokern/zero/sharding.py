@@ -30,11 +30,12 @@ from zerokern.zero.params import BucketEntry, BucketMemory, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher, without_waiting
 from zerokern.zero.reduction import Reduction
+from zerokern.zero.registrations import Registration
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.shard import Shard
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.tiers import check_tier, keep_driver, reserve, rests_on, take_driver
-from zerokern.zero.unit import Registration, Unit
+from zerokern.zero.unit import Unit
 from zerokern.zero.units import (
     PLACE,
     GroupsOf,

@@ -10,33 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerokern.comm import Handle, during
 from zerokern.core.errors import IoError, StateError
 from zerokern.schedule.ranges import named
-from zerokern.zero import checks, hooks
-from zerokern.zero.hooks import in_backward
+from zerokern.zero import hooks
 from zerokern.zero.kinds import present
 from zerokern.zero.params import BucketEntry, BucketMemory, mark_gathered, mark_released
-from zerokern.zero.publishing import without_waiting
+from zerokern.zero.registrations import Registration, Registrations
 from zerokern.zero.shard import shard_of
-from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import UnitSpec
 from zerokern.zero.watch import Watch
 
-__all__ = ["Registration", "Unit", "UnitState"]
-
-Registration = tuple[dict[str, Any], str]
-"""The parameters of a module by name, and one of these names."""
-
-_is_trained = operator.attrgetter("requires_grad")
+__all__ = ["Unit", "UnitState"]
 
 
 class UnitState(enum.Enum):
@@ -67,22 +58,18 @@ class Unit:
         number: int,
         spec: UnitSpec,
         memories: Sequence[BucketMemory],
-        registrations: dict[int, list[Registration]],
+        places: dict[int, list[Registration]],
         reduce: Callable[[Unit], None],
     ) -> None:
-        """`reduce`: collects and reduces what has arrived of the unit's gradients."""
+        """`places`: where parameters are registered, by their ids. `reduce`: collects and reduces what has arrived of
+        the unit's gradients."""
         self.number, self.name, self.memories, self._reduce = number, spec.name, memories, reduce
         self.called = f"unit {self.name!r}" if self.name else "the root"
         self.state = SHARDED
         self.active: set[int] = set()  # numbers of units, of all of the model, that `reshard` does something for
-        self.nbytes = sum(memory.nbytes for memory in memories)
         self.module, self.modules = id(spec.module), {id(module) for module in spec.module.modules()}
         self.entries = [entry for memory in memories for entry in memory.entries]
-        self._params = [entry.param for entry in self.entries]
-        self._fulls = [entry.full for entry in self.entries if entry.full is not None]
-        pairs = zip(self._fulls, self._params, strict=True)
-        self._places = [(*place, param, full) for full, param in pairs for place in registrations[id(param)]]
-        self._place_params = [param for _, _, param, _ in self._places]
+        self.registrations = Registrations(spec.module, self.entries, places)
         self.sharded = [memory for memory in memories if memory.sharded]
         # what the runner notes: forwards that are running, those whose backward has not begun (also those whose outputs
         # are gone, for ranks drop theirs at different times), the pass in which one last did, and whether others use
@@ -92,17 +79,18 @@ class Unit:
         self.materialized = 0  # parameters that zk.gathered holds in full: they need no gathering
         self.bypassed = 0  # forwards that are running with nothing but these
         self.wait_for_update: Callable[[], None] = _nothing  # returns once the shards are those of the last step
-        self._is_registered = False  # whether modules have the full parameters
-        tables = {id(table) for table, *_ in self._places}
-        rnns = [one for one in spec.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
-        self._rnns = list(map(weakref.ref, rnns))
         pieces = [shard.piece for entry in self.entries if (shard := shard_of(entry.param)) is not None]
-        self._pieces, self._written = Watch(pieces, memory=False), Watch(self._fulls, memory=False)
+        self._pieces, self._written = Watch(pieces, memory=False), Watch(self.registrations.fulls, memory=False)
         self._handles: list[Handle] = []
         self._in_place: list[BucketMemory] = []  # on one rank, shards that are fetched and computed with as they are
         self._is_lent = False  # whether somebody may write to the full parameters, which are watched
         if self.sharded:
-            mark_released(self._fulls)
+            mark_released(self._written.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full parameters."""
+        return sum(memory.nbytes for memory in self.memories)
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies within this one's."""
@@ -195,12 +183,12 @@ class Unit:
                 with contextlib.suppress(IoError):
                     handle.wait()
         self._wait()
-        self.register_sharded()
+        self.registrations.register_sharded()
         self._is_lent = False
         for memory in self.sharded:
             memory.release()
         if self.sharded:
-            mark_released(self._fulls)
+            mark_released(self._written.tensors)
         self.state = SHARDED
         self.active.discard(self.number)  # last: where Ctrl-C has broken this off, it is done again
 
@@ -242,7 +230,7 @@ class Unit:
         for memory in self.sharded:
             if memory.shard is not memory.own:
                 memory.let_go()
-        mark_gathered(self._fulls)
+        mark_gathered(self._written.tensors)
 
     def _name(self, error: Exception) -> None:
         if self.called not in str(error):
@@ -257,7 +245,7 @@ class Unit:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
         updated = self._pieces.written(accept=True)
         if updated:
-            torch.autograd.graph.increment_version([self._fulls[place] for place in updated])
+            torch.autograd.graph.increment_version([self._written.tensors[place] for place in updated])
 
     def watch_writes(self) -> None:
         """From here on somebody has the full parameters and may write to them."""
@@ -285,56 +273,6 @@ class Unit:
                 torch.autograd.graph.increment_version(piece)
             elif not torch.equal(written, piece):
                 piece.copy_(written)
-
-    def register_full(self) -> None:
-        """Let the modules compute with the full parameters."""
-        self._is_registered = True
-        if not in_backward():  # a hook within the last pass may have frozen or thawed the parameters alone
-            self._freeze_alike(self._params, self._fulls)
-        found = [there.get(attribute) for there, attribute, _, _ in self._places]
-        if not self.materialized and all(map(operator.is_, found, self._place_params)):
-            for there, attribute, _, full in self._places:
-                there[attribute] = full
-            self._refresh_rnns()
-            return
-        for one, (there, attribute, param, full) in zip(found, self._places, strict=True):
-            if one is not param and one is not full:  # by functional_call, say: that is what is to compute
-                self._refuse_stranger(one, param)
-            elif isinstance(param, Sharded):
-                there[attribute] = full
-        self._refresh_rnns()
-
-    def register_sharded(self) -> None:
-        """Give the modules back the parameters that the user knows."""
-        if self._is_registered:
-            for there, attribute, param, full in self._places:
-                if there.get(attribute) is full:
-                    there[attribute] = param
-            self._refresh_rnns()
-            self._is_registered = False
-            if not in_backward():  # the forward may have frozen or thawed the full ones alone
-                self._freeze_alike(self._fulls, self._params)
-
-    def _freeze_alike(self, source: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Freezes and thaws the others as the source is."""
-        with without_waiting():
-            wanted, found = list(map(_is_trained, source)), list(map(_is_trained, others))
-            if wanted != found:
-                for param, other, trained in zip(self._params, others, wanted, strict=True):
-                    if _is_trained(other) is not trained and isinstance(param, Sharded):
-                        other.requires_grad_(trained)
-
-    def _refuse_stranger(self, found: Tensor | None, param: Tensor) -> None:
-        if checks.is_trained(found) and torch.is_grad_enabled() and not in_backward():
-            assert found is not None
-            checks.refuse_stranger(next(entry.name for entry in self.entries if entry.param is param), found)
-
-    def _refresh_rnns(self) -> None:
-        """Recurrent modules keep a list of their parameters besides."""
-        for reference in self._rnns:
-            module = reference()
-            if module is not None:
-                module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def _nothing() -> None:
