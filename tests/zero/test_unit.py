@@ -185,7 +185,7 @@ def failing_gather(world: World) -> tuple[str, UnitState, UnitState, UnitState]:
 
 @ranked
 def failing_allocation(world: World) -> tuple[UnitState, UnitState, Tensor | None]:
-    model, unit = unit_of(world)
+    _model, unit = unit_of(world)
     allocate = unit.memories[0].allocate
 
     def broken() -> Any:
