@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -16,6 +17,8 @@ from zerokern.core import env, native
 from .buffers import huge_page_setting
 from .measure import Measurement
 
+SOURCES = {".py", ".c", ".cpp", ".h", ".def", ".cu", ".cuh", ".sh", ".txt"}
+PACKED = "build/gpu-pack/COMMIT"
 PACKAGES = ("zerokern", "torch", "numpy", "deepspeed", "torchao", "bitsandbytes")
 
 
@@ -99,6 +102,40 @@ def commit() -> str:
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
         return _described(here)
     return _described(Path.cwd()) if _is_copy_of(Path.cwd()) else ""
+
+
+def commit_of(tree: Path | None) -> str:
+    """The commit of the source tree that an installed package was made of; where there is none, why, in words.
+
+    A copy without .git has the file that `bench/gpu_pack.sh` writes: the commit, and a digest of what was packed.
+    """
+    if tree is None:
+        return commit() or "unknown: nobody named the source tree (--tree)"
+    if _git(tree, "ls-files", "--error-unmatch", "bench/machine.py"):
+        return _described(tree)
+    packed = _lines(str(tree / PACKED))
+    if len(packed) < 2:
+        return f"unknown: there was neither .git nor {PACKED} in the source tree"
+    return packed[0] if packed[1] == digest(tree) else f"{packed[0]}, and changed since it was packed"
+
+
+def digest(tree: Path) -> str:
+    """SHA-256 over the sources of a tree: what is compiled, run or measured with."""
+    found = hashlib.sha256()
+    for name in sorted(sources(tree)):
+        found.update(name.encode() + b"\0" + (tree / name).read_bytes())
+    return found.hexdigest()
+
+
+def sources(tree: Path) -> list[str]:
+    """The names of these files. What was built beside them is none."""
+    built = {"lib", "include", "__pycache__"}
+    return [
+        path.relative_to(tree).as_posix()
+        for folder in ("zerokern", "bench", "examples", "cpu", "cuda", "tests")
+        for path in (tree / folder).rglob("*")
+        if path.suffix in SOURCES and not built & set(path.relative_to(tree).parts)
+    ]
 
 
 def _is_copy_of(tree: Path) -> bool:

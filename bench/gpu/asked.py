@@ -32,7 +32,8 @@ class Asked:
 
 
 ASKED = (
-    Asked("ranks.fsdp2", "two GPUs, stage 2 vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("ranks.fsdp2_stage2", "two GPUs, stage 2 vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("ranks.fsdp2_stage3", "two GPUs, stage 3 vs FSDP2, gathered twice", "x", 1.0),
     Asked("ranks.ddp", "two GPUs, stage 2 vs DDP", "x", 1.0),
     Asked("update.copy_share", "every update format, one flat span: share of the copy bandwidth, the worst", "", 0.92),
     Asked("optim.flat", "fp32 AdamW, one flat span, vs torch fused", "x", 1.0),
@@ -55,7 +56,8 @@ ASKED = (
     Asked("zero.overhead", "zk.shard on one rank, stages 0 to 3: step beyond that of plain parameters", " %", most=2.0),
     Asked("zero.reserved", "stage 3, steps of odd sizes: most reserved over most allocated", "x", most=1.3),
     Asked("step1b.ms", "exact step of 1B parameters", " ms", most=6.6),
-    Asked("zero.fsdp2", "1B, 16k tokens, stage 2 through NCCL on one rank vs FSDP2", "x", 1.0),
+    Asked("zero.fsdp2_stage2", "1B, 16k tokens, stage 2 through NCCL vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("zero.fsdp2_stage3", "1B, 16k tokens, stage 3 through NCCL vs FSDP2, gathered twice", "x", 1.0),
     Asked("offload.delayed", "1B, int8 on the host, Delayed: share of no offload from 16k tokens a step on", "", 0.95),
     Asked("offload.overlap", "the same with overlap, from 32k tokens on", "", 0.90),
     Asked("offload.deepspeed", "1B, exact, overlap vs DeepSpeed's offload", "x", 1.5),

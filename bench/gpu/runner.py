@@ -88,7 +88,7 @@ class Run:
 
     def run(self) -> int:
         """All sections; returns 0 where each ran to its end."""
-        self.birth = machine.birth(self.command)
+        self.birth = machine.birth(self.command, self.settings.tree)
         self._write(new=True)
         if self.settings.rehearse:
             self.say(REHEARSAL)

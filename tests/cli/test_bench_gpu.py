@@ -204,7 +204,7 @@ for name in ("is_available", "device_count", "_lazy_init", "init", "current_devi
 from zerokern.bench.gpu import machine, runner, settings, warm
 from zerokern.bench.gpu.sections import ALONE, SECTIONS
 print(len(warm.jobs([one.name for one in (*SECTIONS, *ALONE)], settings.Settings(False))), machine.gpus())
-machine.birth("test")
+machine.birth("test", None)
 """
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
         assert ran.returncode == 0, ran.stderr
