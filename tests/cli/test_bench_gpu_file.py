@@ -120,7 +120,8 @@ def result(**more: Any) -> dict[str, Any]:
     figures = {"step1b.ms": {"of": "zk", "value": 6.5}}
     content = {
         "schema": 3, "op": "gpu", "date": "2026-11-26T10:00:00+00:00", "commit": "0123456789ab",
-        "sources_sha256": "0" * 64, "command": "bench/gpu.sh OUT step1b", "machine": {"cpu": "x", "gpu": {"name": "NVIDIA H100"}}, "tools": {},
+        "sources_sha256": "0" * 64, "command": "bench/gpu.sh OUT step1b",
+        "machine": {"cpu": "x", "gpu": {"name": "NVIDIA H100"}}, "tools": {},
         "versions": {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}, "absent": ["torchao"],
         "sections": ["step1b"], "took": {"step1b": "9 s"}, "asked": asked.verdicts(figures, {}, ["step1b"], False),
         "figures": figures, "rows": [dict(ROW)], "contests": [{"name": "c", "rounds": 31, "missing": {}, "peers": {}}],
