@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Builds, tests and measures zerokern on the GPU of this machine, and leaves JSON and logs in a folder.
 #
-#   bench/gpu.sh OUT [SECTION]             all sections in nine minutes, in order of value, or one of them
+#   bench/gpu.sh OUT [SECTION]             all sections, in order of value, or one of them
 #   bench/gpu.sh --rehearse OUT [SECTION]  the same code on a CPU at toy sizes, on the package that is there; measures nothing
 #   bench/gpu.sh --check FILE...           is each of these files a result that can be kept?
 #
-# WITHIN=540 seconds for all of it, build included. WHEELS=FOLDER: other libraries to compare with, as *.whl files, which
+# WITHIN=540 seconds for all of it, build included: each section gets what it wants or what is left, so that a short run
+# keeps the first ones; all of them want 2,700. WHEELS=FOLDER: other libraries to compare with, as *.whl files, which
 # are unpacked beside the environment and not into it; zerokern's own, if it is of these sources, saves the build. Needs python3 (or $PYTHON) with torch and triton, cmake and a C++
 # compiler; no network. Where pip cannot install (no scikit-build-core, say), the library is built by cmake alone and
 # used from a folder. What else is missing is named in one line, and the rest runs. Whatever stops it, OUT/gpu.json holds

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..report import duration
+from . import minutes
 from .turns import LEAST_ROUNDS
 
 PAGE, RESULTS = "docs/gpu-figures.md", "bench/results"
@@ -35,8 +35,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def kept(tree: Path) -> dict[str, dict[str, Any]]:
     """The results of GPUs in a tree, by the names of their files."""
-    files = sorted((tree / RESULTS).glob("gpu*.json"))
-    return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    return minutes.kept(tree)
 
 
 def _of_file(name: str, content: Mapping[str, Any]) -> Iterator[str]:
@@ -58,7 +57,7 @@ def _of_file(name: str, content: Mapping[str, Any]) -> Iterator[str]:
 
 def _host(content: Mapping[str, Any]) -> str:
     rates = [fact["found"] for fact in content["facts"] if fact["name"].startswith("host memory")]
-    return f"{rates[0]['gb_s']:.0f} GB/s" if rates else "not recorded"
+    return f"{rates[0]['stream 1r 4u']:.0f} GB/s" if rates else "not recorded"
 
 
 def _of_contest(contest: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[str]:

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 from . import asked
 from .lines import LISTS
-from .sections import NAMES
+from .sections import NAMES, OFFLOADING
 from .turns import LEAST_ROUNDS
 
 SCHEMA = 3
 TEXT, NUMBER = (str,), (int, float)
 TOP: Mapping[str, tuple[type, ...]] = {
-    "date": TEXT, "commit": TEXT, "sources_sha256": TEXT, "command": TEXT, "machine": (dict,),
+    "date": TEXT, "commit": TEXT, "sources_sha256": TEXT, "digests": (dict,), "command": TEXT, "machine": (dict,),
     "tools": (dict,), "versions": (dict,), "absent": (list,), "sections": (list,), "took": (dict,), "asked": (list,),
     "figures": (dict,), **dict.fromkeys(LISTS, (list,)),
 }  # fmt: skip
@@ -157,6 +157,10 @@ def _figures(content: Mapping[str, Any]) -> Iterator[str]:
             return
         if "low" in figure and not figure["low"] <= value <= figure["high"]:
             yield f"figure {key}: {value} is not between {figure['low']} and {figure['high']}"
+    told = {fact.get("name") for fact in content["facts"]}
+    for section in OFFLOADING:
+        if any(key.startswith(f"{section}.") for key in content["figures"]) and f"host memory: {section}" not in told:
+            yield f"section {section} has figures, and no fact 'host memory: {section}': what bounds them is unknown"
     why_not = {entry["key"]: entry["why"] for entry in content["could_not"] if {"key", "why"} <= set(entry)}
     if content["asked"] != asked.verdicts(content["figures"], why_not, content["sections"], False):
         yield "asked is not what this version asks of these figures: it was edited, or is of another version"

@@ -27,7 +27,7 @@ asked, machine, report, runner, sections, settings, tests = (
 
 MEASURED = {*report.TIMES, "value", "low", "high"}
 # A rehearsal cannot run what needs CUDA itself, and what is not installed.
-EXPECTED = ("batch.engine", "copies.engine", "eightbit.", "offload.deepspeed")
+EXPECTED = ("batch.engine", "copies.engine", "eightbit.", "offload.deepspeed", "muon.dion")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ class TestRehearsal:
         told = {line["key"]: line["measured"] for line in found["asked"]}
         assert list(told) == [one.key for one in asked.ASKED]
         rehearsed = {key for key, measured in told.items() if measured == "rehearsed"}
-        peers = {"eightbit.bitsandbytes", "eightbit.flashoptim", "eightbit.torchao", "offload.deepspeed"}
+        peers = {"eightbit.bitsandbytes", "eightbit.flashoptim", "eightbit.torchao", "offload.deepspeed", "muon.dion"}
         assert set(told) - rehearsed <= peers
 
     def nothing_in_it_can_be_taken_for_a_measurement(self, found: dict, shown: str) -> None:

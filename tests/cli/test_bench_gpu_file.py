@@ -120,7 +120,7 @@ def result(**more: Any) -> dict[str, Any]:
     figures = {"step1b.ms": {"of": "zk", "value": 6.5}}
     content = {
         "schema": 3, "op": "gpu", "date": "2026-11-26T10:00:00+00:00", "commit": "0123456789ab",
-        "sources_sha256": "0" * 64, "command": "bench/gpu.sh OUT step1b",
+        "sources_sha256": "0" * 64, "digests": {}, "command": "bench/gpu.sh OUT step1b",
         "machine": {"cpu": "x", "gpu": {"name": "NVIDIA H100"}}, "tools": {},
         "versions": {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}, "absent": ["torchao"],
         "sections": ["step1b"], "took": {"step1b": "9 s"}, "asked": asked.verdicts(figures, {}, ["step1b"], False),
@@ -170,6 +170,7 @@ class TestSchema:
             ({"rows": [{**ROW, "contest": "d"}]}, "of a contest that is not there: 'd'"),
             ({"rows": [{**ROW, "ratio": {}}]}, "ratio and ratio_interval tell of others: {'torch'}"),
             ({"contests": [{"name": "c", "rounds": 0, "missing": {}, "peers": {}}]}, "has times and no round"),
+            ({"figures": {"exact.delayed": {"of": "zk", "value": 0.9}}}, "no fact 'host memory: exact'"),
             ({"figures": {"step1b.ms": {"of": "zk", "value": None}}}, "value=None; allowed: a number"),
             ({"figures": {"step1b.ms": {"of": "zk", "value": 5.0}}}, "asked is not what this version asks"),
             ({"figures": {"step1b.ms": {"value": 5.0, "low": 6.0, "high": 7.0}}}, "5.0 is not between 6.0 and 7.0"),

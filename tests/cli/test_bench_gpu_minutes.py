@@ -1,0 +1,176 @@
+"""The minutes of a GPU run: what runs first, with how many seconds, and what is known and left out."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tables import each
+
+ROOT = Path(__file__).resolve().parents[2]
+device, exact, graphs, keep, machine, minutes, muon, runner, sections, settings, stage3, zero = (
+    import_module(f"zerokern.bench.{name}")
+    for name in (
+        "offload.device", "gpu.sections.exact", "gpu.sections.graphs", "gpu.sections.keep", "gpu.machine",
+        "gpu.minutes", "gpu.sections.muon", "gpu.runner", "gpu.sections", "gpu.settings", "gpu.sections.stage3",
+        "gpu.sections.zero",
+    )
+)  # fmt: skip
+FIRST = [("copies", 30), ("tests", 90), ("sweep", 100), ("stage3", 90), ("exact", 180), ("muon", 70)]
+REST = [
+    ("graphs", 60), ("keep", 60), ("infinity", 300), ("eight", 180), ("update", 90), ("eightbit", 30), ("offload", 150),
+    ("zero", 75), ("spans", 45), ("flatten", 20), ("mixed", 35), ("optim", 25), ("batch", 10), ("step1b", 12),
+    ("ops", 60), ("sanitize", 80), ("soak", 900),
+]  # fmt: skip
+PLANS = {
+    60: [("copies", 30), ("tests", 27)],
+    600: [*FIRST, ("graphs", 37)],
+    2700: [*FIRST, *REST],
+}
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def ran(within_s: float, gpus: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[tuple[str, float]]:
+    """What a run starts, with how many seconds, where each section takes all of them on a fake clock."""
+    clock, found = Clock(), []
+
+    class Section:
+        def __init__(self, section: Any, seconds: float) -> None:
+            found.append((section.name, seconds))
+            clock.now += seconds
+
+    monkeypatch.setattr(import_module("zerokern.bench.gpu.clock"), "time", clock)
+    monkeypatch.setattr(machine, "gpus", lambda: gpus)
+    monkeypatch.setattr(runner.Run, "_start", lambda self, section, seconds, most, folder: Section(section, seconds))
+    monkeypatch.setattr(runner.Run, "_end", lambda self, started: None)
+    monkeypatch.setattr(runner.Run, "_warm", lambda self, sections, limit_s: None)
+    monkeypatch.setattr(runner.Run, "_is_known", lambda self, section: False)
+    monkeypatch.setattr(runner.Run, "say", lambda self, text: None)
+    names = [section.name for section in sections.SECTIONS]
+    run = runner.Run(folder, names, settings.Settings(), within_s, "test")
+    run._run_all(folder)
+    refused = [entry["key"] for entry in run.ours]
+    assert sorted([*refused, *(name for name, _ in found)]) == sorted(names)
+    return found
+
+
+@each("within_s", list(PLANS))
+def test_the_first_sections_are_whole_and_the_rest_gets_what_is_left(
+    within_s: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All sections shrank together, and a short run lost those that are worth most."""
+    found = ran(within_s, 1, monkeypatch, tmp_path)
+    assert found == PLANS[within_s]
+    assert found == minutes.schedule([one for one in sections.SECTIONS if one.gpus == 1], within_s)
+
+
+def test_two_gpus_come_before_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = ran(600, 2, monkeypatch, tmp_path)
+    assert found[:3] == [("ranks", 120), ("copies", 30), ("tests", 90)]
+    assert found[-1] == ("exact", 600 - 3 - 430)
+
+
+def test_a_smaller_section_may_fit_where_a_larger_one_does_not() -> None:
+    large, small = sections.Section("large", 90, 60, ""), sections.Section("small", 10, 3, "")
+    assert minutes.schedule([large, small], 40) == [("small", 10)]
+    assert minutes.schedule([minutes.alone(large), small], 100) == [("large", 97)]
+
+
+RESULT = {
+    "machine": {"gpu": {"name": "NVIDIA H200"}},
+    "digests": {"sweep": "a", "update": "b", "muon": "c", "optim": "d"},
+    "took": {"sweep": "90 s", "update": "20 s, stopped", "muon": "9 s", "optim": "9 s"},
+    "could_not": [{"key": "muon.dion", "why": "not installed"}],
+}
+
+
+class TestKnown:
+    @each(
+        "gpu, now, found",
+        [
+            ("NVIDIA H200", {"sweep": "a", "update": "b", "muon": "c", "optim": "d"}, ["optim", "sweep"]),
+            ("NVIDIA H200", {"sweep": "other", "optim": "d"}, ["optim"]),
+            ("NVIDIA H100", {"sweep": "a", "optim": "d"}, []),
+            ("NVIDIA H200", {}, []),
+        ],
+    )
+    def test_what_ran_whole_on_this_gpu_of_these_sources(self, gpu: str, now: dict, found: list[str]) -> None:
+        assert sorted(minutes.known({"gpu_x.json": RESULT}, gpu, now)) == found
+
+    def test_a_digest_is_of_the_kernels_and_not_of_the_rest(self, tmp_path: Path) -> None:
+        for name in ("zerokern/kernels/a.py", "zerokern/zero/b.py", "cuda/c.cu", "bench/gpu/sections/sweep.py"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        sweep, stage = sections.section("sweep"), sections.section("stage3")
+
+        def digests(**versions: str) -> dict[str, str]:
+            return minutes.digests([sweep, stage], tmp_path, {"torch": "2.11", "triton": "3.6", **versions})
+
+        before = digests()
+        assert before == digests() and before["sweep"] != digests(triton="3.9")["sweep"]
+        (tmp_path / "zerokern/zero/b.py").write_text("other")
+        assert before["sweep"] == digests()["sweep"] and before["stage3"] != digests()["stage3"]
+        (tmp_path / "cuda/c.cu").write_text("other")
+        assert before["sweep"] != digests()["sweep"]
+        assert minutes.digests([sweep], None, {}) == {}
+
+
+# What the new sections compare: with right ones nothing differs, with wrong ones something does.
+STAGE = device.Stage(torch.device("cpu"), zero.TOY, recompute=False)
+
+
+@pytest.mark.slow
+class TestComparisons:
+    def test_overlap_has_the_bits_of_sync(self, world: None) -> None:
+        stage = device.Stage(torch.device("cpu"), exact.TOY)
+        batch = stage.batch(64)
+        found = [exact.after_steps(stage, name, batch) for name in (device.SYNC, device.OVERLAP, device.DELAYED)]
+        assert found[0][0] == found[1][0] != found[2][0]
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(found[0][1], found[2][1], strict=True))
+
+    @each("number", [0, 3])
+    def test_a_replay_that_is_no_step_is_found(self, number: int, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        batch = STAGE.batch(zero.TOY_TOKENS)
+        assert graphs.difference(STAGE, number, None, batch) == 0.0
+        original = graphs.Replayed._capture
+
+        def twice(self: Any, *inputs: torch.Tensor) -> None:
+            original(self, *inputs)
+            self._graph.step()
+
+        monkeypatch.setattr(graphs.Replayed, "_capture", twice)
+        assert graphs.difference(STAGE, number, None, batch) > 0.0
+
+    def test_keep_has_the_same_losses(self, world: None, tmp_path: Path) -> None:
+        batch = STAGE.batch(zero.TOY_TOKENS)
+        losses = []
+        for where in (keep.DEVICE, keep.HOST, keep.DISK):
+            one = keep.trainer(STAGE, where, None, tmp_path / where)
+            losses.append([one.step(*batch).item() for _ in range(3)])
+        assert losses[0] == losses[1] == losses[2]
+
+    def test_a_wrong_muon_is_not_timed(self) -> None:
+        problem = muon.Matrices(torch.device("cpu"), 2, (24, 32))
+        problem.provider("right", lambda params: muon.zk.Muon(params, **muon.SETTINGS)).check()
+        wrong = {**muon.SETTINGS, "ns_steps": 1}
+        with pytest.raises(import_module("zerokern.bench.contest").WrongResult, match="the last matrix's update is"):
+            problem.provider("wrong", lambda params: muon.zk.Muon(params, **wrong)).check()
+
+    def test_the_host_s_time_is_counted(self, world: None) -> None:
+        trainer, batch = zero.sharded(STAGE, 3), STAGE.batch(zero.TOY_TOKENS)
+        found = stage3.profiled(trainer, batch, STAGE)
+        assert found["host_us_a_step"] > 0 and len(found["ops"]) == stage3.TOP
+        assert stage3.python_calls(trainer, batch)["calls"] > 100
