@@ -164,3 +164,7 @@ def _output(*command: str, folder: Path | None = None) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+if __name__ == "__main__":  # what `bench/gpu_pack.sh` writes into PACKED, in the source tree
+    print(commit_of(Path.cwd()), digest(Path.cwd()), sep="\n")

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import asked, lines, machine, minutes, warm
+from . import asked, lines, machine, minutes, triton_cache, warm
 from .clock import Budget, EventClock, RehearsalClock
 from .minutes import TO_CONCLUDE_S
 from .report import Desk
@@ -64,8 +64,11 @@ class Running:
 class Run:
     """One call of `bench/gpu.sh`: `out` gets `<stem>.json`, `<stem>.txt` and the logs of the sections."""
 
-    def __init__(self, out: Path, names: Sequence[str], settings: Settings, within_s: float, command: str) -> None:
-        self.out, self.settings, self.command = out, settings, command
+    def __init__(
+        self, out: Path, names: Sequence[str], settings: Settings, within_s: float, command: str, cache: str = ""
+    ) -> None:
+        """`cache`: the key of Triton's cache, which is kept in `out`; "" for none."""
+        self.out, self.settings, self.command, self.cache = out, settings, command, cache
         self.sections = [one for one in (*SECTIONS, *ALONE) if one.name in names]
         self.all = Budget(within_s)
         stem = "rehearsal" if settings.rehearse else "gpu"
@@ -246,6 +249,8 @@ class Run:
 
     def _conclude(self) -> None:
         self._write()
+        if self.cache and not self.interrupted:
+            self.say(triton_cache.save(self.out, self.cache))
         found = self.content()
         told = ["", *asked.verdict_lines(found["asked"]), ""]
         told += [f"could not run {entry['key']}: {entry['why']}" for entry in found["could_not"]]

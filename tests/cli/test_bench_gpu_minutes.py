@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -125,6 +130,64 @@ class TestKnown:
         (tmp_path / "cuda/c.cu").write_text("other")
         assert before["sweep"] != digests()["sweep"]
         assert minutes.digests([sweep], None, {}) == {}
+
+
+class TestOpenTests:
+    def test_what_has_passed_before_on_this_gpu_runs_last(self, tmp_path: Path) -> None:
+        section = import_module("zerokern.bench.gpu.sections.tests")
+        plugin = import_module("zerokern.bench.gpu.open_first")
+        one = {**RESULT, "facts": [{"name": "tests: passed", "found": ["a.py::x"]}, {"name": "tests", "found": 1}]}
+        assert section.passed_before({"f": one}, "NVIDIA H200") == ["a.py::x"]
+        assert section.passed_before({"f": one}, "NVIDIA H100") == []
+        (tmp_path / "passed").write_text('["a.py::x"]')
+
+        class Item:
+            def __init__(self, nodeid: str) -> None:
+                self.nodeid = nodeid
+
+        class Config:
+            def getoption(self, name: str) -> str:
+                return str(tmp_path / "passed")
+
+        items = [Item(name) for name in ("a.py::x", "a.py::y", "b.py::z")]
+        plugin.pytest_collection_modifyitems(Config(), items)
+        assert [item.nodeid for item in items] == ["a.py::y", "b.py::z", "a.py::x"]
+
+
+class TestPack:
+    def test_a_cache_comes_back_to_where_it_was_made_and_is_refused_elsewhere(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache = import_module("zerokern.bench.gpu.triton_cache")
+        made, out = tmp_path / "made", tmp_path / "out"
+        (made / "ABC").mkdir(parents=True)
+        out.mkdir()
+        (made / "ABC" / "kernel.cubin").write_bytes(b"one")
+        monkeypatch.setenv(cache.FOLDER, str(made))
+        assert "1 kernels" in cache.save(out, "triton a")
+        (made / "ABC" / "kernel.cubin").unlink()
+        assert cache.load(out / cache.NAME, "triton a") == "unpacked a Triton cache of 1 kernels"
+        assert (made / "ABC" / "kernel.cubin").read_bytes() == b"one"
+        said = cache.load(out / cache.NAME, "triton b")
+        assert said == "could not use the packed Triton cache: it is of 'triton a', and here is 'triton b'"
+        assert "no Triton cache was packed" in cache.load(out / "none.tgz", "triton a")
+
+    def test_the_script_writes_what_a_tree_without_git_is_asked_for(self, tmp_path: Path) -> None:
+        """NO_WHEEL leaves out what takes a minute."""
+        tree = tmp_path / "tree"
+        (tree / "bench").mkdir(parents=True)
+        shutil.copy(ROOT / "bench" / "gpu_pack.sh", tree / "bench")
+        shutil.copy(ROOT / "bench" / "machine.py", tree / "bench")
+        for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"]):
+            subprocess.run(["git", *words], cwd=tree, check=True)
+        environment = {**os.environ, "PYTHON": sys.executable, "NO_WHEEL": "1"}
+        ran = subprocess.run([tree / "bench" / "gpu_pack.sh"], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        shutil.rmtree(tree / ".git")
+        packed = import_module("zerokern.bench.machine")
+        assert re.fullmatch("[0-9a-f]{12}(-dirty)?", packed.commit_of(tree))
+        (tree / "bench" / "machine.py").write_text("")
+        assert packed.commit_of(tree).endswith(", and changed since it was packed")
 
 
 # What the new sections compare: with right ones nothing differs, with wrong ones something does.
