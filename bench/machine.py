@@ -18,6 +18,7 @@ from .buffers import huge_page_setting
 from .measure import Measurement
 
 SOURCES = {".py", ".c", ".cpp", ".h", ".def", ".cu", ".cuh", ".sh", ".txt"}
+NO_TREE = "unknown: no source tree of this package is at hand"
 PACKED = "build/gpu-pack/COMMIT"
 PACKAGES = ("zerokern", "torch", "numpy", "deepspeed", "torchao", "bitsandbytes")
 
@@ -97,11 +98,11 @@ def today() -> str:
 
 
 def commit() -> str:
-    """The commit of the source tree that runs, marked where it has changes; "" where no tree is at hand."""
+    """The commit of the source tree that runs, marked where it has changes; where none is at hand, that in words."""
     here = Path(__file__).resolve().parent
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
-        return _described(here)
-    return _described(Path.cwd()) if _is_copy_of(Path.cwd()) else ""
+        return _described(here) or NO_TREE
+    return (_is_copy_of(Path.cwd()) and _described(Path.cwd())) or NO_TREE
 
 
 def commit_of(tree: Path | None) -> str:
@@ -110,7 +111,7 @@ def commit_of(tree: Path | None) -> str:
     A copy without .git has the file that `bench/gpu_pack.sh` writes: the commit, and a digest of what was packed.
     """
     if tree is None:
-        return commit() or "unknown: nobody named the source tree (--tree)"
+        return commit()
     if _git(tree, "ls-files", "--error-unmatch", "bench/machine.py"):
         return _described(tree)
     packed = _lines(str(tree / PACKED))

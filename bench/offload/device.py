@@ -98,17 +98,19 @@ def plain_loop(model: nn.Module, update: Update) -> Callable[[Tensor, Tensor], T
     return step
 
 
-def ours(stage: Stage, name: str, form: str, seen: Callable[[nn.Module], object] | None = None, **more: Any) -> Trainer:
+def ours(
+    stage: Stage, name: str, form: str, seen: Callable[[nn.Module, Any], object] | None = None, **more: Any
+) -> Trainer:
     """zk.AdamW with its state on the device, or on the host in one of the schedules; with `more` of its arguments.
 
     Under zk.shard, where a block's forward waits for its own parameters: plain ones are complete when step() returns.
-    `seen` gets the model.
+    `seen` gets the model and its optimizer.
     """
     model = stage.model() if name == RESIDENT else zk.shard(stage.model(), stage=SHARDED)
+    given = {"max_grad_norm": MAX_NORM, **FORMATS[form], **keywords(name), **HYPER, **more}
+    optimizer: Any = zk.AdamW(model.parameters(), **given)
     if seen is not None:
-        seen(model)
-    given = {**FORMATS[form], **keywords(name), **HYPER, **more}
-    optimizer: Any = zk.AdamW(model.parameters(), max_grad_norm=MAX_NORM, **given)
+        seen(model, optimizer)
 
     def update() -> None:
         optimizer.step()

@@ -201,6 +201,7 @@ class TestComparisons:
         batch = stage.batch(64)
         found = [exact.after_steps(stage, name, batch) for name in (device.SYNC, device.OVERLAP, device.DELAYED)]
         assert found[0][0] == found[1][0] != found[2][0]
+        assert found[0][2] == found[1][2] > exact.CLIP
         assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
         assert not all(torch.equal(a, b) for a, b in zip(found[0][1], found[2][1], strict=True))
 
