@@ -14,8 +14,8 @@ import zerokern
 
 from ..machine import commit_of, cpu_model, memory_gib, today, versions
 
-PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "torchao", "bitsandbytes", "flashoptim")
-PEERS = ("torchao", "bitsandbytes", "flashoptim", "deepspeed")
+PEERS = ("torchao", "bitsandbytes", "flashoptim", "deepspeed", "dion")
+PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", *PEERS)
 QUERY = (
     "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max,"
     "ecc.mode.current"

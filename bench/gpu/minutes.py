@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .machine import PEERS
 from .sections import Section
 
 TO_CONCLUDE_S = 3.0
+ABSENT = "is not installed"
 PARTS = (".py", ".cu", ".cuh", ".h", ".cpp")
 
 
@@ -63,7 +65,7 @@ def alone(section: Section) -> Section:
 
 
 def digests(sections: Iterable[Section], tree: Path | None, versions: Mapping[str, str]) -> dict[str, str]:
-    """By section: SHA-256 of the sources that its figures are of, of its own file, of torch's and Triton's versions."""
+    """By section: SHA-256 of the sources that its figures are of, of its own file, of the versions of what it meets."""
     if tree is None:
         return {}
     return {section.name: _digest(section, tree, versions) for section in sections}
@@ -71,7 +73,7 @@ def digests(sections: Iterable[Section], tree: Path | None, versions: Mapping[st
 
 def _digest(section: Section, tree: Path, versions: Mapping[str, str]) -> str:
     found = hashlib.sha256()
-    for package in ("torch", "triton"):
+    for package in ("torch", "triton", *PEERS):
         found.update(f"{package} {versions.get(package)}\0".encode())
     own = tree / "bench" / "gpu" / "sections" / f"{section.name}.py"
     inside = (path for folder in section.of for path in (tree / folder).rglob("*") if path.suffix in PARTS)
@@ -87,7 +89,11 @@ def known(results: Mapping[str, Mapping[str, Any]], device: str, now: Mapping[st
     for file, content in results.items():
         if content.get("machine", {}).get("gpu", {}).get("name") != device:
             continue
-        refused = {entry["key"].partition(".")[0].partition(":")[0] for entry in content["could_not"]}
+        refused = {
+            entry["key"].partition(".")[0].partition(":")[0]
+            for entry in content["could_not"]
+            if ABSENT not in entry["why"]  # it still is: the digest has the versions of peers
+        }
         for section, digest in content.get("digests", {}).items():
             took = content["took"].get(section, "stopped")
             if now.get(section) == digest and section not in refused and "," not in took:

@@ -85,6 +85,7 @@ class TestRehearsal:
         self.every_section_runs_to_its_end(found)
         self.every_contestant_but_those_not_installed_is_right(found)
         self.the_library_moves_what_one_rank_would_leave_out(found)
+        self.what_bounds_an_offload_is_measured_beside_it(found)
         self.every_line_that_is_asked_for_is_there(found)
         self.nothing_in_it_can_be_taken_for_a_measurement(found, shown)
 
@@ -104,6 +105,11 @@ class TestRehearsal:
         zero = import_module("zerokern.bench.gpu.sections.zero")
         (counts,) = [fact["found"] for fact in found["facts"] if "collectives of gloo" in fact["name"]]
         assert all(counts[kind] > 0 for kind in zero.MOVES)
+
+    def what_bounds_an_offload_is_measured_beside_it(self, found: dict) -> None:
+        told = {fact["name"] for fact in found["facts"]}
+        offloading = set(sections.OFFLOADING) - {one.name for one in sections.ALONE}
+        assert {f"host memory: {name}" for name in offloading} <= told
 
     def every_line_that_is_asked_for_is_there(self, found: dict) -> None:
         told = {line["key"]: line["measured"] for line in found["asked"]}

@@ -26,7 +26,7 @@ device, exact, graphs, keep, machine, minutes, muon, runner, sections, settings,
 )  # fmt: skip
 FIRST = [("copies", 30), ("tests", 90), ("sweep", 100), ("stage3", 90), ("exact", 180), ("muon", 70)]
 REST = [
-    ("graphs", 60), ("keep", 60), ("infinity", 300), ("eight", 180), ("update", 90), ("eightbit", 30), ("offload", 150),
+    ("graphs", 60), ("keep", 60), ("infinity", 300), ("eight", 180), ("update", 90), ("eightbit", 30), ("offload", 140),
     ("zero", 75), ("spans", 45), ("flatten", 20), ("mixed", 35), ("optim", 25), ("batch", 10), ("step1b", 12),
     ("ops", 60), ("sanitize", 80), ("soak", 900),
 ]  # fmt: skip
@@ -97,7 +97,10 @@ RESULT = {
     "machine": {"gpu": {"name": "NVIDIA H200"}},
     "digests": {"sweep": "a", "update": "b", "muon": "c", "optim": "d"},
     "took": {"sweep": "90 s", "update": "20 s, stopped", "muon": "9 s", "optim": "9 s"},
-    "could_not": [{"key": "muon.dion", "why": "not installed"}],
+    "could_not": [
+        {"key": "muon: a list", "why": "out of memory"},
+        {"key": "optim.peer", "why": "a peer is not installed (pip install peer)"},
+    ],
 }
 
 
@@ -125,6 +128,7 @@ class TestKnown:
 
         before = digests()
         assert before == digests() and before["sweep"] != digests(triton="3.9")["sweep"]
+        assert before["sweep"] != digests(torchao="0.18")["sweep"]
         (tmp_path / "zerokern/zero/b.py").write_text("other")
         assert before["sweep"] == digests()["sweep"] and before["stage3"] != digests()["stage3"]
         (tmp_path / "cuda/c.cu").write_text("other")
@@ -238,3 +242,87 @@ class TestComparisons:
         found = stage3.profiled(trainer, batch, STAGE)
         assert found["host_us_a_step"] > 0 and len(found["ops"]) == stage3.TOP
         assert stage3.python_calls(trainer, batch)["calls"] > 100
+
+
+class OnCpu(settings.Settings):
+    """What is no rehearsal, on a CPU at toy sizes: the branches that only a GPU takes else."""
+
+    @property
+    def sizes(self) -> Any:
+        return settings.TOY
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def impl(self) -> str:
+        return "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stage3", "exact", "muon", "graphs", "keep", "soak", "zero"])
+def test_what_a_section_leaves_is_a_result(
+    name: str, world: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All of it but CUDA: times, facts and figures are kept, and --check takes the file."""
+    module = import_module(f"zerokern.bench.gpu.sections.{name}")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **more: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for of in (module, zero, import_module("zerokern.bench.gpu.sections.offload")):
+        for constant in ("SHAPE", "LARGE"):
+            monkeypatch.setattr(of, constant, zero.TOY, raising=False)
+        for constant in ("TOKENS", "LARGE_TOKENS", "CHECKED_TOKENS"):
+            monkeypatch.setattr(of, constant, zero.TOY_TOKENS, raising=False)
+    for constant, value in (("LISTS", muon.TOY_LISTS), ("NOTED_EVERY", 2), ("LEFT_S", 0.0)):
+        monkeypatch.setattr(module, constant, value, raising=False)
+    if name == "exact":
+        monkeypatch.setitem(module.MORE, module.BUDGET, {"tier": module.TOY_BUDGET})
+    lines, report, clock, schema = (
+        import_module(f"zerokern.bench.gpu.{one}") for one in ("lines", "report", "clock", "schema")
+    )
+    where = OnCpu()
+    file, said = tmp_path / "lines", []
+    desk = report.Desk(where, clock.RehearsalClock(), clock.Budget(6.0), file, said.append, tmp_path / "log")
+    module.run(desk)
+    run = runner.Run(tmp_path, [name], where, 60.0, "test")
+    run.birth = {
+        **machine.birth("test", ROOT), "digests": {},
+        "machine": {"gpu": {"name": "NVIDIA H200"}}, "versions": {"torch": "2", "triton": "3", "python": "3"},
+    }  # fmt: skip
+    run.theirs, run.took = {name: lines.read(file)}, {name: "6 s"}
+    found = run.content()
+    assert list(schema.problems(found)) == []
+    refused = [entry for entry in found["could_not"] if minutes.ABSENT not in entry["why"]]
+    assert refused == [] and (found["rows"] or name == "soak")
+    measured = {line["key"]: line["measured"] for line in found["asked"]}
+    assert [key for key, text in measured.items() if text == "not measured"] in ([], ["muon.dion"])
+    assert (f"host memory: {name}" in {fact["name"] for fact in found["facts"]}) == (name in sections.OFFLOADING)
+
+
+@pytest.mark.slow
+def test_the_section_of_tests_names_what_passed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its command, plugin included, on tests that need no GPU: one has passed before."""
+    section, clock, report, lines = (
+        import_module(f"zerokern.bench.gpu.{one}") for one in ("sections.tests", "clock", "report", "lines")
+    )
+    tree = tmp_path / "tree"
+    (tree / "tests").mkdir(parents=True)
+    body = "import pytest\n" + "".join(f"@pytest.mark.gpu\ndef test_{name}(): pass\n" for name in "abc")
+    (tree / "tests" / "test_one.py").write_text(body)
+    (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    results = {"f": {**RESULT, "facts": [{"name": "tests: passed", "found": ["tests/test_one.py::test_a"]}]}}
+    monkeypatch.setattr(minutes, "kept", lambda tree: results)
+    monkeypatch.setattr(machine, "gpu", lambda: {"name": "NVIDIA H200"})
+    monkeypatch.setattr(section, "PROCESSES", 1)
+    desk = report.Desk(
+        settings.Settings(False, tree), clock.RehearsalClock(), clock.Budget(100.0), tmp_path / "lines", print, tmp_path
+    )
+    section.run(desk, tmp_path)
+    found = lines.merged(lines.read(tmp_path / "lines"))
+    facts = {fact["name"]: fact["found"] for fact in found["facts"]}
+    assert facts["tests: passed"] == [f"tests/test_one.py::test_{name}" for name in "abc"] and not found["could_not"]
+    assert facts["tests"]["counts"] == {"passed": 3}
+    ran = [line for line in (tmp_path / "pytest.log").read_text().splitlines() if "PASSED" in line]
+    assert [re.search(r"::test_(\w)", line)[1] for line in ran] == ["b", "c", "a"]

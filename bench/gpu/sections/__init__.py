@@ -7,6 +7,7 @@ from dataclasses import dataclass
 KERNELS = ("zerokern/kernels", "cuda")
 STEPS = (*KERNELS, "zerokern/optim", "zerokern/memory")
 LIBRARY = ("zerokern", "cuda", "cpu")
+TESTED = (*LIBRARY, "tests")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ BUILD_S = 45.0  # of those, for compiling the library
 SECTIONS = (
     Section("ranks", 120, 15, "two ranks on two GPUs: stages 0 to 3 against DDP and FSDP2", gpus=2),
     Section("copies", 30, 10, "the host's memory, and large spans to and from it, one way and both at once"),
-    Section("tests", 90, 20, "pytest -m gpu on the installed package, what never passed first", timed=False),
+    Section("tests", 90, 20, "pytest -m gpu on the installed package, what never passed first", timed=False, of=TESTED),
     Section("sweep", 100, 20, "launch configurations of the update kernels, 5 int8 and bf16 formats", of=KERNELS),
     Section("stage3", 90, 25, "152M at stage 3 under the profiler, beside FSDP2 in both modes"),
     Section("exact", 180, 60, "1B exact at 16k tokens: resident, overlap, Delayed, a budget, update='device'; bits"),
@@ -44,7 +45,7 @@ SECTIONS = (
     Section("eight", 180, 40, "8B parameters with 128k words on one GPU and its host, exact"),
     Section("update", 90, 12, "every update format on one flat span, against the copy bandwidth", of=KERNELS),
     Section("eightbit", 30, 5, "int8 states with split8 against the 8-bit optimizers that are installed", of=STEPS),
-    Section("offload", 150, 40, "a GPT of 1B with its state on the host: all schedules, and what others offload with"),
+    Section("offload", 140, 40, "a GPT of 1B with its state on the host: all schedules, and what others offload with"),
     Section("zero", 75, 15, "ZeRO stages 0 to 3 through NCCL on one rank; at 1B beside FSDP2 in both modes"),
     Section("spans", 45, 8, "lists by size and count: ferry and flatten against copy engine, batch call and torch"),
     Section("flatten", 20, 8, "lists into buckets and back, against torch.cat, _foreach_copy_ and _chunk_cat"),
