@@ -28,7 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", type=Path, nargs="+", metavar="FILE", help="is each of these files a result?")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU at toy sizes; nothing is measured")
     parser.add_argument("--tree", type=Path, metavar="FOLDER", help="the sources, for their tests")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="what bench/gpu_pack.sh made, for its Triton cache")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FOLDER", help="what bench/gpu_pack.sh made: a Triton cache, earlier results"
+    )
     parser.add_argument(
         "--within", type=float, default=WITHIN_S - BUILD_S, metavar="S", help="seconds for all sections (%(default).0f)"
     )
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(got("section", args.section, ", ".join(names)))
     if args.out is None or not args.out.is_dir():
         parser.error(f"{args.out}: there is no such folder")
-    settings = Settings(args.rehearse, args.tree)
+    settings = Settings(args.rehearse, args.tree, args.pack)
     chosen = [args.section] if args.section else everything
     words = ["bench/gpu.sh", "OUT", *chosen[: len(chosen) == 1], *(["--rehearse"] if args.rehearse else [])]
     key = ""

@@ -101,7 +101,10 @@ def known(results: Mapping[str, Mapping[str, Any]], device: str, now: Mapping[st
     return found
 
 
-def kept(tree: Path | None) -> dict[str, dict[str, Any]]:
-    """The results of GPUs that a tree keeps."""
-    files: Sequence[Path] = sorted((tree / "bench" / "results").glob("gpu*.json")) if tree else []
+def kept(tree: Path | None, pack: Path | None = None) -> dict[str, dict[str, Any]]:
+    """The results of GPUs that a tree keeps, and those of the runs before this one, which were packed."""
+    folders = [tree / "bench" / "results"] if tree else []
+    files: Sequence[Path] = [
+        file for folder in (*folders, *filter(None, [pack])) for file in sorted(folder.glob("gpu*.json"))
+    ]
     return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}

@@ -142,7 +142,9 @@ class Run:
         if self.settings.rehearse:
             return False
         device = self.birth["machine"]["gpu"].get("name", "")
-        file = minutes.known(minutes.kept(self.settings.tree), device, self.birth["digests"]).get(section.name)
+        file = minutes.known(minutes.kept(self.settings.tree, self.settings.pack), device, self.birth["digests"]).get(
+            section.name
+        )
         if file is not None:
             self._skip(section.name, f"known: {file} has it of this GPU and of the same sources")
         return file is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -116,6 +117,15 @@ class TestKnown:
     )
     def test_what_ran_whole_on_this_gpu_of_these_sources(self, gpu: str, now: dict, found: list[str]) -> None:
         assert sorted(minutes.known({"gpu_x.json": RESULT}, gpu, now)) == found
+
+    def test_a_run_goes_on_where_the_one_before_ended(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A machine that is lent for ten minutes a command has its earlier results in the pack."""
+        (tmp_path / "gpu-1.json").write_text(json.dumps(RESULT))
+        run = runner.Run(tmp_path, ["sweep", "update"], settings.Settings(pack=tmp_path), 60.0, "test")
+        run.birth = {"machine": {"gpu": {"name": "NVIDIA H200"}}, "digests": {"sweep": "a", "update": "b"}}
+        monkeypatch.setattr(run, "say", lambda text: None)
+        assert [run._is_known(sections.section(name)) for name in ("sweep", "update")] == [True, False]
+        assert run.ours[0]["why"] == "known: gpu-1.json has it of this GPU and of the same sources"
 
     def test_a_digest_is_of_the_kernels_and_not_of_the_rest(self, tmp_path: Path) -> None:
         for name in ("zerokern/kernels/a.py", "zerokern/zero/b.py", "cuda/c.cu", "bench/gpu/sections/sweep.py"):
@@ -313,7 +323,7 @@ def test_the_section_of_tests_names_what_passed(monkeypatch: pytest.MonkeyPatch,
     (tree / "tests" / "test_one.py").write_text(body)
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
     results = {"f": {**RESULT, "facts": [{"name": "tests: passed", "found": ["tests/test_one.py::test_a"]}]}}
-    monkeypatch.setattr(minutes, "kept", lambda tree: results)
+    monkeypatch.setattr(minutes, "kept", lambda tree, pack: results)
     monkeypatch.setattr(machine, "gpu", lambda: {"name": "NVIDIA H200"})
     monkeypatch.setattr(section, "PROCESSES", 1)
     desk = report.Desk(

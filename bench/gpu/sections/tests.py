@@ -38,7 +38,10 @@ def run(desk: Desk, out: Path) -> None:
     if desk.settings.rehearse:
         files = files[:1]
     before = out / f".{'rehearsal-' if desk.settings.rehearse else ''}passed.json"
-    before.write_text(json.dumps(passed_before(minutes.kept(tree), machine.gpu().get("name", ""))), encoding="utf-8")
+    before.write_text(
+        json.dumps(passed_before(minutes.kept(tree, desk.settings.pack), machine.gpu().get("name", ""))),
+        encoding="utf-8",
+    )
     plugin = ["-p", open_first.__name__, open_first.OPTION, str(before)]
     words = [
         "-c",
