@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,26 @@ class TestComparisons:
         wrong = {**muon.SETTINGS, "ns_steps": 1}
         with pytest.raises(import_module("zerokern.bench.contest").WrongResult, match="the last matrix's update is"):
             problem.provider("wrong", lambda params: muon.zk.Muon(params, **wrong)).check()
+
+    def test_dion_is_called_as_it_is_and_may_iterate_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A stand-in with dion's signature, whose iteration has other coefficients."""
+        calls: list[dict[str, Any]] = []
+
+        def stand_in(
+            params: list, *, lr: float, mu: float, weight_decay: float, nesterov: bool, use_triton: bool
+        ) -> Any:
+            calls.append({"nesterov": nesterov, "use_triton": use_triton})
+            other = {**muon.SETTINGS, "lr": lr, "momentum": mu, "weight_decay": weight_decay, "nesterov": nesterov}
+            return torch.optim.Muon(params, **{**other, "ns_coefficients": (3.0, -3.2, 1.2)})
+
+        dion = types.ModuleType("dion")
+        dion.Muon, dion.__spec__ = stand_in, importlib.machinery.ModuleSpec("dion", None)
+        monkeypatch.setitem(sys.modules, "dion", dion)
+        found = muon.contest_of(settings.Settings(rehearse=True), 2, (24, 32)).peers[muon.DION]()
+        assert [one.wiring for one in found] == ["use_triton=False", "use_triton=True"]
+        for one in found:
+            one.check()
+        assert calls == [{"nesterov": True, "use_triton": flag} for flag in (False, True)]
 
     def test_the_host_s_time_is_counted(self, world: None) -> None:
         trainer, batch = zero.sharded(STAGE, 3), STAGE.batch(zero.TOY_TOKENS)

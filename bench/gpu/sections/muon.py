@@ -24,6 +24,7 @@ TOY_LISTS = ((3, (16, 24)), (2, (24, 24)))
 OURS, HOST = "zk.Muon", "zk.Muon, state in host memory"
 TORCH, DION = "torch.optim.Muon", "dion"
 SCALE = 0.002  # of parameters: as rounding bf16 ones hides updates, a check needs small ones
+ALIKE = 0.4  # both iterations leave singular values between 0.7 and 1.2, each in its own way
 NBYTES = 2 + 2 * 2 + 2 * 4  # gradient; parameter and fp32 average, read and written
 
 Make = Callable[[list[torch.nn.Parameter]], Any]
@@ -44,7 +45,7 @@ def contest_of(settings: Settings, count: int, shape: tuple[int, int]) -> Contes
         OURS: functools.partial(zk.Muon, **SETTINGS),
         HOST: functools.partial(zk.Muon, tier="cpu", **SETTINGS),
     }
-    peers: dict[str, Make] = {TORCH: functools.partial(torch.optim.Muon, **SETTINGS), DION: dion}
+    theirs = functools.partial(torch.optim.Muon, **SETTINGS)
 
     def maker(name: str, make: Make) -> Callable[[], Sequence[Provider]]:
         return lambda: [problem.provider(name, make)]
@@ -53,18 +54,24 @@ def contest_of(settings: Settings, count: int, shape: tuple[int, int]) -> Contes
     return Contest(
         title, count * shape[0] * shape[1],
         {name: maker(name, make) for name, make in ours.items()},
-        {name: maker(name, make) for name, make in peers.items()},
+        {
+            TORCH: maker(TORCH, theirs),
+            DION: lambda: [
+                problem.provider(DION, functools.partial(dion, triton=triton), f"use_triton={triton}", ALIKE)
+                for triton in (False, True)
+            ],
+        },
     )  # fmt: skip
 
 
-def dion(params: list[torch.nn.Parameter]) -> Any:
+def dion(params: list[torch.nn.Parameter], triton: bool) -> Any:
+    """Its averages are in the dtype of the parameters, and its iteration has coefficients of its own for each step."""
     if importlib.util.find_spec("dion") is None:
         raise Missing("dion is not installed (pip install dion)")
     from dion import Muon
 
-    return Muon(
-        params, lr=SETTINGS["lr"], mu=SETTINGS["momentum"], weight_decay=SETTINGS["weight_decay"], nesterov=True
-    )
+    how = {"lr": SETTINGS["lr"], "mu": SETTINGS["momentum"], "weight_decay": SETTINGS["weight_decay"]}
+    return Muon(params, nesterov=True, use_triton=triton, **how)
 
 
 class Matrices:
@@ -81,7 +88,8 @@ class Matrices:
         for param, grad in zip(self.params, noise(), strict=True):
             param.grad = grad
 
-    def provider(self, name: str, make: Make) -> Provider:
+    def provider(self, name: str, make: Make, wiring: str = "", alike: float = 0.0) -> Provider:
+        """`alike`: how far an update may be from ours at least, of who iterates with other coefficients."""
         optimizer = make(self.params)
 
         def check() -> None:
@@ -100,9 +108,9 @@ class Matrices:
             scale = float((found * want).sum() / want.square().sum())  # dion scales by the shape, torch by its sides
             off = float((found - scale * want).norm() / (scale * want).norm())
             rounded = torch.finfo(BF16).eps * float(start.norm() / (scale * want).norm()) / SETTINGS["lr"]
-            most = 3 * SETTINGS["ns_steps"] * torch.finfo(BF16).eps + rounded
+            most = max(alike, 3 * SETTINGS["ns_steps"] * torch.finfo(BF16).eps) + rounded
             if not (off <= most and scale > 0):
                 raise WrongResult(f"{name}: the last matrix's update is {off:.2g} off, at most {most:.2g}")
 
         numel = sum(param.numel() for param in self.params)
-        return Provider(name, optimizer.step, check, numel * NBYTES, lambda count: None, wiring=name)
+        return Provider(name, optimizer.step, check, numel * NBYTES, lambda count: None, wiring=wiring or name)
