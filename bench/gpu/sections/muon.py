@@ -75,7 +75,9 @@ def dion(params: list[torch.nn.Parameter], triton: bool) -> Any:
 
 
 class Matrices:
-    """bf16 parameters with gradients, which all contestants of a list share; each has its own averages."""
+    """Values and gradients of one list. Each contestant has its own parameters: what another one writes, ours would
+    have to look at.
+    """
 
     def __init__(self, device: torch.device, count: int, shape: tuple[int, int]) -> None:
         draw = torch.Generator(device).manual_seed(5)
@@ -84,24 +86,20 @@ class Matrices:
             return torch.randn(count, *shape, device=device, generator=draw, dtype=torch.float32).to(BF16)
 
         self.start = noise() * SCALE
-        self.params = [torch.nn.Parameter(one) for one in self.start.clone()]
-        for param, grad in zip(self.params, noise(), strict=True):
-            param.grad = grad
+        self.grads = noise()
 
     def provider(self, name: str, make: Make, wiring: str = "", alike: float = 0.0) -> Provider:
         """`alike`: how far an update may be from ours at least, of who iterates with other coefficients."""
-        optimizer = make(self.params)
+        params = [torch.nn.Parameter(one) for one in self.start.clone()]
+        for param, grad in zip(params, self.grads, strict=True):
+            param.grad = grad
+        optimizer = make(params)
 
         def check() -> None:
             """A first step of the last matrix, against the iteration in float64."""
-            with torch.no_grad():
-                for param, value in zip(self.params, self.start, strict=True):
-                    param.copy_(value)
             optimizer.step()
-            start, end = self.start[-1].double(), self.params[-1].detach().double()
-            grad = self.params[-1].grad
-            assert grad is not None
-            want = _orthogonal(grad.double() if start.shape[0] <= start.shape[1] else grad.double().T)
+            start, end, grad = self.start[-1].double(), params[-1].detach().double(), self.grads[-1].double()
+            want = _orthogonal(grad if start.shape[0] <= start.shape[1] else grad.T)
             want = want if start.shape[0] <= start.shape[1] else want.T
             kept = start * (1 - SETTINGS["lr"] * SETTINGS["weight_decay"])
             found = (kept - end) / SETTINGS["lr"]
@@ -112,5 +110,5 @@ class Matrices:
             if not (off <= most and scale > 0):
                 raise WrongResult(f"{name}: the last matrix's update is {off:.2g} off, at most {most:.2g}")
 
-        numel = sum(param.numel() for param in self.params)
+        numel = self.start.numel()
         return Provider(name, optimizer.step, check, numel * NBYTES, lambda count: None, wiring=wiring or name)
