@@ -86,11 +86,11 @@ class Matrices:
             return torch.randn(count, *shape, device=device, generator=draw, dtype=torch.float32).to(BF16)
 
         self.start = noise() * SCALE
-        self.grads = noise()
+        self.grads = [one.clone() for one in noise()]  # apart, as a model has them
 
     def provider(self, name: str, make: Make, wiring: str = "", alike: float = 0.0) -> Provider:
         """`alike`: how far an update may be from ours at least, of who iterates with other coefficients."""
-        params = [torch.nn.Parameter(one) for one in self.start.clone()]
+        params = [torch.nn.Parameter(one.clone()) for one in self.start]
         for param, grad in zip(params, self.grads, strict=True):
             param.grad = grad
         optimizer = make(params)
