@@ -341,7 +341,7 @@ def test_the_section_of_tests_names_what_passed(monkeypatch: pytest.MonkeyPatch,
     )
     tree = tmp_path / "tree"
     (tree / "tests").mkdir(parents=True)
-    body = "import pytest\n" + "".join(f"@pytest.mark.gpu\ndef test_{name}(): pass\n" for name in "abc")
+    body = "import pytest\n" + "".join(f"@pytest.{section.MARK}\ndef test_{name}(): pass\n" for name in "abc")
     (tree / "tests" / "test_one.py").write_text(body)
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
     results = {"f": {**RESULT, "facts": [{"name": "tests: passed", "found": ["tests/test_one.py::test_a"]}]}}
