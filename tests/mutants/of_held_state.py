@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients_go_with_the_optimizer_that_fetched_them",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "            bucket.bring_back()\n",
         "            pass\n",
         "p.grad of parameters whose optimizer was closed reads host memory that has gone.",
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_gradient_is_used_before_it_is_back",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "ticket.gate() if targets[0].is_cuda else ticket.wait()",
         "ticket.gate() if targets[0].is_cuda else None",
         "Whoever uses a gradient that had left the device reads its memory before the copy has arrived.",
@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "nothing_waits_for_gradients_to_leave",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "or len(self._going) > most):",
         "):",
         "Where the link is slower than backward, all gradients lie on the device at once.",
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "one_bucket_more_on_its_way",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "or len(self._going) > most):",
         "or len(self._going) > most + 1):",
         "One more bucket of gradients than planned lies on the device.",
@@ -146,8 +146,8 @@ MUTANTS = (
     ),
     Mutant(
         "a_bucket_of_two_optimizers_leaves_for_one",
-        "zerokern/optim/releasing.py",
-        "mine = len(part.members) == len(bucket.entries) and len(bucket.shown.listeners) <= 1",
+        "zerokern/optim/leaving.py",
+        "mine = len(part.members) == len(bucket.entries) and len(shown.listeners) <= 1",
         "mine = True",
         "A bucket of which another optimizer updates a part is given back while that one reads it.",
         ("tests/optim/test_gradients_released.py::test_another_optimizer_may_step_the_same_gradients",),

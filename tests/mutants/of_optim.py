@@ -188,9 +188,9 @@ MUTANTS = (
     ),
     Mutant(
         "squares_measured_behind_the_mark",
-        "zerokern/optim/early.py",
-        "        self._found = host.measure(pairs)\n        self._mark = host.here()\n",
-        "        self._mark = host.here()\n        self._found = host.measure(pairs)\n",
+        "zerokern/optim/leaving.py",
+        "versions, found, mark = [grad._version for grad in grads], host.measure(pairs), host.here()",
+        "versions, mark, found = [grad._version for grad in grads], host.here(), host.measure(pairs)",
         "The sums of squares leave a device before they have been measured there.",
         ("tests/optim/test_offload_norm.py",),
     ),

@@ -2,7 +2,7 @@
 
 A copy has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the copies,
 and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
-Gradients of zk.shard are fetched during backward already, bucket by bucket (`early.EarlyFetches`).
+Gradients of zk.shard are fetched during backward already, bucket by bucket (`leaving.LeavingGradients`).
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's 
 class Part(NamedTuple):
     """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
 
-    `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is. `pieces`:
-    what of it is moved and stepped one after the other, if not all of it at once: segments of these members, each a row
-    of its own in the table of an update.
+    `members`: places among an optimizer's parameters. `sharding`, `bucket`: whose gradients these are, and which
+    bucket of them, or None. `pieces`: what of it is moved and stepped one after the other, if not all of it at once:
+    segments of these members, each a row of its own in the table of an update.
     """
 
     name: str
     members: Sequence[int]
     sharding: Any = None
-    bucket: int = -1
+    bucket: Any = None
     pieces: Sequence[Sequence[Segment]] = ()
 
     @property
@@ -104,7 +104,8 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
         prefix = f"model {number} " if len(shardings) > 1 else ""
         for bucket in sorted(key[1] for key in buckets if key[0] == id(sharding)):
             name = f"{prefix}bucket {bucket}"
-            parts.append(Part(name, tuple(buckets[id(sharding), bucket]), sharding, bucket))
+            members = buckets[id(sharding), bucket]
+            parts.append(Part(name, tuple(members), sharding, sharding.gradient_buckets[bucket]))
     return parts
 
 

@@ -22,7 +22,7 @@ from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.early import EarlyFetch, EarlyFetches
+from zerokern.optim.leaving import Departure, LeavingGradients
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
 from zerokern.optim.rounds import together
@@ -54,7 +54,7 @@ class StepRunner:
     def __init__(self, holdings: Holdings, decision: Decision) -> None:
         self._holdings, self._decision = holdings, decision
         self.pending: Update | None = None
-        self.leaving: EarlyFetches | None = None
+        self.leaving: LeavingGradients | None = None
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
@@ -117,7 +117,7 @@ class StepRunner:
             self._publish_pending(shards)
         parts = self._parts_of(shards)
         if self.leaving is None or self.leaving.shards is not shards:
-            self.leaving = EarlyFetches(shards, parts, self._holdings.schedule != "sync", self.leaving)
+            self.leaving = LeavingGradients(shards, parts, self._holdings.schedule != "sync", self.leaving)
         early = self.leaving.take()
         try:
             grads = shards.gradients()
@@ -139,26 +139,25 @@ class StepRunner:
             if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
                 shards = self.find_shards(groups)
                 shards.host.measures = True
-                self.leaving = EarlyFetches(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
+                self.leaving = LeavingGradients(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
 
     def _fetch(
         self,
         shards: Shards,
         parts: Sequence[Part],
         grads: dict[int, Tensor],
-        early: dict[str, EarlyFetch],
+        early: dict[str, Departure],
         unscaled: bool,
     ) -> None:
         host = shards.host
         self._fetched, self._gates = {}, []
-        for departure in early.values() if unscaled else ():
-            departure.forget()
         for departure in early.values():
-            departure.compare()
+            if unscaled or departure.bucket.shown.handed_out():  # somebody may have written what no version counts
+                departure.forget()
         for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
-            shown = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket].shown
+            shown = None if part.bucket is None else part.bucket.shown
             if shown is not None and shown.released.is_released and not all(copy.holds(grad) for copy, grad in pairs):
                 shown.released.restore(shown)  # with what the copies have, before others are fetched there
             tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
@@ -177,7 +176,7 @@ class StepRunner:
                 shown.reads_until(tickets[-1].gate)
                 if not shown.released.is_released and self.leaving is not None:
                     places = [shards.shards[place].place for place in part.members if place in grads]
-                    self.leaving.releasing.fetched(part, places, pairs, tickets)
+                    self.leaving.add(part, places, pairs, tickets=tickets)
                 continue
             own = [shards.params[place].grad for place in part.members if place in grads]
             kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, own, strict=True) if grad is not None]
@@ -227,7 +226,7 @@ class StepRunner:
             for tickets in reversed(self._fetched.values()) if not alone else ():
                 tickets[0].wait()
             if self.leaving is not None:
-                self.leaving.releasing.sweep()
+                self.leaving.sweep()
             if self._decision.take() is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
@@ -389,7 +388,7 @@ class StepRunner:
         self._keep_gradients(update, taken)
         shards.announce()
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
-            names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
+            names = {part.bucket.number: part.name for part in self._parts_of(shards) if part.sharding is sharding}
             sharding.publish_later(partial(self._perform_bucket, update, names), self._holdings.tear)
         update.binding.followed.accept_writes()
 
@@ -410,13 +409,12 @@ class StepRunner:
     def _keep_gradients(self, update: Update, taken: Sequence[Part]) -> None:
         """Makes whoever writes gradients next wait for the update, if that reads them beside the program's stream."""
         for part in update.streamed(taken):
-            if part.sharding is None:
+            if part.bucket is None:
                 continue  # `step()` waits for those
-            bucket = part.sharding.gradient_buckets[part.bucket]
-            if bucket.shown.handed_out():  # nobody could wait for who writes there
+            if part.bucket.shown.handed_out():  # nobody could wait for who writes there
                 update.gate_reads(part.name)
             else:
-                bucket.shown.reads_until(partial(weakly(update.gate_reads), part.name))
+                part.bucket.shown.reads_until(partial(weakly(update.gate_reads), part.name))
 
     def _wait_for_first(self, shards: Shards, update: Update) -> None:
         """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""
@@ -497,7 +495,7 @@ class StepRunner:
         """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
         for part in self._parts_of(shards):
             if part.name not in update.gathered and gathers(part):
-                part.sharding.publisher.gather(part.bucket).wait()
+                part.sharding.publisher.gather(part.bucket.number).wait()
 
     def tell(self, error: BaseException) -> None:
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
@@ -581,7 +579,7 @@ class StepRunner:
         with contextlib.suppress(Exception):  # nobody asks any more what became of it
             self.finish(groups)
         if self.leaving is not None:
-            self.leaving.remove()
+            self.leaving.end()
         self._fetched, self._gates, self._on_their_way = {}, [], []
         self.pending = self.leaving = self._unpublished = self._program = None
         self._parts, self._executors = (None, []), {}

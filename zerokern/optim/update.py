@@ -38,9 +38,7 @@ Tickets = Mapping[str, Sequence[Any]]
 
 def gathers(part: Part) -> bool:
     """Whether the update of a part ends with an all-gather."""
-    return part.sharding is not None and part.sharding.publisher.gathers(
-        part.sharding.gradient_buckets[part.bucket].memory
-    )
+    return part.bucket is not None and part.sharding.publisher.gathers(part.bucket.memory)
 
 
 class Update:
@@ -165,12 +163,12 @@ class Update:
         """Sends this rank's span of an updated bucket to all ranks. On a CPU the worker waits for the end."""
         self.gathered.add(part.name)
         if driver is None:
-            part.sharding.publisher.gather(part.bucket).wait()
+            part.sharding.publisher.gather(part.bucket.number).wait()
             return None
         with driver.aside("publish"):  # not behind all that the program has launched
             if self._launched is not None:
                 self._launched.gate()
-            return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
+            return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number), driver)
 
     def publish(self) -> None:
         """Publishes a delayed update, part by part."""
@@ -314,9 +312,9 @@ def _streamed_nbytes(part: Part, rows: Mapping[int, int], binding: Binding) -> i
 
 def _sent(part: Part) -> dict[str, Any]:
     """Returns the bytes that each rank sends of a part's gradients and parameters, as fields of its span."""
-    if part.sharding is None:
+    if part.bucket is None:
         return {}
-    stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
+    stage, bucket = part.sharding.stage, part.bucket
     unit = bucket.memory.bucket.unit if shards_parameters(stage) else None
     if bucket.group.alone:
         return {"unit": unit}
@@ -334,7 +332,7 @@ def _gathered(sharding: Any, memory: Any) -> dict[str, Any]:
 
 def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
     """Yields the buckets of all models with the names of their spans, also those that none of the parts updates."""
-    names = {id(part.sharding.gradient_buckets[part.bucket].memory): part.name for part in parts if part.bucket >= 0}
+    names = {id(part.bucket.memory): part.name for part in parts if part.bucket is not None}
     for index, sharding in enumerate(shards.shardings):
         for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
             yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
