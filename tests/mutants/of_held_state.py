@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "a_broken_write_leaves_all_whole",
         "zerokern/optim/holdings.py",
-        "        if kind is None:\n            self._holdings.outcome = self._before",
-        "        self._holdings.outcome = self._before",
+        "        yield\n        self.outcome = before\n",
+        "        try:\n            yield\n        finally:\n            self.outcome = before\n",
         "After a publication that was broken off the optimizer goes on with parameters of different steps.",
         (
             "tests/optim/test_offload_bad_input.py::"

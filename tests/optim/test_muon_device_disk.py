@@ -40,7 +40,7 @@ def owned(both: Twins, device: PlayedDevice) -> Twins:
 
 
 def passing(optimizer: Any) -> Transit:
-    found: Transit = optimizer.holdings.bound.binding.beside.records
+    found: Transit = optimizer.holdings.binding.beside.records
     return found
 
 
@@ -98,7 +98,7 @@ def test_each_byte_of_state_is_read_written_and_copied_once(
     assert after["bounced_nbytes"] == before["bounced_nbytes"]
     slots = passing(both.ours).slots
     assert {slot.nbytes for slot in slots} == {max(record.nbytes for record in records(both.ours))} and len(slots) == 4
-    assert both.ours.holdings.bound.binding.beside.ring_nbytes == sum(slot.nbytes for slot in slots)
+    assert both.ours.holdings.binding.beside.ring_nbytes == sum(slot.nbytes for slot in slots)
     assert both.ours.holdings.room.nbytes == 0, "no state, gradient or parameter has a copy in host memory"
     device.close()
 
@@ -215,7 +215,7 @@ def test_a_launch_that_is_refused_ends_the_step(device: HostComputes, tier: Tier
     """The first one leaves all as it was; a later one tears."""
     both = owned(twins(on_disk(tier), LONG, FP32), device)
     both.train(1)
-    beside = both.ours.holdings.bound.binding.beside
+    beside = both.ours.holdings.binding.beside
     launch = beside._launch
     for launched in (0, 2):
         left = iter(range(launched))

@@ -228,7 +228,7 @@ class OurOptimizer(AnyOptimizer):
         here, (_, held) = self._here, self._shown()
         owners = all_on_disk(held)
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
-        binding = here.bound.binding if self._ready is None else None
+        binding = here.binding if self._ready is None else None
         made = dict(held) if binding is None else dict(binding.shown(held))
         found: list[dict[str, Any]] = []
         for param, piece, home, own in self.held():

@@ -24,6 +24,7 @@ from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim.batches import RowBatch
 from zerokern.optim.beside import Beside
+from zerokern.optim.formats import FormatKey
 from zerokern.optim.matrices import ns_dtype_of
 from zerokern.optim.outside import WatchedState, follow_writes, tracked
 from zerokern.optim.records import RecordSpan
@@ -114,14 +115,17 @@ class Binding:
         compute: HostCompute,
         beside: Beside | None = None,
         *,
+        formats: Sequence[FormatKey] = (),
         previous: Binding | None,
         followed: Watch,
     ) -> None:
         """Checks all state, then makes what is missing and points at it.
 
-        `previous`: an intact binding of the same state, whose rows are right. `followed`: parameters with masters.
+        `formats`: by group. `previous`: an intact binding of the same state, whose rows are right. `followed`:
+        parameters with masters.
         """
         self.survey, self.tier, self.compute, self.beside, self._groups = survey, tier, compute, beside, groups
+        self.formats = formats
         self.begun = False  # whether anything of the last update that was prepared may have been made
         self.turns: Turns = [survey.numbers]
         self.recorder: Recorder | None = None  # notes what is fetched and stored

@@ -17,7 +17,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError, got
 from zerokern.optim.disk import all_on_disk, make_room, mark_loaded, write_entries
 from zerokern.optim.formats import Algorithm, Layout, as_kept
-from zerokern.optim.holdings import Bound, Holdings
+from zerokern.optim.holdings import Holdings
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
@@ -142,7 +142,7 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bo
     room = here.room if not near or any(room_of(param, here.room) is not None for param, _, _ in near) else None
     if here.room is None and not filled and not apart:
         here.tear()  # what was there goes first, so that there is never twice the state
-        here.bound = Bound()
+        here.unbind(())
         for state in (here.held, here.state):
             state.clear()
         here.shards.show_state(here.state)  # forgets what it has shown

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from zerokern.optim.binding import Binding, HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
-from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
+from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
@@ -31,12 +31,12 @@ from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.schedule import Delayed, check_schedule, refuse_at_rest
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.kinds import shardings_of
+from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.sharded import known_shard
 from zerokern.zero.tiers import own_name
 from zerokern.zero.watch import Watch
 
-__all__ = ["Bound", "Chosen", "Holdings"]
+__all__ = ["Holdings", "chosen"]
 
 _TORN = (
     "a step or a load was broken off while parameters and state were being written, so that they may be of "
@@ -54,29 +54,9 @@ _NOTHING_TO_OVERLAP = (
 )
 
 
-class Chosen:
-    """Shows what was chosen when an optimizer was built (tier, schedule) as its attribute; holdings have the value."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, opt: Any, owner: type | None = None) -> Any:
-        return self if opt is None else getattr(opt.holdings, self.name)
-
-    def __set__(self, opt: Any, value: Any) -> None:
-        opt.holdings.change(self.name, value)
-
-
-class _Writing:
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings, self._before = holdings, holdings.outcome
-
-    def __enter__(self) -> None:
-        self._holdings.outcome = TORN
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._holdings.outcome = self._before
+def chosen(name: str) -> Any:
+    """Returns what shows a choice (tier, schedule) as an optimizer's attribute; its holdings have the value."""
+    return property(lambda opt: getattr(opt.holdings, name), lambda opt, value: opt.holdings.change(name, value))
 
 
 def _has_company() -> bool:
@@ -93,15 +73,6 @@ def _apart(entry: Any) -> Any:
         return entry
     tensors = {key for key, one in entry.items() if isinstance(one, Tensor) and key != PENDING}
     return {key: one.detach().clone() if key in tensors else one for key, one in entry.items()}
-
-
-@dataclass
-class Bound:
-    """Caches what earlier steps learned; all of it can be learned anew from parameters, groups and state."""
-
-    binding: Binding | None = None
-    followed: Watch = field(default_factory=lambda: Watch(()))  # parameters with masters
-    formats: list[FormatKey] = field(default_factory=list)
 
 
 class Holdings:
@@ -133,7 +104,7 @@ class Holdings:
         self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host: HostCopies | None = None
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
-        self.bound = Bound()
+        self.unbind(())
         self.closed = ""  # why nothing can be done with it any more
         self.outcome = WHOLE
         self.reason = ""  # why it is not whole here, where other ranks have yet to hear of it
@@ -191,7 +162,8 @@ class Holdings:
         if self.closed:
             return
         self.closed, self.state = because, Elsewhere(because)
-        self.bound, self.shards, self.host = Bound(), Shards(()), None
+        self.shards, self.host = Shards(()), None
+        self.unbind(())
         self.placing.claimed = 0
         if self.room is not None:
             self.room.forget_others(())
@@ -226,9 +198,12 @@ class Holdings:
         """A step has failed here, and other ranks have yet to hear of it. `owes`: they publish it nevertheless."""
         self.outcome, self.reason = OWED if owes or self.outcome is OWED else UNTOLD, str(error) or type(error).__name__
 
-    def writing(self) -> _Writing:
-        """Context manager: parameters and state are of different steps until it ends, well."""
-        return _Writing(self)
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what leaves parameters and state of different steps until it has ended, well."""
+        before, self.outcome = self.outcome, TORN
+        yield
+        self.outcome = before
 
     def refuse_if_torn(self) -> None:
         if self.torn:
@@ -354,7 +329,7 @@ class Holdings:
         self._await_others()
         self.shards.adopt(self.state)
         self.shards.look()
-        follow_writes(self.bound.followed, self.held)
+        follow_writes(self.followed, self.held)
 
     def _await_others(self) -> None:
         """Returns once parameters are those of the last step, another optimizer's too: it has counted them already."""
@@ -367,11 +342,11 @@ class Holdings:
         self.shards.adopt(self.state)
         self.shards.refetch()
         follow(tracked(self.held), self.held)
-        self.bound.followed.accept()
+        self.followed.accept()
 
     def shown(self) -> WatchedState:
         """Returns the state as it is saved."""
-        binding, made, outer = self.bound.binding, self.held, self.state
+        binding, made, outer = self.binding, self.held, self.state
         if self.disk is not None:
             made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
             others = {} if self.shards.in_place else self.shards.others(outer)  # of parameters that no step has met
@@ -380,12 +355,35 @@ class Holdings:
             made = WatchedState(shown)
         return self.shards.saved(made, outer)
 
+    def state_nbytes(self) -> dict[str, float]:
+        """Returns the bytes of this rank's state by tier, and of its budget; state on disk counts there alone."""
+        found = dict.fromkeys(("device", "cpu", "disk"), 0)
+        seen: set[int] = set()
+        for entry in self.held.values():
+            if not isinstance(entry, dict):
+                continue
+            for value in entry.values():
+                if isinstance(value, Tensor) and (local := local_of(value)).nbytes and local.data_ptr() not in seen:
+                    seen.add(local.data_ptr())
+                    found["cpu" if local.device.type == "cpu" else "device"] += local.nbytes
+            owner = on_disk_of(entry)
+            if owner is not None:
+                found["disk"] += owner.nbytes
+        free = self.placing.free
+        budget = {} if free is None else {"state_budget_bytes/device": float(free)}
+        return {**{f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}, **budget}
+
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""
-        self.bound = Bound(followed=Watch(tracked(self.held)))
+        self.unbind(tracked(self.held))
         if loaded:  # the model may yet be loaded, which has the checkpoint's values already
-            self.bound.followed.compare_bits()
+            self.followed.compare_bits()
         self.settle(WHOLE)
+
+    def unbind(self, followed: Iterable[Tensor]) -> None:
+        """Forgets what earlier steps learned. `followed`: parameters with masters, which follow what is written."""
+        self.followed = Watch(followed)
+        self.binding: Binding | None = None
 
     def place_by(self, shards: Shards) -> None:
         """Places state from here on by what is known of these shards."""
@@ -404,7 +402,7 @@ class Holdings:
         intact: bool,
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
-        last = self.bound.binding
+        last = self.binding
         self.place_by(self.shards)
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
@@ -413,7 +411,7 @@ class Holdings:
             return binding
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
-        self.bound.binding = None
+        self.binding = None
         if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have
             self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
         self._check_growth(survey)
@@ -431,11 +429,11 @@ class Holdings:
             beside = Beside(self.host, self.room, self.schedule, self.algorithm.name)
         if previous is not None and not previous.is_like(compute, beside):
             previous = None
-        followed = self.bound.followed
-        made = Binding(survey, groups, tier, compute, beside, previous=previous, followed=followed)
+        last_ones: Any = {"previous": previous, "followed": self.followed}
+        made = Binding(survey, groups, tier, compute, beside, formats=formats, **last_ones)
         self.placing.forget_moved(self.held)
         self.shards.bound(survey.params, self.state)
-        self.bound = Bound(made, made.followed, formats)
+        self.followed, self.binding = made.followed, made
         return made
 
     def _check_growth(self, survey: Survey) -> None:

@@ -90,7 +90,7 @@ class StepRunner:
     def find_shards(self, groups: Groups) -> Shards:
         """What stands for the parameters; where they are others than before, what was pending is published first."""
         here = self._holdings
-        last, stepped = here.shards, here.bound.binding is not None
+        last, stepped = here.shards, here.binding is not None
         here.state = watched(here.state)
         if last.changes_over:
             here.catch_up()  # who follows what was written knows it by what it was
