@@ -270,8 +270,8 @@ MUTANTS = (
     Mutant(
         "a_slot_is_filled_while_it_is_emptied",
         "zerokern/optim/transit.py",
-        "free = None if before is None else before.emptied",
-        "free = None if before is None else before.filled",
+        "ready=self._ready, after=free, checked=checked",
+        "ready=self._ready, after=None, checked=checked",
         "State of a later piece is written into a slot from which that of an earlier one is still on its way back.",
         ("tests/optim/test_update_device.py::test_parameters_on_a_device",),
     ),
@@ -374,7 +374,7 @@ MUTANTS = (
     Mutant(
         "records_of_a_step_that_failed_are_under_way",
         "zerokern/optim/transit.py",
-        "self._under_way.popitem()[1].emptied.wait()",
+        "self._under_way.popitem()[1].wait()",
         "self._under_way.popitem()",
         "After a failed step a device writes to memory that is given to others.",
         ("tests/optim/test_muon_device_disk.py::test_a_failed_transfer_in_the_middle_tears_and_a_load_heals",),
@@ -382,8 +382,8 @@ MUTANTS = (
     Mutant(
         "a_record_is_stored_before_it_is_back",
         "zerokern/optim/transit.py",
-        "            passed.emptied.wait()\n\n    def wait(self)",
-        "            passed.updated.wait()\n\n    def wait(self)",
+        "            emptied.wait()\n\n    def wait(self)",
+        "            pass\n\n    def wait(self)",
         "A record is written to the disk as it was, while its update is on its way back from the device.",
         ("tests/optim/test_muon_device_disk.py::test_records_pass_beside_each_other_and_the_host_multiplies_nothing",),
     ),

@@ -145,8 +145,8 @@ MUTANTS = (
     Mutant(
         "slot_filled_while_it_is_written_out",
         "zerokern/optim/disk.py",
-        "for record, slot in mine:\n                self._wait(slot)\n                disk.view(slot, record).zero_()",
-        "for record, slot in mine:\n                disk.view(slot, record).zero_()",
+        "for record, slot in mine:\n            wait(slot)\n            disk.view(slot, record).zero_()",
+        "for record, slot in mine:\n            disk.view(slot, record).zero_()",
         "A load fills slots of the ring whose last records are still on their way to the disk.",
         (
             "tests/mutants/test_found.py::test_a_load_fills_no_slot_that_is_still_written_out",

@@ -114,7 +114,7 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
     launch, iterate, flow = Transit.launch, matrix_table.iterate_, both.ours.holdings.disk.fetch
 
     def launched(self: Transit, number: int, run: Any) -> Any:
-        together.append(sum(not one.emptied.done() for one in self._under_way.values()))
+        together.append(sum(not one.done() for one in self._under_way.values()))
         read.append((number, len(read_ahead)))
         return launch(self, number, run)
 

@@ -241,7 +241,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         mine = object()
         try:
             self._enter(mine, sys._getframe(), _TWICE)
-            self._tell_step()
+            here, known = self.holdings, self.holdings.outcome is TORN
+            try:
+                here.shards.accord.begin()
+                began = time.perf_counter()
+                try:
+                    with during("opt.step"):
+                        self._step()
+                finally:
+                    self._step_s = time.perf_counter() - began
+                    self._steps += 1
+                    ring_ns = here.disk.ring.waited_ns if here.disk is not None and here.disk.is_open else 0
+                    self._waited_ns = self._waited_ns[1], {**self.runner.waited_ns, "ring": ring_ns}
+            except BaseException as error:
+                if not known:
+                    self.runner.tell(error)  # and thereby the other ranks
+                raise
         finally:
             self._stepping.pop(mine, None)
         return loss
@@ -256,27 +271,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise StateError(message)
             self._stepping.pop(other, None)  # Ctrl-C came before the line that does so
 
-    def _tell_step(self) -> None:
-        """The step; other ranks are told where it fails."""
-        here = self.holdings
-        known = here.outcome is TORN
-        try:
-            here.shards.accord.begin()
-            began = time.perf_counter()
-            try:
-                with during("opt.step"):
-                    self._step()
-            finally:
-                self._step_s = time.perf_counter() - began
-                self._steps += 1
-                ring_ns = here.disk.ring.waited_ns if here.disk is not None and here.disk.is_open else 0
-                self._waited_ns = self._waited_ns[1], {**self.runner.waited_ns, "ring": ring_ns}
-        except BaseException as error:
-            if not known:
-                self.runner.tell(error)
-            raise
-
     def _step(self) -> None:
+        """Updates the parameters themselves, or what stands for them: this rank's pieces, copies on the host. All ranks
+        that share some take part."""
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
         if self.tier != "device" or here.shards.is_hosted:
@@ -286,15 +283,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             publisher.finish()
         here.refuse_if_torn()
         settings = [self._algorithm.checked(group) for group in groups]
-        if not here.shards.stand_alone or not self._update(groups, settings):
-            self._update_pieces(settings)
-
-    def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
-        """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
-        shards = self.runner.find_shards(self.param_groups)
+        if here.shards.stand_alone and self._update(groups, settings):
+            return
+        shards = self.runner.find_shards(groups)
         accord = shards.accord
         if accord.in_company:
-            accord.names = shards.listed(self.param_groups)
+            accord.names = shards.listed(groups)
             accord.settings = self._settings(settings, accord)
         if any(shards_parameters(one.stage) for one in shards.shardings):
             zero_checks.refuse_materialized(shards.shards)
@@ -305,16 +299,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
-                    for number, names in enumerate(shards.without_gradients(self.param_groups)):
+                    for number, names in enumerate(shards.without_gradients(groups)):
                         accord.settings[f"parameters without a gradient of param_groups[{number}]"] = (
                             ", ".join(names) or "none"
                         )
                 if accord.in_company:
                     accord.compare(there=shards.are_decided_there)
-                done = self._update(shards.groups(self.param_groups), settings)
+                done = self._update(shards.groups(groups), settings)
                 accord.begin()  # what is raised from here on is no failure of the step
             finally:
-                shards.end_step(undone=not done and not self.holdings.torn)
+                shards.end_step(undone=not done and not here.torn)
 
     def _settings(self, checked: list[dict[str, Any]], accord: Accord) -> dict[str, Any]:
         """All settings by name, as ranks compare them: which parameters there are, then what was said of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
@@ -17,12 +17,11 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
-from zerokern.optim.binding import HostCompute
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
 from zerokern.optim.outside import plain
-from zerokern.optim.row_table import Member
-from zerokern.optim.state import SpanRow, StateTier
+from zerokern.optim.row_table import Member, RowTable
+from zerokern.optim.state import Row, StateTier
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceCompute"]
 
 
-class DeviceCompute(HostCompute):
+class DeviceCompute(RowTable):
     """Launches the table's kernels on one device.
 
     Only the device knows whether a step was skipped. So a moment that is to start from the gradient (SGD's) keeps that
@@ -50,7 +49,7 @@ class DeviceCompute(HostCompute):
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
 
-    def is_like(self, other: HostCompute) -> bool:
+    def is_like(self, other: RowTable) -> bool:
         return isinstance(other, DeviceCompute) and other.place == self.place
 
     def launching(self) -> AbstractContextManager[Any]:
@@ -79,7 +78,7 @@ class DeviceCompute(HostCompute):
                 pairs = zip(row.layout.columns, row.tensors, before.tensors, strict=True)
                 row.first |= all(now is then for slot, now, then in pairs if slot.key in tier.algorithm.optional)
 
-    def _row_before(self, param: Tensor) -> Any:
+    def _row_before(self, param: Any) -> Any:
         row = None if self._last is None else self._last.tier.rows.get(id(param))
         return row if row is not None and row.param is param else None
 
@@ -105,7 +104,7 @@ class DeviceCompute(HostCompute):
         self.book = book
 
     def lay_out(
-        self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow], steps: Sequence[int]
+        self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[Row], steps: Sequence[int]
     ) -> None:
         self._last = None  # nothing asks for the rows before any more
         self._survey, self._rows = survey, rows
@@ -136,7 +135,11 @@ class DeviceCompute(HostCompute):
         self.point_at(pointers)
         self._pointers = pointers
 
-    def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
+    @property
+    def run(self) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, scale: float, begin: int = 0, end: int | None = None) -> None:
         """Launches the update of all rows."""
         self._done, self.table.begun = False, False
         with launching(self.place), whole("the step"):

@@ -17,15 +17,16 @@ from zerokern.memory import HostTier
 from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.beside import Beside
-from zerokern.optim.binding import Binding, HostCompute
+from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
-from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
+from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_update, check_whole
+from zerokern.optim.row_table import RowTable
 from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
@@ -278,18 +279,17 @@ class Holdings:
         self.host.reach(trained, measured=self.recorder is not None)
         self.placing.there = is_apart(trained)
 
-        def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[StateLocation]:
+        def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[Location]:
             divided = self._divided(groups, new)
-            found: list[StateLocation] = []
+            found: list[Location] = []
+            there = self.placing.there
             for (_, local), (kind, layout, nbytes) in zip(new, divided, strict=True):
                 self.placing.note(local, kind)
-                if kind == "device" and self.placing.there:
-                    found.append(StateLocation((), nbytes))
-                elif self.update == "device" and self.placing.there:
-                    kept = kind != "disk"
-                    found.append(StateLocation(layout.columns * kept, 0, streams=kept))
+                slots = None if kind == "disk" else layout.columns
+                if there and kind == "device":
+                    found.append((nbytes, None))
                 else:
-                    found.append(StateLocation(layout.columns * (kind != "disk")))
+                    found.append((0 if there and self.update == "device" else None, slots))
             return found
 
         return self.host, locations_of
@@ -422,7 +422,7 @@ class Holdings:
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
         open_table = host_table(self.algorithm.name)
-        compute = HostCompute(open_table) if decision.device is None else DeviceCompute(decision, last)
+        compute = RowTable(open_table) if decision.device is None else DeviceCompute(decision, last)
         streams = self.placing.there and self.shards.is_hosted and self.update == "device"
         beside = None
         if (self.has_both or streams) and self.host is not None and self.host.link is not None:

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,25 +31,16 @@ from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 from zerokern.zero.watch import Watch
 
-__all__ = ["HostCopies", "HostCopy", "Piece", "StateLocation"]
+__all__ = ["HostCopies", "HostCopy", "Location", "Piece"]
 
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
 
 
-class StateLocation(NamedTuple):
-    """Says of a parameter on a device which tensors of its state lie in host memory, and what `HostCopy.stays` is.
-
-    `streams`: it is updated on the device, and its state lies in host memory, whatever there is of it. What the device
-    updates with its state on a disk has neither.
-    """
-
-    slots: Sequence[Slot]
-    stays: int | None = None
-    streams: bool = False
-
-
-LocationsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[StateLocation]]
+Location = tuple[int | None, Sequence[Slot] | None]
+"""Says of a parameter on a device what `HostCopy.stays` is, and which tensors of its state lie in host memory; None:
+its state lies elsewhere, whatever there will be of it."""
+LocationsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Location]]
 """Returns, of each of these (place, parameter), where it and its state lie."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
@@ -189,10 +180,10 @@ class HostCopies:
             EMULATED_DRIVERS[values] = self.driver
         return HostCopy(local, values, local, shadow, stays=nbytes)
 
-    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, StateLocation]]) -> list[HostCopy]:
+    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Location]]) -> list[HostCopy]:
         """Makes copies of these (parameter, dtype of its gradient, where its state lies), all in one arena."""
-        copied = [(one, dtype, location.slots) for one, dtype, location in new if location.stays is None]
-        pairs = ((one, slot) for one, _, location in new for slot in location.slots)
+        copied = [(one, dtype, slots or ()) for one, dtype, (stays, slots) in new if stays is None]
+        pairs = ((one, slot) for one, _, (_, some) in new for slot in some or ())
         slots = sorted(pairs, key=lambda pair: pair[1].key)
         wanted = [Wanted("values", one.shape, one.dtype) for one, _, _ in copied]
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in copied]
@@ -201,12 +192,13 @@ class HostCopies:
         grads = [next(tensors) for _ in copied]
         state = {(id(one), slot.key): next(tensors) for one, slot in slots}
         made: list[HostCopy] = []
-        for one, _, location in new:
-            if location.stays is not None:
-                made.append(self._staying(one, location.stays))
-            if location.streams:
-                mine = [state[id(one), slot.key] for slot in location.slots]
-                self.room.keep(one, [slot.wanted(one) for slot in location.slots], mine)
+        for one, _, (stays, streams) in new:
+            if stays is None:
+                continue
+            made.append(self._staying(one, stays))
+            if streams is not None:
+                mine = [state[id(one), slot.key] for slot in streams]
+                self.room.keep(one, [slot.wanted(one) for slot in streams], mine)
         for (one, dtype, some), value, grad in zip(copied, values, grads, strict=True):
             copy = HostCopy(one, nn.Parameter(value), grad)
             if dtype != copy.values.dtype:

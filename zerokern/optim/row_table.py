@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.formats import POINTERS
 from zerokern.optim import checks
 from zerokern.optim.matrices import parts_in_rows
 from zerokern.optim.matrix_table import MatrixTable
-from zerokern.optim.state import SpanRow
+from zerokern.optim.state import Row, StateTier, StepBook
 from zerokern.optim.survey import Groups, Survey
 
 __all__ = ["Member", "RowTable", "TableGroup"]
@@ -38,8 +41,12 @@ class TableGroup:
 class RowTable:
     """The table of some rows of an update, in groups that share formats, hyperparameters and step count.
 
-    `open_table`: makes a table of so many rows and groups, in host memory or on a device.
+    `open_table`: makes a table of so many rows and groups, in host memory or on a device. `book`: counts the steps of
+    all parameters, where the rows are all that an update has.
     """
+
+    book: Any = None
+    place = torch.device("cpu")  # where it multiplies matrices
 
     def __init__(self, open_table: Callable[[int, int], Any] = UpdateTable) -> None:
         self._open_table = open_table
@@ -49,7 +56,7 @@ class RowTable:
         self._gradients: tuple[list[int], list[int]] | None = None
 
     def lay_out(
-        self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[SpanRow], steps: Sequence[int]
+        self, survey: Survey, groups: Groups, members: Sequence[Member], rows: Sequence[Row], steps: Sequence[int]
     ) -> None:
         """Puts the rows into a new table. `steps`: those that parameters of the survey have made."""
         made: list[TableGroup] = []
@@ -110,3 +117,56 @@ class RowTable:
             group.step += 1
             group.first = False
         return started
+
+    def is_like(self, other: RowTable) -> bool:
+        """Whether rows and counters of the other one are of use here."""
+        return type(other) is type(self)
+
+    def launching(self) -> AbstractContextManager[Any]:
+        """The context that state and tables are made in."""
+        return nullcontext()
+
+    def check_new(self, survey: Survey, groups: Groups, tier: StateTier, new: Sequence[int]) -> None:
+        """Refuses state that cannot begin now for these parameters of the survey."""
+
+    def mark_first(self, survey: Survey, tier: StateTier, new: Sequence[int]) -> None:
+        """Marks rows whose moments have not started, though their tensors are there."""
+
+    def open_book(self, survey: Survey, tier: StateTier, last: Any) -> None:
+        """Counts steps of all parameters; `last`: in this book, which fits, for nothing has changed since."""
+        self.book = last or StepBook([tier.state.get(param, {}) for param in survey.all_params])
+
+    def is_outdated(self) -> bool:
+        """Whether the table must be laid out anew."""
+        return False
+
+    @property
+    def run(self) -> Callable[..., None]:
+        """Updates rows `begin` to `end`, with gradients times `scale`."""
+        run: Callable[..., None] = self.table.run
+        return run
+
+    @property
+    def carried_out(self) -> bool:
+        """Whether the last call was made, even if an interrupt hid that it was."""
+        return bool(self.table.carried_out)
+
+    def may_have_written(self, error: BaseException) -> bool:
+        """Whether rows may have been written by a call that raised and was not carried out.
+
+        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it. Others take several
+        calls, and know how far they came.
+        """
+        if isinstance(self.table, UpdateTable):
+            return isinstance(error, Exception) and not isinstance(error, KernelError)
+        return bool(self.table.begun)
+
+    def stepped(self, tier: StateTier, *, started: bool) -> None:
+        """Counts the update that was prepared. `started`: moments of other tables have started with it."""
+        if self.count() or started or tier.begins_without_rows:
+            tier.started()
+        self.book.advance()
+
+    def shown(self, state: Mapping[Any, Any], tier: StateTier) -> Mapping[Any, Any]:
+        """Returns the state to save."""
+        return state

@@ -227,7 +227,8 @@ class StepRunner:
                 tickets[0].wait()
             if self.leaving is not None:
                 self.leaving.sweep()
-            if self._decision.take() is None:
+            self._decision.take()
+            if self._decision.scale is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
                 return

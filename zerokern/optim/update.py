@@ -111,8 +111,11 @@ class Update:
                 self.binding.launch(scale)
         self._launched = host.here()
 
-    def make_part(self, turn: int, readings: Watch) -> None:
-        """Makes the update of one part. `readings`: gradients that the program could change meanwhile."""
+    def make_part(self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Watch) -> None:
+        """Makes one turn of the update; gradients of `copies`, if it is in host memory, may be fetched anew then.
+
+        `readings`: gradients that the program could change meanwhile.
+        """
         scale = self.decision.scale
         with together(self.exchanges):
             if scale is not None:
@@ -120,12 +123,8 @@ class Update:
             if readings.written():
                 self.binding.begun = True
                 raise StateError(_EDITED)
-
-    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Watch) -> None:
-        """Makes one turn of the update in host memory; gradients of `copies` may be fetched anew from then on."""
-        self.make_part(turn, readings)
         if copies:
-            host.consumed(copies, updated=self.decision.scale is not None)
+            host.consumed(copies, updated=scale is not None)
 
     def stream_part(self, name: str) -> Any:
         """Launches one turn of the update on the device; returns its ticket."""
@@ -192,7 +191,7 @@ class Update:
         way. `lazily`: forwards wait for parts one by one.
         """
         if program.has("Norm", ALL):
-            yield ("Norm", ALL), partial(_decide, self.decision)
+            yield ("Norm", ALL), self.decision.take
         # what is updated on the device are others: no copy waits for that
         ready = shards.host.here() if self._before is None else self._before
         for part in self.parts:
@@ -214,7 +213,7 @@ class Update:
                 yield ("Fetch", name), partial(_same, ticket)
         if self.in_place:
             readings = _NOTHING if inline else shards.readings(part.members)
-            yield ("Step", part.name), partial(self.make_part, turn, readings)
+            yield ("Step", part.name), partial(self.make_part, turn, host, (), readings)
         else:
             copies = host.of(shards.local[member] for member in part.members if member in rows)
             for copy in copies:
@@ -231,7 +230,7 @@ class Update:
             stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
                 read = copies if number == len(pieces) else []  # to its end
-                yield ("Step", name), partial(self.make_part_on_host, turn + number - 1, host, read, near)
+                yield ("Step", name), partial(self.make_part, turn + number - 1, host, read, near)
                 if program.has("Store", name):
                     yield ("Store", name), partial(self.store, host, copies, ready, piece, stored)
         if program.has("Publish", part.name):
@@ -355,10 +354,6 @@ def _with_others(
             span = Span(name, 0, unit=memory.bucket.unit if again else None, **_gathered(sharding, memory))
         found += [] if span is None else [span]
     return [*by_name.values(), *found]
-
-
-def _decide(decision: Decision) -> None:
-    decision.take()
 
 
 def _nothing() -> None:
