@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "pending_update_overwrites_what_was_written",
         "zerokern/optim/step.py",
-        "shards.look()\n        if shards.host.late:\n            self._publish_pending(shards)\n        parts",
-        "if shards.host.late:\n            self._publish_pending(shards)\n        shards.look()\n        parts",
+        "shards.look()\n        if shards.host.late:\n            self._publish(shards)\n        parts",
+        "if shards.host.late:\n            self._publish(shards)\n        shards.look()\n        parts",
         "A pending update is put in place before anybody looks whether its parameters were written meanwhile.",
         ("tests/optim/test_offload_outside.py",),
     ),

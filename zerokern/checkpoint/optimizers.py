@@ -19,7 +19,7 @@ from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk, OnDisk, RecordReader, all_on_disk, on_disk_of
-from zerokern.optim.exchange import forget, make_ready, merged_groups, publish, take_over
+from zerokern.optim.exchange import forget, install, make_ready, merged_groups, take_over
 from zerokern.optim.formats import Layout, is_coded
 from zerokern.optim.parts import needed_first
 from zerokern.optim.records import state_span
@@ -311,7 +311,7 @@ class OurOptimizer(AnyOptimizer):
             take_over(here, runner, own, self._room_for(groups, entries), filled=False)
         else:
             runner.drop(own)
-            publish(here, runner, own, ready, filled=False)
+            install(here, runner, own, ready, filled=False)
         here.tear()
 
     def _room_for(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> dict[str, Any]:

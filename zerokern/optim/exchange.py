@@ -24,7 +24,7 @@ from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of
 
-__all__ = ["Incoming", "forget", "make_ready", "merged_groups", "publish", "take_over"]
+__all__ = ["Incoming", "forget", "install", "make_ready", "merged_groups", "take_over"]
 
 # A checkpoint decides hyperparameters. It does not decide how the optimizer is implemented, nor in which formats: state
 # in other formats is refused parameter by parameter.
@@ -78,7 +78,7 @@ def take_over(
     if state_dict["state"]:
         here.refuse_early(groups)
     runner.drop(groups)
-    publish(here, runner, groups, make_ready(here, groups, state_dict, filled=filled), filled=filled)
+    install(here, runner, groups, make_ready(here, groups, state_dict, filled=filled), filled=filled)
 
 
 def make_ready(
@@ -108,7 +108,7 @@ def make_ready(
     return ready
 
 
-def publish(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming, *, filled: bool) -> None:
+def install(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming, *, filled: bool) -> None:
     """Makes what is ready the optimizer's own."""
     shards, state = ready.shards, {**ready.entries, **ready.others}
     for group, other in zip(groups, ready.merged, strict=True):
@@ -120,7 +120,7 @@ def publish(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming,
 
 
 def forget(here: Holdings, ready: Incoming) -> None:
-    """Frees the room of what was made ready and is not published."""
+    """Frees the room of what was made ready and is not installed."""
     if here.host is not None and here.host is not ready.before:
         ready.new += [copy.values for copy in here.host.copies.values()]
     here.host = ready.before

@@ -491,12 +491,19 @@ class Shards:
         """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
         self.host.publish(self.host.of(self.local[place] for place in self._fetched))
 
-    def publish(self) -> None:
-        """Publishes what was updated to all ranks."""
+    def publish(self, gather: Callable[[], object] | None = None) -> None:
+        """Publishes what was updated to all ranks. `gather`: sends the buckets, in their order, if not one by one."""
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
-                sharding.publish() if sharding.publisher is None else sharding.publish(self.reaches)
+                if sharding.publisher is None:
+                    sharding.publish()
+                elif gather is None:
+                    sharding.publish(self.reaches)
+                else:
+                    sharding.begin_publishing()
+            if gather is not None:
+                gather()
 
     def reaches(self, memory: Any) -> bool:
         """Whether any of these parameters is in a bucket; others are published by the optimizer that has them.

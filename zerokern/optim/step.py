@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zerokern.comm import during
 from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
@@ -96,7 +95,7 @@ class StepRunner:
             here.catch_up()  # who follows what was written knows it by what it was
         if last.host.late and not last.knows(groups):
             last.look()
-            self._publish_pending(last)
+            self._publish(last)
         shards = here.shards = here.shards_of(groups)
         shards.adopt(here.state, refuse_plain=stepped and last.stand_alone)
         if here.recorder is not None and shards is not last:
@@ -114,7 +113,7 @@ class StepRunner:
             return
         shards.look()
         if shards.host.late:
-            self._publish_pending(shards)
+            self._publish(shards)
         parts = self._parts_of(shards)
         if self.leaving is None or self.leaving.shards is not shards:
             self.leaving = LeavingGradients(shards, parts, self._holdings.schedule != "sync", self.leaving)
@@ -239,7 +238,8 @@ class StepRunner:
         if binding is None:
             with self._reported(lambda: False):
                 pass
-            self._publish(shards, None)
+            shards.accord.phase = Phase.PUBLISHES
+            self._publish(shards)
             self._count_call()
             return
         binding.recorder = here.recorder
@@ -299,6 +299,7 @@ class StepRunner:
                 self._give_up(update, error)
                 raise
             self.pending = None
+            shards.accord.phase = Phase.PUBLISHES
             self._publish(shards, update)
 
     def _launch_beside(self, shards: Shards, update: Update) -> None:
@@ -349,29 +350,20 @@ class StepRunner:
 
     # How parameters become those of the step.
 
-    def _publish(self, shards: Shards, update: Update | None) -> None:
-        """Lets all ranks see what was updated: until then their parameters are of different steps."""
-        shards.accord.phase = Phase.PUBLISHES
-        with self._holdings.writing():
-            if update is None:
-                shards.publish()
-            else:
-                shards.announce()
-                with during("opt.flush"):  # unless it is part of a step
-                    for sharding in shards.shardings:
-                        sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
-                    update.run.finish()
-                if not shards.stand_alone:
-                    update.binding.followed.accept_writes()
-        self.set_late(False)
+    def _publish(self, shards: Shards, made: Update | None = None) -> None:
+        """Shows what was updated to all who read parameters: until then these are of different steps.
 
-    def _publish_pending(self, shards: Shards) -> None:
-        """Publishes a delayed update that was made."""
+        `made`: an update whose program gathers it; without one, a delayed update that waits for this.
+        """
         with self._holdings.writing():
-            update, self._unpublished = self._unpublished, None
-            if update is not None:
-                update.publish()
-            shards.publish()
+            late, self._unpublished = self._unpublished, None
+            if late is not None:
+                for op in late.run.program.ops:
+                    if op.verb == "Publish":
+                        late.run.perform(op.verb, op.what)
+            shards.publish(None if made is None else made.run.finish)
+            if made is not None and not shards.stand_alone:
+                made.binding.followed.accept_writes()
         self.set_late(False)
 
     def set_late(self, late: bool) -> None:
@@ -466,7 +458,7 @@ class StepRunner:
         update.count()
         self._unpublished = update if here.delays else None
         if update.publish_when_done:
-            self._publish_pending(here.shards)
+            self._publish(here.shards)
         else:
             self.set_late(True)
 
@@ -528,7 +520,7 @@ class StepRunner:
             here.outcome = UNTOLD
             shards.publish()
         elif shards.host.late and shards.accord.phase < Phase.MET:
-            self._publish_pending(shards)
+            self._publish(shards)
 
     # For the rest of the optimizer.
 
@@ -563,7 +555,7 @@ class StepRunner:
         if shards.is_hosted:
             shards.look()
             if shards.host.late:
-                self._publish_pending(shards)
+                self._publish(shards)
 
     def drop(self, groups: Groups) -> None:
         """Ends what is pending, whatever becomes of it: state is about to be replaced, and nothing may keep it."""
@@ -571,6 +563,7 @@ class StepRunner:
         if self.pending is not None:
             with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
                 self.finish(groups)
+        self._unpublished = None
         for publisher in self._holdings.shards.publishers:
             with contextlib.suppress(Exception):
                 publisher.finish()

@@ -169,12 +169,6 @@ class Update:
                 self._launched.gate()
             return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number), driver)
 
-    def publish(self) -> None:
-        """Publishes a delayed update, part by part."""
-        for op in self.run.program.ops:
-            if op.verb == "Publish":
-                self.run.perform(op.verb, op.what)
-
     def actions(
         self,
         program: StepProgram,
