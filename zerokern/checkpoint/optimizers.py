@@ -23,7 +23,8 @@ from zerokern.optim.exchange import forget, install, make_ready, merged_groups, 
 from zerokern.optim.formats import Layout, is_coded
 from zerokern.optim.parts import needed_first
 from zerokern.optim.records import state_span
-from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, NOT_DELAYED, PENDING
 from zerokern.optim.state import Entry
 from zerokern.optim.survey import names_of, params_of
 from zerokern.zero.shard import Shard, here_of_state, plain_shard, shard_of, shards_of

@@ -19,7 +19,8 @@ from zerokern.optim.disk import all_on_disk, make_room, mark_loaded, write_entri
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.outside import WatchedState
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of
@@ -91,7 +92,7 @@ def make_ready(
     before = here.host
     # an update may be pending of parameters that have no other state; copies that there are forget theirs
     shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
-    own, loaded, state_dict = shards.localize(groups, merged, state_dict)
+    own, loaded, state_dict = shards.groups(groups), shards.groups(merged), shards.shown.localize(state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
     here.place_by(shards)
@@ -145,7 +146,7 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bo
         here.unbind(())
         for state in (here.held, here.state):
             state.clear()
-        here.shards.show_state(here.state)  # forgets what it has shown
+        here.shards.shown.show(here.state)  # forgets what it has shown
     kept = laid_out(near, room)  # all room is there before anything is written
     stored = [] if here.disk is None else make_room(here.disk, far, here.held)
     if (room is not None or here.disk is not None or not filled) and not apart:
@@ -211,7 +212,7 @@ def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, An
         if (values.shape, values.dtype) != (mine.shape, mine.dtype):
             what = f"{PENDING!r} of parameter {place}", f"{tuple(values.shape)} {values.dtype}"
             raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
-    places = {place: key for place, key in places.items() if shards.check_pending(place, entries[key][PENDING])}
+    places = {place: key for place, key in places.items() if shards.shown.check_pending(place, entries[key][PENDING])}
     rest = {key: {name: one for name, one in entry.items() if name != PENDING} for key, entry in entries.items()}
     # copies: what was loaded in place may be the copies themselves, which follow their parameters first
     pending = {place: entries[key][PENDING].clone() for place, key in places.items()}

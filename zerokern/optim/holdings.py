@@ -27,7 +27,8 @@ from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_update, check_whole
 from zerokern.optim.row_table import RowTable
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.schedule import Delayed, check_schedule, refuse_at_rest
@@ -68,7 +69,7 @@ def _has_company() -> bool:
 def _apart(entry: Any) -> Any:
     """Returns a state entry with copies of its tensors: those read from a disk stay as they are, too.
 
-    `Shards.saved` copies pending values.
+    `ShownState.saved` copies pending values.
     """
     if not isinstance(entry, dict):
         return entry
@@ -151,7 +152,8 @@ class Holdings:
         """The state by what is updated here: parameters, or this rank's pieces of them."""
         if self.closed:
             return WatchedState()
-        return self.state if self.shards.in_place else self.shards.state
+        shown = self.shards.shown
+        return self.state if shown.in_place else shown.state
 
     def let_go(self) -> None:
         """Makes reading the state raise in a forked child, which has none of the memory of the room."""
@@ -327,7 +329,7 @@ class Holdings:
     def catch_up(self) -> None:
         """Follows writes that no step has seen yet, so that what is saved is consistent."""
         self._await_others()
-        self.shards.adopt(self.state)
+        self.shards.shown.adopt(self.state)
         self.shards.look()
         follow_writes(self.followed, self.held)
 
@@ -339,7 +341,7 @@ class Holdings:
     def refresh(self) -> None:
         """Makes masters and remainders anew from the parameters, however these were written."""
         self._await_others()
-        self.shards.adopt(self.state)
+        self.shards.shown.adopt(self.state)
         self.shards.refetch()
         follow(tracked(self.held), self.held)
         self.followed.accept()
@@ -349,11 +351,12 @@ class Holdings:
         binding, made, outer = self.binding, self.held, self.state
         if self.disk is not None:
             made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
-            others = {} if self.shards.in_place else self.shards.others(outer)  # of parameters that no step has met
+            views = self.shards.shown
+            others = {} if views.in_place else views.others(outer)  # of parameters that no step has met
             outer = WatchedState({**outer, **in_memory(self.disk, {key: _apart(one) for key, one in others.items()})})
         elif binding is not None and (shown := binding.shown(made)) is not made:
             made = WatchedState(shown)
-        return self.shards.saved(made, outer)
+        return self.shards.shown.saved(made, outer)
 
     def state_nbytes(self) -> dict[str, float]:
         """Returns the bytes of this rank's state by tier, and of its budget; state on disk counts there alone."""
@@ -416,7 +419,7 @@ class Holdings:
             self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
         self._check_growth(survey)
         initial = [self.algorithm.first_moment(group) for group in groups]
-        of_state = self.algorithm, self.held, initial, self.shards.exact
+        of_state = self.algorithm, self.held, initial, self.shards.shown.exact
         if self.disk is not None:
             tier: StateTier = StateOnDisk(*of_state, self.placing, self.disk)
         else:
@@ -432,7 +435,7 @@ class Holdings:
         last_ones: Any = {"previous": previous, "followed": self.followed}
         made = Binding(survey, groups, tier, compute, beside, formats=formats, **last_ones)
         self.placing.forget_moved(self.held)
-        self.shards.bound(survey.params, self.state)
+        self.shards.shown.bound(survey.params, self.state)
         self.followed, self.binding = made.followed, made
         return made
 

@@ -29,7 +29,7 @@ from zerokern.zero.watch import Watch
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
 # of a parameter, handed over once: the fp32 values that it began with, or, for a disk, what is kept of them
-Exact = Callable[..., Tensor | None]  # (param, *, kept: bool = False): see `Shards.exact`
+Exact = Callable[..., Tensor | None]  # (param, *, kept: bool = False): see `ShownState.exact`
 _HOST = torch.device("cpu")
 
 

@@ -25,7 +25,8 @@ from zerokern.optim.leaving import Departure, LeavingGradients
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
 from zerokern.optim.rounds import together
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.optim.update import ALL, Update, buckets_of, gathers
 from zerokern.schedule import Delayed, StepProgram
@@ -97,7 +98,7 @@ class StepRunner:
             last.look()
             self._publish(last)
         shards = here.shards = here.shards_of(groups)
-        shards.adopt(here.state, refuse_plain=stepped and last.stand_alone)
+        shards.shown.adopt(here.state, refuse_plain=stepped and last.stand_alone)
         if here.recorder is not None and shards is not last:
             for _, memory, name in buckets_of(shards, self._parts_of(shards)):
                 memory.recorder = SpanRecorder(here.recorder, name)
