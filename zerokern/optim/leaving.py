@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from zerokern.core.units import BUFFERS
 from zerokern.memory.copies import Copies
 from zerokern.optim.hosted import HostCopy
+from zerokern.optim.parts import in_order
 from zerokern.zero.hooks import weakly
 from zerokern.zero.reducing import GradReady
 
@@ -62,16 +64,16 @@ class LeavingGradients:
     memory has been handed out (`.local`, `.data`), because no version counts writes there. Plain gradients are fetched
     by `step()`. Buckets whose gradients have arrived give their device memory back, a few behind the last one.
 
-    `shards`: a `Shards`; `parts`: each a `Part` of the update, as `parts_of` returns them.
+    `shards`: a `Shards`; `parts`: each a `Part` of the update, as `parts_of` returns them. `tickets`: by part, of what
+    the step at hand reads, one for each piece that is on its way.
     """
 
-    def __init__(
-        self, shards: Any, parts: Sequence[Any], early: bool, last: LeavingGradients | None, passes: int = 0
-    ) -> None:
-        """Listens to these parameters, and no more to those of `last`. `passes`: expected before the next step."""
-        if last is not None:
-            last.end()
-        self.shards = shards
+    def __init__(self, shards: Any, parts: Sequence[Any] = (), early: bool = False, passes: int = 0) -> None:
+        """Listens to these parameters, if any leave `early`. `passes`: expected before the next step."""
+        self.shards, self._parts = shards, parts
+        self.tickets: dict[str, list[Any]] = {}
+        self._gates: list[Any] = []  # tickets of gradients that may be written before the update has read them
+        self._under_way: list[Any] = []  # the last ticket of each part, of the last step that was begun
         self._link = shards.host.link
         self._expected: Counter[int] = Counter({id(part): passes for part in parts})
         self._arrived: Counter[int] = Counter()
@@ -96,6 +98,7 @@ class LeavingGradients:
         self._removers.clear()
         for one in self._early.values():
             one.forget()
+        self._early, self.tickets, self._gates, self._under_way = {}, {}, [], []
         self._going.clear()
         for bucket in list(self._away):
             bucket.bring_back()
@@ -140,6 +143,70 @@ class LeavingGradients:
             for one in some or self._early.values():
                 if one.fetch is not None and all(copy.free for copy in one.copies):
                     one.tickets, one.fetch = one.fetch(), None
+
+    def read(self, *, unscaled: bool) -> dict[int, Tensor]:
+        """Fetches the gradients of a step, but for those that left early; returns them by the parameter's place.
+
+        `unscaled`: GradScaler has written into gradients, which it does not count as writing.
+        """
+        shards, host = self.shards, self.shards.host
+        early, self.tickets, self._gates = self.take(), {}, []
+        try:
+            grads: dict[int, Tensor] = shards.gradients()
+            for departure in early.values():
+                if unscaled or departure.bucket.shown.handed_out():  # written, maybe, where no version counts it
+                    departure.forget()
+            for part in reversed(self._parts):  # as the program has it, and as gradients came
+                pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
+                left, shown = early.get(part.name), None if part.bucket is None else part.bucket.shown
+                if shown is not None and shown.released.is_released and not all(c.holds(grad) for c, grad in pairs):
+                    shown.released.restore(shown)  # with what the copies have, before others are fetched there
+                tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
+                if left is not None:  # of one stream: what is fetched again ends last
+                    tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
+                tickets = in_order(tickets, at_once=host.measures and any(copy.sumsq is None for copy, _ in pairs))
+                if tickets:
+                    self.tickets[part.name] = tickets
+                    self._guard(part, pairs, [place for place in part.members if place in grads])
+        finally:
+            for departure in early.values():
+                departure.forget()
+        return grads
+
+    def _guard(self, part: Any, pairs: Pairs, members: Sequence[int]) -> None:
+        """Sees to it that nobody writes gradients of a part before they have been read; `members`: those that it has.
+
+        They may give their device memory back.
+        """
+        shards, host, tickets = self.shards, self.shards.host, self.tickets[part.name]
+        if part.bucket is None:
+            own = [shards.params[place].grad for place in members]
+            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, own, strict=True) if grad is not None]
+            if any(kept) or (len(tickets) > 1 and not host.delays):
+                self._gates.append(tickets[-1])
+            return
+        shown = part.bucket.shown
+        # whole parts have ended when step() returns, and may be written then; with a delay nobody waits for them
+        written = host.delays and (shown.exposed or shown.replicated) and shown.keeps  # nobody sees who writes them
+        if written or (len(tickets) > 1 and not host.delays):
+            self._gates.append(tickets[-1])
+        shown.reads_until(tickets[-1].gate)
+        if not shown.released.is_released:
+            places = [shards.shards[place].place for place in members]
+            self.add(part, places, pairs, tickets=tickets)
+
+    def begun(self) -> None:
+        """Notes that an update has been begun that reads these gradients. What the program does to them from here on,
+        it does behind their copies."""
+        for ticket in self._gates:
+            ticket.gate()
+        self._under_way = [tickets[-1] for tickets in self.tickets.values()]
+        self.tickets, self._gates = {}, []
+
+    def gate(self) -> None:
+        """Makes the current stream wait for gradients that the last update reads."""
+        for ticket in self._under_way:
+            ticket.gate()
 
     def take(self) -> dict[str, Departure]:
         """Returns what was fetched since the last call, by part; a step is about to be made of it."""

@@ -12,18 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.leaving import Departure, LeavingGradients
+from zerokern.optim.leaving import LeavingGradients
 from zerokern.optim.outside import watched
-from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
+from zerokern.optim.parts import Part, in_pieces, parts_of
 from zerokern.optim.rounds import together
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
@@ -54,15 +51,12 @@ class StepRunner:
     def __init__(self, holdings: Holdings, decision: Decision) -> None:
         self._holdings, self._decision = holdings, decision
         self.pending: Update | None = None
-        self.leaving: LeavingGradients | None = None
+        self.leaving = LeavingGradients(holdings.shards)
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
         self._program: tuple[tuple[Any, ...], StepProgram] | None = None
         self._unpublished: Update | None = None  # a delayed update that was made
-        self._fetched: dict[str, list[Any]] = {}  # tickets of gradients on their way, by part, one for each piece
-        self._gates: list[Any] = []
-        self._on_their_way: list[Any] = []
 
     @property
     def waited_ns(self) -> Mapping[str, int]:
@@ -115,17 +109,10 @@ class StepRunner:
         shards.look()
         if shards.host.late:
             self._publish(shards)
-        parts = self._parts_of(shards)
-        if self.leaving is None or self.leaving.shards is not shards:
-            self.leaving = LeavingGradients(shards, parts, self._holdings.schedule != "sync", self.leaving)
-        early = self.leaving.take()
-        try:
-            grads = shards.gradients()
-            self._fetch(shards, parts, grads, early, unscaled)
-        finally:
-            for departure in early.values():
-                departure.forget()
-        shards.take_copies(grads)
+        if self.leaving.shards is not shards:
+            self.leaving.end()
+            self.leaving = LeavingGradients(shards, self._parts_of(shards), self._holdings.schedule != "sync")
+        shards.take_copies(self.leaving.read(unscaled=unscaled))
 
     def expect(self, groups: Groups) -> None:
         """As the first backward pass begins: gradients of the first step leave as they come, too.
@@ -133,55 +120,13 @@ class StepRunner:
         Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
         """
         here = self._holdings
-        if self.leaving is not None or here.closed or here.torn or here.placing.waits:
+        if self.leaving.shards.params or here.closed or here.torn or here.placing.waits:
             return
         with contextlib.suppress(Exception):
             if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
                 shards = self.find_shards(groups)
                 shards.host.measures = True
-                self.leaving = LeavingGradients(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
-
-    def _fetch(
-        self,
-        shards: Shards,
-        parts: Sequence[Part],
-        grads: dict[int, Tensor],
-        early: dict[str, Departure],
-        unscaled: bool,
-    ) -> None:
-        host = shards.host
-        self._fetched, self._gates = {}, []
-        for departure in early.values():
-            if unscaled or departure.bucket.shown.handed_out():  # somebody may have written what no version counts
-                departure.forget()
-        for part in reversed(parts):  # as the program has it, and as gradients came
-            pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
-            left = early.get(part.name)
-            shown = None if part.bucket is None else part.bucket.shown
-            if shown is not None and shown.released.is_released and not all(copy.holds(grad) for copy, grad in pairs):
-                shown.released.restore(shown)  # with what the copies have, before others are fetched there
-            tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
-            if left is not None:  # of one stream: what is fetched again ends last
-                tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
-            tickets = in_order(tickets, at_once=host.measures and any(copy.sumsq is None for copy, _ in pairs))
-            if not tickets:
-                continue
-            self._fetched[part.name] = tickets
-            # whole parts have ended when step() returns, and may be written then; with a delay nobody waits for them
-            plain = shown is not None and (shown.exposed or shown.replicated)  # nobody sees who writes them
-            written = self._holdings.delays and plain and shown is not None and shown.keeps
-            if written or (len(tickets) > 1 and not self._holdings.delays):
-                self._gates.append(tickets[-1])
-            if shown is not None:
-                shown.reads_until(tickets[-1].gate)
-                if not shown.released.is_released and self.leaving is not None:
-                    places = [shards.shards[place].place for place in part.members if place in grads]
-                    self.leaving.add(part, places, pairs, tickets=tickets)
-                continue
-            own = [shards.params[place].grad for place in part.members if place in grads]
-            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, own, strict=True) if grad is not None]
-            if any(kept):
-                self._gates.append(tickets[-1])
+                self.leaving = LeavingGradients(shards, self._parts_of(shards), shards.is_hosted, passes=1)
 
     def release_gradients(self, groups: Groups) -> None:
         """Returns once gradients may be written: they have memory here, and what reads them has done so, or the current
@@ -192,8 +137,7 @@ class StepRunner:
         elif update is not None:
             for part in update.streamed(update.parts):
                 update.gate_reads(part.name)
-        for ticket in self._on_their_way:
-            ticket.gate()
+        self.leaving.gate()
         shards = [shard for param in params_of(groups) if (shard := shard_of(param)) is not None]
         for bucket in dict.fromkeys(shard.gradients for shard in shards if shard.gradients is not None):
             bucket.shown.land()
@@ -223,10 +167,9 @@ class StepRunner:
         if inline or launches or first or not survey.params or shards.accord.meets:
             # the last ends last: others are not waited for any more. Squares alone decide what the device does beside
             alone = launches and here.has_both and not first and shards.has_squares
-            for tickets in reversed(self._fetched.values()) if not alone else ():
+            for tickets in reversed(self.leaving.tickets.values()) if not alone else ():
                 tickets[0].wait()
-            if self.leaving is not None:
-                self.leaving.sweep()
+            self.leaving.sweep()
             self._decision.take()
             if self._decision.scale is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
@@ -320,7 +263,7 @@ class StepRunner:
 
     def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], *, lazily: bool, inline: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
-        here, tickets = self._holdings, self._fetched
+        here, tickets = self._holdings, self.leaving.tickets
         key = (update.binding, here.schedule, lazily, update.copies_back, frozenset(tickets))
         if self._program is None or self._program[0] != key:
             self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
@@ -331,10 +274,7 @@ class StepRunner:
         self.pending = update
         update.publish_when_done = not lazily and not self._is_late()
         self._count_call()
-        for ticket in self._gates:
-            ticket.gate()  # what the program does to gradients from here on, it does behind their copies
-        self._on_their_way = [tickets[-1] for tickets in self._fetched.values()]
-        self._fetched, self._gates = {}, []
+        self.leaving.begun()
 
     def _is_late(self) -> bool:
         """Whether this call's update is published by the next one."""
@@ -573,10 +513,9 @@ class StepRunner:
         """Ends the worker's part of what is pending. Nothing is published, so that no other rank is waited for."""
         with contextlib.suppress(Exception):  # nobody asks any more what became of it
             self.finish(groups)
-        if self.leaving is not None:
-            self.leaving.end()
-        self._fetched, self._gates, self._on_their_way = {}, [], []
-        self.pending = self.leaving = self._unpublished = self._program = None
+        self.leaving.end()
+        self.leaving = LeavingGradients(Shards(()))
+        self.pending = self._unpublished = self._program = None
         self._parts, self._executors = (None, []), {}
 
 
