@@ -91,7 +91,7 @@ def make_ready(
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     before = here.host
     # an update may be pending of parameters that have no other state; copies that there are forget theirs
-    shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
+    shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host.room is not None)
     own, loaded, state_dict = shards.groups(groups), shards.groups(merged), shards.shown.localize(state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
@@ -122,7 +122,7 @@ def install(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming,
 
 def forget(here: Holdings, ready: Incoming) -> None:
     """Frees the room of what was made ready and is not installed."""
-    if here.host is not None and here.host is not ready.before:
+    if here.host is not ready.before:
         ready.new += [copy.values for copy in here.host.copies.values()]
     here.host = ready.before
     if here.room is not None:

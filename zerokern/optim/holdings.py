@@ -104,7 +104,7 @@ class Holdings:
         self.placing = Placing(self.order, self.room)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
-        self.host: HostCopies | None = None
+        self.host = HostCopies(None, self.delays)  # of nothing, until some are made
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
         self.unbind(())
         self.closed = ""  # why nothing can be done with it any more
@@ -165,7 +165,7 @@ class Holdings:
         if self.closed:
             return
         self.closed, self.state = because, Elsewhere(because)
-        self.shards, self.host = Shards(()), None
+        self.shards, self.host = Shards(()), HostCopies(None, self.delays)
         self.unbind(())
         self.placing.claimed = 0
         if self.room is not None:
@@ -266,7 +266,7 @@ class Holdings:
         """Returns what makes host copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
-        if self.host is None:
+        if self.host.room is None:
             room = HostTier("norms that a device measures") if self.room is None else self.room
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
@@ -298,7 +298,6 @@ class Holdings:
 
     def _divided(self, groups: Groups, new: Sequence[tuple[int, Tensor]]) -> list[tuple[str, Layout, int]]:
         """Returns where state of these (place, parameter) goes, its layout and its bytes. They have no copies."""
-        assert self.host is not None
         if self.placing.there:
             self.refuse_early(groups)
             self.placing.measure(self.host.driver)
@@ -312,7 +311,6 @@ class Holdings:
         """Returns by place where state will go of those of these (place, parameter) that are yet to have a copy."""
         if self.hosting(groups) is None:
             return {}
-        assert self.host is not None
         new = [(n, one) for n, one in wanted if one.requires_grad and id(one) not in self.host.copies]
         divided = zip(new, self._divided(groups, new), strict=True)
         return {number: kind for (number, _), (kind, _, nbytes) in divided if nbytes}
@@ -428,7 +426,7 @@ class Holdings:
         compute = RowTable(open_table) if decision.device is None else DeviceCompute(decision, last)
         streams = self.placing.there and self.shards.is_hosted and self.update == "device"
         beside = None
-        if (self.has_both or streams) and self.host is not None and self.host.link is not None:
+        if (self.has_both or streams) and self.host.link is not None:
             beside = Beside(self.host, self.room, self.schedule, self.algorithm.name)
         if previous is not None and not previous.is_like(compute, beside):
             previous = None
@@ -441,7 +439,7 @@ class Holdings:
 
     def _check_growth(self, survey: Survey) -> None:
         """Refuses state that has grown beyond the budget of the device, where it is; counts what it takes there."""
-        if not self.has_both or self.host is None or self.update == "device":
+        if not self.has_both or self.update == "device":
             return
         sizes = {id(one): of.nbytes_of(one) for one, of in zip(survey.params, survey.layouts, strict=True)}
         stays = [copy for copy in self.host.copies.values() if copy.stays is not None and not copy.near]

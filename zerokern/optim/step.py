@@ -20,7 +20,7 @@ from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
 from zerokern.optim.leaving import LeavingGradients
 from zerokern.optim.outside import watched
-from zerokern.optim.parts import Part, in_pieces, parts_of
+from zerokern.optim.parts import Part, in_pieces, part_of, parts_of
 from zerokern.optim.rounds import together
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
@@ -191,7 +191,7 @@ class StepRunner:
         if here.is_scheduled or (taken and binding.moves):
             parts = taken[::-1] if here.delays else taken
         else:
-            parts = [Part(ALL, survey.numbers)]
+            parts = [part_of(ALL, survey.numbers)]
         update = Update(binding, self._decision, shards, parts)
         for group in update.exchanges:
             group.begin_exchanging(None if inline else update)
@@ -233,7 +233,8 @@ class StepRunner:
                     update.launch(shards.host)
                     self._begin(shards, update, taken, lazily=False, inline=True)
                     with here.writing():
-                        self._wait_until_made(update)
+                        made = (key for key in reversed(update.run.keys) if key[0] in ("Step", "Store"))
+                        update.run.wait(*next(made))  # all but gathers, and what follows them
                         update.count()
             except BaseException as error:  # refused, here or on another rank, or the second Ctrl-C
                 if ran and update.made and update.counted is False:
@@ -257,10 +258,6 @@ class StepRunner:
                 say_outcome(error, self._holdings.outcome)
             raise
 
-    def _wait_until_made(self, update: Update) -> None:
-        """Does all but gathers and what follows them."""
-        update.run.wait(*next(key for key in reversed(update.run.keys) if key[0] in ("Step", "Store")))
-
     def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], *, lazily: bool, inline: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
         here, tickets = self._holdings, self.leaving.tickets
@@ -272,13 +269,10 @@ class StepRunner:
         ahead = ("Publish",) if here.delays and not inline else ()
         update.run = self._executor(inline).submit(program, actions, ahead=ahead)
         self.pending = update
-        update.publish_when_done = not lazily and not self._is_late()
+        is_late = isinstance(schedule := here.schedule, Delayed) and self._calls() >= schedule.after
+        update.publish_when_done = not lazily and not is_late  # what is late, the next call publishes
         self._count_call()
         self.leaving.begun()
-
-    def _is_late(self) -> bool:
-        """Whether this call's update is published by the next one."""
-        return isinstance(schedule := self._holdings.schedule, Delayed) and self._calls() >= schedule.after
 
     def _calls(self) -> int:
         return max((group.get(CALLS, 0) for group in self._groups), default=0)
@@ -309,7 +303,7 @@ class StepRunner:
 
     def set_late(self, late: bool) -> None:
         """Says, to all ranks and checkpoints, whether an update waits for the next `step()`."""
-        if self._holdings.host is not None and self._holdings.delays:
+        if self._holdings.host.room is not None and self._holdings.delays:
             self._holdings.host.late = late
             for group in self._groups:
                 group[LATE] = late
@@ -422,14 +416,10 @@ class StepRunner:
                 here.fail_alone(error, owes=not update.counted)
                 if update.counted and spreads:  # others publish it part by part, and their forwards wait for it
                     with contextlib.suppress(CommError):
-                        self._gather_rest(shards, update)
+                        for part in self._parts_of(shards):
+                            if part.name not in update.gathered and gathers(part):
+                                part.sharding.publisher.gather(part.bucket.number).wait()
         return spreads and here.outcome.is_here_alone
-
-    def _gather_rest(self, shards: Shards, update: Update) -> None:
-        """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
-        for part in self._parts_of(shards):
-            if part.name not in update.gathered and gathers(part):
-                part.sharding.publisher.gather(part.bucket.number).wait()
 
     def tell(self, error: BaseException) -> None:
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""

@@ -47,9 +47,8 @@ class Update:
     def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
         self.binding, self.decision, self.parts = binding, decision, parts
         turns = [turn for part in parts for turn in part.turns]
-        self._turn_of = dict(
-            zip((part.name for part in parts), accumulate(map(_count, parts), initial=0), strict=False)
-        )
+        first = accumulate((len(part.turns) for part in parts), initial=0)
+        self._turn_of = {part.name: turn for part, turn in zip(parts, first, strict=False)}
         binding.arrange(turns, [name for part in parts for name in part.names])
         self.exchanges = shards.exchanges if binding.survey.matrices else []
         # whether gradients are read where the user's program has them, and could be edited
@@ -228,7 +227,7 @@ class Update:
                 if program.has("Store", name):
                     yield ("Store", name), partial(self.store, host, copies, ready, piece, stored)
         if program.has("Publish", part.name):
-            yield ("Publish", part.name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
+            yield ("Publish", part.name), partial(host.put, () if self.in_place or not host.delays else copies)
 
     def program(
         self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
@@ -348,14 +347,6 @@ def _with_others(
             span = Span(name, 0, unit=memory.bucket.unit if again else None, **_gathered(sharding, memory))
         found += [] if span is None else [span]
     return [*by_name.values(), *found]
-
-
-def _nothing() -> None:
-    pass
-
-
-def _count(part: Part) -> int:
-    return len(part.turns)
 
 
 def _same(ticket: Any) -> Any:
