@@ -377,7 +377,7 @@ MUTANTS = (
         "self._under_way.popitem()[1].wait()",
         "self._under_way.popitem()",
         "After a failed step a device writes to memory that is given to others.",
-        ("tests/optim/test_muon_device_disk.py::test_a_failed_transfer_in_the_middle_tears_and_a_load_heals",),
+        ("tests/optim/test_muon_device_disk.py::test_a_failed_step_has_waited_for_what_the_device_writes",),
     ),
     Mutant(
         "a_record_is_stored_before_it_is_back",

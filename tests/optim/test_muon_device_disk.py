@@ -211,6 +211,23 @@ def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(
     assert both.agree()
 
 
+def test_a_failed_step_has_waited_for_what_the_device_writes(tier: Tier) -> None:
+    device = PlayedDevice(stretch={"down": 0.01})
+    both = owned(twins(on_disk(tier, faults=failing(READ, 11)), LONG, FP32), device)
+    both.train(1)
+    launch, ways_back = Transit.launch, []
+
+    def launched(self: Transit, number: int, run: Any) -> Any:
+        found = launch(self, number, run)
+        ways_back.append(found[1])
+        return found
+
+    with mock.patch.object(Transit, "launch", launched), pytest.raises(zk.IoError, match="state/000011"):
+        step_ours(both, 1)
+    assert ways_back and all(one.done() for one in ways_back)
+    device.close()
+
+
 def test_a_launch_that_is_refused_ends_the_step(device: HostComputes, tier: Tier) -> None:
     """The first one leaves all as it was; a later one tears."""
     both = owned(twins(on_disk(tier), LONG, FP32), device)
