@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters_of_other_counts_in_one_group",
-        "zerokern/optim/row_table.py",
+        "zerokern/optim/compute.py",
         "key = (owner, id(row.layout), grad_dtype, step, row.first)",
         "key = (owner, id(row.layout), grad_dtype, row.first)",
         "A parameter that began later gets the bias correction of those that began at first.",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows_forget_where_a_piece_begins",
-        "zerokern/optim/row_table.py",
+        "zerokern/optim/compute.py",
         'table.columns["first"][:] = array("Q", map(operator.add, map(survey.firsts.__getitem__, index), starts))',
         'table.columns["first"][:] = array("Q", [0] * len(rows))',
         "Stochastic rounding of a sharded parameter draws other numbers than that of the whole one.",

@@ -17,7 +17,7 @@ from tables import each
 from worlds import World
 
 from zerokern.optim.binding import Binding
-from zerokern.optim.row_table import RowTable
+from zerokern.optim.compute import RowTable
 
 
 def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:

@@ -20,8 +20,8 @@ from worlds import World, built, on_threads, ranked
 import zerokern as zk
 from zerokern.api import sharding_of
 from zerokern.optim.binding import Binding
+from zerokern.optim.compute import RowTable
 from zerokern.optim.outside import WatchedState
-from zerokern.optim.row_table import RowTable
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey
 from zerokern.zero.sharded import Sharded

@@ -19,12 +19,12 @@ from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim.batches import RowBatch
 from zerokern.optim.beside import Beside
+from zerokern.optim.compute import Member, RowTable
 from zerokern.optim.formats import FormatKey
 from zerokern.optim.matrices import ns_dtype_of
 from zerokern.optim.outside import WatchedState, follow_writes, tracked
 from zerokern.optim.records import RecordSpan
 from zerokern.optim.rounds import in_rounds
-from zerokern.optim.row_table import Member, RowTable
 from zerokern.optim.state import Row, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder

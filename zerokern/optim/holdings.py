@@ -18,15 +18,14 @@ from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.beside import Beside
 from zerokern.optim.binding import Binding
+from zerokern.optim.compute import DeviceCompute, RowTable
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
-from zerokern.optim.device_compute import DeviceCompute
 from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_update, check_whole
-from zerokern.optim.row_table import RowTable
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
@@ -422,8 +421,10 @@ class Holdings:
             tier: StateTier = StateOnDisk(*of_state, self.placing, self.disk)
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
-        open_table = host_table(self.algorithm.name)
-        compute = RowTable(open_table) if decision.device is None else DeviceCompute(decision, last)
+        if decision.device is None:
+            compute = RowTable(host_table(self.algorithm.name))
+        else:
+            compute = DeviceCompute(decision, None if last is None else (last.compute, last.tier))
         streams = self.placing.there and self.shards.is_hosted and self.update == "device"
         beside = None
         if (self.has_both or streams) and self.host.link is not None:
