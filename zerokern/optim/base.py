@@ -29,9 +29,10 @@ from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved
 from zerokern.optim.holdings import Holdings, chosen
 from zerokern.optim.matrices import Matrix
-from zerokern.optim.outside import WatchedState, plain, warn_of_second_update
+from zerokern.optim.outside import WatchedState, warn_of_second_update
 from zerokern.optim.shards import sharded
 from zerokern.optim.shown import LATE
+from zerokern.optim.state import plain
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey, held_gradients, params_of
 from zerokern.zero import checks as zero_checks

@@ -26,8 +26,7 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
 from zerokern.optim.matrices import parts_in_rows
 from zerokern.optim.matrix_table import MatrixTable
-from zerokern.optim.outside import plain
-from zerokern.optim.state import Row, StateTier, StepBook
+from zerokern.optim.state import Row, StateTier, StepBook, plain
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
 
 __all__ = ["DeviceCompute", "Member", "RowTable", "TableGroup"]

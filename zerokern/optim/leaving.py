@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -44,16 +44,6 @@ class Departure:
     fetch: Callable[[], Sequence[Any]] | None = None
     tickets: Sequence[Any] = ()
     state: tuple[int, list[int]] = (0, [])
-
-    def state_now(self) -> tuple[int, list[int]]:
-        """Returns the state of the gradients: their memory, and their versions."""
-        shown = self.bucket.shown
-        return shown.times_made, [shown.pieces[place]._version for place in self.places]
-
-    def forget(self) -> None:
-        """Has all of these gradients fetched again."""
-        for copy in self.copies:
-            copy.fetched = None
 
 
 class LeavingGradients:
@@ -96,8 +86,7 @@ class LeavingGradients:
         for remove in self._removers:
             remove()
         self._removers.clear()
-        for one in self._early.values():
-            one.forget()
+        _forget(self._early.values())
         self._early, self.tickets, self._gates, self._under_way = {}, {}, [], []
         self._going.clear()
         for bucket in list(self._away):
@@ -115,8 +104,7 @@ class LeavingGradients:
         if self._arrived[key] != self._expected[key]:  # another pass adds to its gradients
             with self._lock:
                 last = self._early.pop(part.name, None)
-            if last is not None:
-                last.forget()
+            _forget(() if last is None else (last,))
             self._drop(bucket)
             return
         members = [place for place in part.members if self.shards.local[place].requires_grad]
@@ -153,9 +141,8 @@ class LeavingGradients:
         early, self.tickets, self._gates = self.take(), {}, []
         try:
             grads: dict[int, Tensor] = shards.gradients()
-            for departure in early.values():
-                if unscaled or departure.bucket.shown.handed_out():  # written, maybe, where no version counts it
-                    departure.forget()
+            # those that were written, maybe, where no version counts it
+            _forget(one for one in early.values() if unscaled or one.bucket.shown.handed_out())
             for part in reversed(self._parts):  # as the program has it, and as gradients came
                 pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
                 left, shown = early.get(part.name), None if part.bucket is None else part.bucket.shown
@@ -169,8 +156,7 @@ class LeavingGradients:
                     self.tickets[part.name] = tickets
                     self._guard(part, pairs, [place for place in part.members if place in grads])
         finally:
-            for departure in early.values():
-                departure.forget()
+            _forget(early.values())
         return grads
 
     def _guard(self, part: Any, pairs: Pairs, members: Sequence[int]) -> None:
@@ -229,7 +215,7 @@ class LeavingGradients:
         if not mine or bucket.replicated or not pairs or any(copy.stays is not None for copy in copies):
             return one
         if all(grad is shown.pieces[place] for place, (_, grad) in zip(places, pairs, strict=True)):
-            one.state = one.state_now()
+            one.state = _state_of(one)
             self._going.append(one)
         return one
 
@@ -249,7 +235,7 @@ class LeavingGradients:
             if not tickets or not (tickets[-1].done() or len(self._going) > most):
                 return
             self._going.popleft()
-            if one.state != one.state_now():  # somebody has written to them
+            if one.state != _state_of(one):  # somebody has written to them
                 continue
             held, reduced = 0, one.bucket.shown.reduced
             if not tickets[-1].done() and reduced.is_cuda:
@@ -265,6 +251,19 @@ class LeavingGradients:
                 self._away.add(one.bucket)
                 for copy in one.copies:
                     copy.left = weakref.WeakMethod(one.bucket.shown.land)
+
+
+def _state_of(one: Departure) -> tuple[int, list[int]]:
+    """Returns what changes with the gradients: their memory, and their versions."""
+    shown = one.bucket.shown
+    return shown.times_made, [shown.pieces[place]._version for place in one.places]
+
+
+def _forget(some: Iterable[Departure]) -> None:
+    """Has the gradients of these fetched again."""
+    for one in some:
+        for copy in one.copies:
+            copy.fetched = None
 
 
 def _restore(link: Copies, places: Sequence[int], copies: Sequence[HostCopy], pieces: Sequence[Tensor] | None) -> None:

@@ -295,6 +295,11 @@ class StepBook:
         self._expected.add_(self._increments)
 
 
+def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the same state in ordinary dicts, which any unpickler knows."""
+    return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
+
+
 def pointer_words(pointers: dict[str, int]) -> tuple[int, ...]:
     """Returns addresses by column in the order of the table, 0 where a format needs none."""
     return tuple(pointers.get(name, 0) for name in POINTERS)
