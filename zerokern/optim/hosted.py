@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from zerokern.zero.watch import Watch
 
 __all__ = ["HostCopies", "HostCopy", "Location", "Piece"]
 
+_checked = attrgetter("checked")
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
 
@@ -100,7 +102,7 @@ class HostCopies:
     """Holds the copies of one optimizer. `delays`: parameters change when published, not when copies are stored.
 
     `measures`: steps ask for the norm of gradients, so the device measures their squares before they leave it.
-    `keeps_there`: some parameters are updated on the device.
+    `keeps_there`: some parameters are updated on the device. `has_near`: some are in host memory, in place.
     """
 
     room: Any  # a HostTier; None where there are no copies
@@ -112,6 +114,7 @@ class HostCopies:
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
     measures: bool = False
     keeps_there: bool = False
+    has_near: bool = False
     # by the first of the copies that are fetched together: all of them, and what measures them
     _squares: dict[int, tuple[list[int], SquaresBelow]] = field(default_factory=dict)
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
@@ -168,6 +171,7 @@ class HostCopies:
             self._watch = Watch(copy.local for copy in self._watched)
             self._watch.carry_over(last)
         self.keeps_there = any(copy.stays is not None for copy in self.copies.values())
+        self.has_near = any(copy.near for copy in self.copies.values())
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _staying(self, local: Tensor, nbytes: int) -> HostCopy:
@@ -215,13 +219,8 @@ class HostCopies:
         """Returns the copies of these; frozen ones have none."""
         return [self.copies[id(one)] for one in local if id(one) in self.copies]
 
-    @property
-    def has_near(self) -> bool:
-        """Whether any of these parameters are in host memory, where they are updated in place."""
-        return any(copy.near for copy in self.copies.values())
-
     def are_near(self, local: Iterable[Tensor]) -> bool:
-        """Whether all of these are."""
+        """Whether all of these parameters are in host memory, where they are updated in place."""
         found = self.of(local)
         return bool(found) and all(copy.near for copy in found)
 
@@ -370,7 +369,7 @@ class HostCopies:
         if not batch:
             return None
         targets, sources = [target for target, _ in batch], [source for _, source in batch]
-        return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
+        return self.link.to_device(sources, targets, ready=ready, checked=all(map(_checked, copies)))
 
     def reading(self, value: Any) -> Callable[[], Any]:
         """Returns a function that returns what a number on the device is now; any thread may call it later."""
@@ -417,7 +416,7 @@ class HostCopies:
         if self.delays:
             self.put(self.pending)
             copies, self._put = self._put, []
-        copies = [copy for copy in copies if copy.owns_values]
+        copies = [copy for copy in copies if copy.values is not copy.local]
         if copies:
             torch.autograd.graph.increment_version([copy.local for copy in copies])
             for copy in copies:

@@ -211,10 +211,10 @@ class Shards:
 
     def copy(self, place: int) -> HostCopy:
         """Returns the host copy of a parameter; raises if it is frozen."""
-        found = self.host.of([self.local[place]])
-        if not found:
+        found = self.host.copies.get(id(self.local[place]))
+        if found is None:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
-        return found[0]
+        return found
 
     def pieces_of(self, part: Part) -> list[list[tuple[HostCopy, slice]]]:
         """Returns the pieces of a part as elements of host copies; of what is frozen there is none."""
@@ -340,7 +340,7 @@ class Shards:
 
     def announce(self) -> None:
         """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
-        self.host.publish(self.host.of(self.local[place] for place in self._fetched))
+        self.host.publish(self.host.of([self.local[place] for place in self._fetched]))
 
     def publish(self, gather: Callable[[], object] | None = None) -> None:
         """Publishes what was updated to all ranks. `gather`: sends the buckets, in their order, if not one by one."""

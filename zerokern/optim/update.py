@@ -208,7 +208,8 @@ class Update:
             readings = _NOTHING if inline else shards.readings(part.members)
             yield ("Step", part.name), partial(self.make_part, turn, host, (), readings)
         else:
-            copies = host.of(shards.local[member] for member in part.members if member in rows)
+            members = [member for member in part.members if member in rows]
+            copies = host.of([shards.local[member] for member in members])
             for copy in copies:
                 copy.free = False
             if program.has("Store", state := state_of(part.name)):
@@ -217,8 +218,8 @@ class Update:
                 # last: gradients are given up behind what has read them
                 yield ("Publish", part.name), partial(host.consumed, copies, updated=False)
                 return
-            members = (m for m in part.members if m in rows and shards.copy(m).near)
-            near = _NOTHING if inline else shards.readings(members)
+            of_near = [member for member, copy in zip(members, copies, strict=True) if copy.near]
+            near = _NOTHING if inline else shards.readings(of_near)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
