@@ -84,9 +84,9 @@ MUTANTS = (
     ),
     Mutant(
         "spans_joined_that_touch_on_one_side",
-        "zerokern/memory/span_copies.py",
-        "if nbytes and span[0] == to + nbytes and span[1] == source + nbytes:",
-        "if nbytes and span[0] == to + nbytes:",
+        "cpu/copies.cpp",
+        "if (end != out && row[0] == last[0] + last[2] && row[1] == last[1] + last[2])",
+        "if (end != out && row[0] == last[0] + last[2])",
         "Copies to neighbouring memory are taken for one, though what they read is not side by side.",
         ("tests/memory/test_span_copies.py",),
     ),
