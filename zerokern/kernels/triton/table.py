@@ -27,7 +27,7 @@ from zerokern.kernels.triton import sumsq as squares
 from zerokern.kernels.triton import update as updating
 from zerokern.kernels.triton.backend import capturing, check_device, launching
 from zerokern.kernels.triton.upload import refresh, tile_map, upload
-from zerokern.kernels.triton.variants import DEFAULT, Config, Formats
+from zerokern.kernels.triton.variants import Config, Formats
 
 __all__ = ["Control", "DeviceTable"]
 
@@ -94,10 +94,12 @@ class DeviceTable:
     ...     table.run()
     """
 
-    def __init__(self, device: torch.device, nseg: int, ngroups: int, config: Config = DEFAULT) -> None:
+    def __init__(
+        self, device: torch.device, nseg: int, ngroups: int, config: Config | Mapping[Formats, Config] | None = None
+    ) -> None:
         check_device(device)
         self.device = device
-        self.config = config
+        self._config = config
         self.nseg = nseg
         self.ngroups = ngroups
         self._rows = array("Q", bytes(8 * nseg * _ROW_WORDS))
@@ -195,9 +197,10 @@ class DeviceTable:
             )  # fmt: skip
             grads = sent.order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
             for made, tiles, ntiles in updates:
+                config = self.config_of(made)
                 updating.update[(ntiles,)](
                     outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
-                    **made.constants(self.config), **made.options(self.config),
+                    **made.constants(config), **made.options(config),
                 )  # fmt: skip
             for dtype, chunks, nchunks in measured:
                 shape = squares.shape_there(self.device, nchunks, dtype)
@@ -245,6 +248,20 @@ class DeviceTable:
         self._known = self._order[:]
         return self._sent
 
+    def config_of(self, made: Formats) -> Config:
+        """Returns how much a program of these formats does: what the table was given for all, or for them, or its own.
+
+        >>> from zerokern.kernels.triton.backend import interpreted
+        >>> made = Formats("adam", torch.bfloat16, torch.bfloat16, "split8", "int8", None, False)
+        >>> if interpreted():
+        ...     for given in (None, Config(4, 2), {made: Config(8, 8)}):
+        ...         assert DeviceTable(torch.device("cpu"), 1, 1, given).config_of(made) == (
+        ...             made.config if given is None else given if isinstance(given, Config) else Config(8, 8))
+        """
+        if isinstance(self._config, Config):
+            return self._config
+        return made.config if self._config is None else self._config.get(made, made.config)
+
     def _formats_of(self, group: int) -> Formats:
         made = self._formats[group]
         assert made is not None, f"group {group} has no formats"
@@ -257,7 +274,7 @@ class DeviceTable:
             members.setdefault(self._formats_of(self.columns["group"][row]), []).append(row)
         updates, measured = [], []
         for made, some in members.items():
-            tiles = self._map(some, self.config.numel)
+            tiles = self._map(some, self.config_of(made).numel)
             if len(tiles):
                 updates.append((made, upload(tiles, self.device), len(tiles)))
                 if made.algorithm == "muon" and made.out is not None:
