@@ -65,7 +65,9 @@ def test_each_format_has_a_configuration_of_its_own() -> None:
             case = Case("bf16", state, "split16", "none")
             row, expected = (make_rows("adam", case, (numel,)) for _ in range(2))
             kinds = {"grad_dtype": torch.bfloat16, "param_dtype": torch.bfloat16, "master_format": "split16"}
-            table.set_group(group, {**HYPER, "decoupled": True, "step": 1}, algorithm="adam", state_format=state, **kinds)
+            table.set_group(
+                group, {**HYPER, "decoupled": True, "step": 1}, algorithm="adam", state_format=state, **kinds
+            )
             pointers = {name: tensor.data_ptr() for name, tensor in row[0].tensors.items()}
             table.set_row(group, group=group, numel=numel, **pointers)
             run_reference("adam", expected, {**HYPER, "step": 1})
