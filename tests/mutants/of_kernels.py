@@ -152,14 +152,6 @@ MUTANTS = (
         ("tests/cuda/test_loader.py",),
     ),
     Mutant(
-        "parts_of_a_sum_written_over_by_later_launches",
-        "zerokern/kernels/cuda/bucket.py",
-        "part.first,",
-        "0,",
-        "The second launch of a long list that is flattened writes its sums over those of the first.",
-        ("tests/cuda/test_launches.py",),
-    ),
-    Mutant(
         "large_spans_among_small_ones_left_out",
         "zerokern/kernels/cuda/rows.py",
         'part.rows["size"].max()',

@@ -45,10 +45,9 @@ class Copied:
 
     def run(self, into: bool, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
         """Copies the tensors into the bucket or out of it; returns False, and copies nothing, where torch cannot."""
-        cat, copy = getattr(torch, "_chunk_cat", None), getattr(torch, "_foreach_copy_", None)
-        unflatten = getattr(torch._utils, "_unflatten_dense_tensors", None)
-        cats = into and cat is not None and self._cats and not capturing(bucket.device)  # its upload is not for replays
-        if not self._fits or not (cats or (copy and unflatten)) or self._meet(tensors, bucket):
+        cats = into and self._cats and hasattr(torch, "_chunk_cat") and not capturing(bucket.device)  # it uploads
+        copies = hasattr(torch, "_foreach_copy_") and hasattr(torch._utils, "_unflatten_dense_tensors")
+        if not self._fits or not (cats or copies) or self._meet(tensors, bucket):
             return False
         flat = bucket.data  # whose version is its own: whoever writes tells autograd, as with our kernels
         with torch.no_grad():
@@ -57,11 +56,11 @@ class Copied:
                 first, last = self._members[run[0]], self._members[run[-1]]
                 span = flat[first.offset : last.offset + last.numel]
                 if cats:
-                    cat(some, 0, 1, out=span.view(1, -1))
+                    torch._chunk_cat(some, 0, 1, out=span.view(1, -1))
                 elif into:
-                    copy(unflatten(span, some), some)
+                    torch._foreach_copy_(_views(span, some), some)
                 else:
-                    copy([one.data for one in some], unflatten(span, some))
+                    torch._foreach_copy_([one.data for one in some], _views(span, some))
         return True
 
     def _meet(self, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
@@ -69,3 +68,8 @@ class Copied:
         begin = bucket.data_ptr()
         end = begin + bucket.nbytes
         return any(begin <= one.data_ptr() < end for one in tensors)
+
+
+def _views(span: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The memory of a span as tensors of these shapes."""
+    return list(torch._utils._unflatten_dense_tensors(span, like))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.kernels import checks, cpu, cuda, ops, reference
+from zerokern.kernels import checks, cpu, ops, reference
 from zerokern.kernels.copied import Copied
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.triton.upload import table_for
@@ -132,10 +132,6 @@ class Flattener:
         device = self._check(into, tensors, bucket, scale, stats)
         bytes_alone = stats is None and not isinstance(scale, Tensor) and scale == 1.0
         if self._impl is None and bytes_alone and _is_gpu(device) and self._copied.run(into, tensors, bucket):
-            return
-        if self._impl == cuda.CUDA or (self._impl is None and device.type != "cpu" and cuda.available(device)):
-            cuda.refuse_without(device, f"impl={cuda.CUDA!r}", "impl='triton'")
-            self._launch(cuda.BucketLaunches, into, tensors, bucket, scale, stats)
             return
         with implementation(self._impl, device) as family:
             if family == TRITON:

@@ -50,9 +50,9 @@ def ferry_spans(
     grid, found = _ctas(ctas, device), architecture(device)
     rows = rows_of(spans)
     with placed(device, stream):
-        for part in parts_of(rows[::WORDS], rows[1::WORDS], rows[2::WORDS], (1, 1), stage_bytes(found)):
+        for part in parts_of(rows[::WORDS], rows[1::WORDS], rows[2::WORDS], stage_bytes(found)):
             launch = kernel("ferry.cu", f"ferry_{part.size}", device, ferry_shared(found))
-            launch(min(grid, part.tasks), FERRY_THREADS, parameters("ferry", part))
+            launch(min(grid, part.tasks), FERRY_THREADS, parameters(part))
 
 
 def ferry_shared(architecture: int) -> int:
