@@ -40,7 +40,7 @@ SUM_SHARED = 2048  # once per chunk, where whole and other rows meet
 FMAS = {"adam": 7, "muon": 2}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
 REGISTERS = 128  # of an update: four programs of 128 threads
-PAIR_REGISTERS = {"lion": 160, "adagrad": 160, "sgd": 216}
+PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 
 
 def all_jobs(every: bool) -> list[Job]:
@@ -340,14 +340,14 @@ def of_updates(every: bool) -> list[Job]:
         or (made.master == "fp32" and made.out == made.param)
         or (made.grad == BF16 and not made.random)
     )
-    return [job for made in (many if every else usual) for job in updates(made, made.config)]
+    return [job for made in (many if every else usual) for job in updates(made)]
 
 
-def updates(made: Formats, config: Config) -> list[Job]:
+def updates(made: Formats) -> list[Job]:
     """One for all GPUs, or, where the rule is one of float64, one for those that have it and one for others."""
     if not made.is_exact:
-        return [updated(made, config, None)]
-    return [updated(made, config, True), updated(made, config, False)]
+        return [updated(made, made.config(short=False), None)]
+    return [updated(made, made.config(short=short), short) for short in (True, False)]
 
 
 def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
@@ -375,8 +375,8 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
         float64=None if scarce is False else 0,
         seldom=bool(scarce),
         ahead=None if scarce else config.ahead(made.read_nbytes),
-        # the tiles before the loop, and the one that its body loads. Of pairs none: a branch stands in their loop
-        copied=0 if scarce or config.stages == 1 else config.stages * per_thread * made.read_nbytes,
+        # the tiles before the loop, and the one that its body loads
+        copied=0 if config.stages == 1 else config.stages * per_thread * made.read_nbytes,
     )
     most = made.options(config).get("maxnreg")
     return make_job(

@@ -25,7 +25,7 @@ from zerokern.kernels.triton.rows import is_last_program, sum_columns, sum_halve
 from zerokern.kernels.triton.upload import Sent, tile_map, upload
 from zerokern.kernels.triton.wide import FAST_FLOAT64, add_squares
 
-__all__ = ["Shape", "SumsqTable", "shape_of", "sumsq", "sumsq_chunks"]
+__all__ = ["Shape", "SumsqTable", "is_short", "shape_of", "sumsq", "sumsq_chunks"]
 
 CHUNK = tl.constexpr(65536)
 LANES = tl.constexpr(64)
@@ -220,6 +220,15 @@ def shape_there(device: torch.device, nchunks: int, dtype: torch.dtype) -> Shape
     """`shape_of` on a device."""
     multiprocessors, short = _gpu(device)
     return shape_of(nchunks, dtype.itemsize, multiprocessors, short=short)
+
+
+def is_short(device: torch.device) -> bool:
+    """Whether a device has few float64 units.
+
+    >>> is_short(torch.device("cpu"))
+    False
+    """
+    return _gpu(device)[1]
 
 
 @functools.cache

@@ -254,13 +254,14 @@ class DeviceTable:
         >>> from zerokern.kernels.triton.backend import interpreted
         >>> made = Formats("adam", torch.bfloat16, torch.bfloat16, "split8", "int8", None, False)
         >>> if interpreted():
-        ...     for given in (None, Config(4, 2), {made: Config(8, 8)}):
-        ...         assert DeviceTable(torch.device("cpu"), 1, 1, given).config_of(made) == (
-        ...             made.config if given is None else given if isinstance(given, Config) else Config(8, 8))
+        ...     given = (None, Config(4, 2), {made: Config(8, 8)})
+        ...     tables = [DeviceTable(torch.device("cpu"), 1, 1, one) for one in given]
+        ...     assert [table.config_of(made).num_warps for table in tables] == [4, 2, 8]
         """
         if isinstance(self._config, Config):
             return self._config
-        return made.config if self._config is None else self._config.get(made, made.config)
+        found = None if self._config is None else self._config.get(made)
+        return made.config(short=squares.is_short(self.device)) if found is None else found
 
     def _formats_of(self, group: int) -> Formats:
         made = self._formats[group]

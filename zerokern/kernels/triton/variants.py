@@ -89,14 +89,15 @@ class Formats:
         states = (2 if self.algorithm == "adam" else 1) * _STATE_NBYTES[self.state]
         return self.grad.itemsize + states + (0 if self.algorithm == "muon" else _READ_NBYTES[self.master])
 
-    @property
-    def config(self) -> Config:
+    def config(self, *, short: bool) -> Config:
         """By arithmetic: what has fewer bytes in flight than the memory needs goes through a ring, so deep that it has.
 
-        >>> Formats("adam", torch.bfloat16, torch.bfloat16, "split8", "int8", None, False).config
+        `short`: on a GPU with few float64 units, where a rule of float64 has a branch, and the compiler makes no ring.
+
+        >>> Formats("adam", torch.bfloat16, torch.bfloat16, "split8", "int8", None, False).config(short=False)
         Config(rows=8, num_warps=4, tiles=8, stages=3)
         """
-        if DEFAULT.ahead(self.read_nbytes) >= _IN_FLIGHT:
+        if (short and self.is_exact) or DEFAULT.ahead(self.read_nbytes) >= _IN_FLIGHT:
             return DEFAULT
         stages = 1 + -(-_IN_FLIGHT // DEFAULT.ahead(self.read_nbytes))
         return Config(DEFAULT.rows, DEFAULT.num_warps, 8, stages)
