@@ -39,7 +39,7 @@ SUM_SHARED = 2048  # once per chunk, where whole and other rows meet
 # a buffer one may be idle.
 FMAS = {"adam": 7, "muon": 2}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
-REGISTERS = 128  # of an update: four programs of 128 threads
+REGISTERS = {False: 128, True: 144}  # of an update, by whether its rule is one of float64; 128 leave four programs
 PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 
 
@@ -364,7 +364,7 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
     signature = dict.fromkeys(("outcome", "constants", "wides", "marks", "rows", "grads", "tiles"), "*i64")
     signature |= {"outcome": "*fp64", "constants": "*fp32", "wides": "*fp64", "tiles": "*i32"}
     promises = Promises(
-        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS,
+        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[made.is_exact],
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
         wide=widest(16, read_nbytes * made.vector, made.written_nbytes * made.vector),

@@ -237,8 +237,14 @@ def test_tables_made_anew_pin_no_more_than_the_last_ones(late: LateDevice, monke
     count, late.graph = len(pinned), []
     again = [upload(one, HOST) for one in held]
     assert len(pinned) == count, "a capture finds as many as are held"
-    del again, late.graph[:]
     late.graph = None
+    del again
+    held += [upload(table + number, HOST) for number in range(6)]
+    late.run()
+    held = [upload(table, HOST)]
+    held = [upload(table, HOST)]
+    late.run()
+    assert len(uploading._SET_ASIDE._spans[nbytes]) <= 2, "those of tables that are gone"
 
 
 def test_two_threads_may_refill_at_once() -> None:

@@ -43,6 +43,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "pinned_memory_vouches_for_all",
+        "zerokern/memory/pairs.py",
+        "asked.begin, asked.end = check(at)",
+        "asked.begin, asked.end = check(at)[0] * 0, 2**64 - 1",
+        "A list whose first tensor is pinned is copied beside the program where others are not.",
+        ("tests/memory/test_pairs.py",),
+    ),
+    Mutant(
+        "arena_registered_on_the_first_gpu",
+        "zerokern/memory/runtime.py",
+        "if has_context(index))",
+        "if index == current)",
+        "Each rank that pins host memory makes a context on GPU 0.",
+        ("tests/memory/test_pinning.py",),
+    ),
+    Mutant(
         "driver_of_each_asker",
         "zerokern/memory/staging.py",
         "driver = _CUDA_DRIVERS.get(index)",
