@@ -363,6 +363,8 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
         fmas = PAIR_FMAS.get(rule, 0) * per_thread * bodies
     signature = dict.fromkeys(("outcome", "constants", "wides", "marks", "rows", "grads", "tiles"), "*i64")
     signature |= {"outcome": "*fp64", "constants": "*fp32", "wides": "*fp64", "tiles": "*i32"}
+    aligned = [*signature]
+    signature["each"] = "i32"
     promises = Promises(
         PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[made.is_exact],
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
@@ -381,5 +383,5 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
     most = made.options(config).get("maxnreg")
     return make_job(
         update.update, str(made) + "-pairs" * bool(scarce), signature, made.constants(config), promises,
-        num_warps=config.num_warps, aligned=[*signature], maxnreg=most, scarce=scarce,
+        num_warps=config.num_warps, aligned=aligned, maxnreg=most, scarce=scarce,
     )  # fmt: skip

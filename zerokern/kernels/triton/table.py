@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import checks
-from zerokern.kernels.formats import POINTERS
+from zerokern.kernels.formats import BLOCK, POINTERS
 from zerokern.kernels.reference_codecs import splitmix64
 from zerokern.kernels.rules import NUMBERS, RULES, words_of
 from zerokern.kernels.triton import muon as directions
@@ -66,10 +66,10 @@ def _bits(number: float) -> int:
 
 
 class _Launches(NamedTuple):
-    """The launches that update some rows: for each its formats and its tiles, and where directions are measured, for
-    each such launch the dtype and the chunks."""
+    """The launches that update some rows: for each its formats, its map, how many programs and how many tiles of each;
+    and where directions are measured, for each such launch the dtype and the chunks."""
 
-    updates: list[tuple[Formats, Tensor, int]]
+    updates: list[tuple[Formats, Tensor, int, int]]
     measured: list[tuple[torch.dtype, Tensor, int]]
 
 
@@ -196,10 +196,10 @@ class DeviceTable:
                 num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
             grads = sent.order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
-            for made, tiles, ntiles in updates:
+            for made, tiles, nprograms, each in updates:
                 config = self.config_of(made)
-                updating.update[(ntiles,)](
-                    outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
+                updating.update[(nprograms,)](
+                    outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles, each,
                     **made.constants(config), **made.options(config),
                 )  # fmt: skip
             for dtype, chunks, nchunks in measured:
@@ -275,9 +275,14 @@ class DeviceTable:
             members.setdefault(self._formats_of(self.columns["group"][row]), []).append(row)
         updates, measured = [], []
         for made, some in members.items():
-            tiles = self._map(some, self.config_of(made).numel)
+            config = self.config_of(made)
+            numel = sum(self.columns["numel"][row] for row in some)
+            # what was given, a sweep measures as it is
+            own = not isinstance(self._config, Config)
+            each = config.tiles_for(numel, squares.multiprocessors(self.device)) if own else config.tiles
+            tiles = self._map(some, each * config.rows * BLOCK)
             if len(tiles):
-                updates.append((made, upload(tiles, self.device), len(tiles)))
+                updates.append((made, upload(tiles, self.device), len(tiles), each))
                 if made.algorithm == "muon" and made.out is not None:
                     chunks = self._map(some, squares.CHUNK.value)
                     measured.append((made.out, upload(chunks, self.device), len(chunks)))

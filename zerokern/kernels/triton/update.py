@@ -238,15 +238,15 @@ def _tile(
         _publish(words, base, at, mask, p, key, PARAM, MASTER, OUT, RANDOM, VEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def update(
-    outcome, constants, wides, marks, rows, grads, tiles,
+    outcome, constants, wides, marks, rows, grads, tiles, each,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Program i updates TILES tiles: piece `tiles[i]` = (row, piece within the row). A step that `prepare` skips writes
-    nothing.
+    """Program i updates `each` tiles, at most TILES: piece `tiles[i]` = (row, piece within the row). A step that
+    `prepare` skips writes nothing.
 
     STAGES: the compiler makes a ring in shared memory, of which each tile is loaded STAGES - 1 tiles ahead. How many
     tiles there are is known at run time alone: else the loop would be unrolled, and take twice the registers.
@@ -257,7 +257,7 @@ def update(
         return
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(tiles + 2 * program).to(tl.int64)
-    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK * TILES)
+    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK) * each
     grad = tl.load(grads + row)
     words = _words(rows + row * ROW_WORDS)
     numel, group = words[8], words[9]
@@ -280,7 +280,7 @@ def update(
                 OUT, RANDOM, ROWS, 1, VEC,
             )  # fmt: skip
         return
-    count = tl.minimum(tl.cdiv(numel - base, ROWS * BLOCK), TILES).to(tl.int32)
+    count = tl.minimum(tl.cdiv(numel - base, ROWS * BLOCK), each).to(tl.int32)
     if aligned:
         for i in tl.range(0, count, num_stages=STAGES):
             _tile(

@@ -43,6 +43,17 @@ class Config:
         """Elements of a program."""
         return self.tiles * self.rows * BLOCK
 
+    def tiles_for(self, numel: int, multiprocessors: int) -> int:
+        """Tiles of each program where a launch has so many elements: fewer where an SM would have less than four.
+
+        >>> [Config(8, 4, 8, 3).tiles_for(numel, 132) for numel in (1 << 30, 1 << 21, 5000)]
+        [8, 2, 1]
+        """
+        tiles = self.tiles
+        while tiles > 1 and numel < tiles * self.rows * BLOCK * _PROGRAMS * multiprocessors:
+            tiles //= 2
+        return tiles
+
     def ahead(self, nbytes: int) -> int:
         """Bytes that a program has in flight where an element is read as so many.
 
@@ -58,6 +69,7 @@ CANDIDATES = tuple(Config(*shape) for shape in (*_ONCE, *_IN_TURN))
 DEFAULT = Config(8, 4)
 _IN_FLIGHT = 12 << 10  # of a program: four of them cover the latency of the memory of an SM, 40 KB on an H200
 _MOST_REGISTERS = 128  # so that there are four
+_PROGRAMS = 4
 
 
 @dataclass(frozen=True)
