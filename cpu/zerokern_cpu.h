@@ -9,6 +9,7 @@
 #define ZEROKERN_CPU_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -18,7 +19,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 6
+#define ZK_ABI 7
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128
@@ -216,6 +217,52 @@ ZK_API int64_t zk_trained(bool (*requires_grad)(const void *tensor), const void 
 /* Calls raise, which must not throw, for the tensors in all of these cells. Returns count. */
 ZK_API int64_t zk_raise_versions(void (*raise)(const void *const *cell), const void *const *const *cells,
                                  int64_t count);
+
+/* Copies of tensors. A row has three words: to where, from where, how many bytes. */
+typedef struct zk_pair_calls {
+    int32_t (*address)(const void *const *cell, void **address);
+    int32_t (*layout)(const void *const *cell, int32_t *layout);
+    int32_t (*dtype)(const void *const *cell, int32_t *dtype);
+    int32_t (*numel)(const void *const *cell, int64_t *numel);
+    int32_t (*is_contiguous)(const void *const *cell, bool *yes);
+    int32_t (*device_type)(const void *const *cell, int32_t *type);
+    int32_t (*device_index)(const void *const *cell, int32_t *index);
+    size_t (*itemsize)(int32_t dtype);
+    bool (*is_negated)(const void *const *cell);
+    bool (*is_conjugated)(const void *const *cell);
+} zk_pair_calls;
+
+typedef struct zk_place {
+    int32_t type, index;
+} zk_place;
+
+/* Which side of pairs is host memory; ZK_UNASKED: they were checked before. */
+enum { ZK_UNASKED = 0, ZK_TARGETS = 1, ZK_SOURCES = 2 };
+
+/* Objects, each with a cell `cell` bytes behind its address; where and of which layout both sides are to be; and the
+ * host memory [begin, end) that a device is known to reach. */
+typedef struct zk_pairs {
+    const void *const *targets;
+    const void *const *sources;
+    int64_t count, cell;
+    uint64_t begin, end;
+    zk_place target, source;
+    int32_t layout, host;
+} zk_pairs;
+
+/* rows[i] = the copy of pair i, from pair first on. Returns the number of the first pair that cannot be copied, or
+ * whose host memory is not known to be reached; or count. */
+ZK_API int64_t zk_spans(const zk_pair_calls *ask, const zk_pairs *pairs, int64_t first, uint64_t *rows);
+
+/* out = the rows with bytes, of which those that follow each other on both sides are one. Returns how many. */
+ZK_API int64_t zk_join_spans(const uint64_t *rows, int64_t count, uint64_t *out);
+
+/* out = the rows below nbytes, then the others, each in their order. Returns how many are below. */
+ZK_API int64_t zk_part_spans(const uint64_t *rows, int64_t count, uint64_t nbytes, uint64_t *out);
+
+/* out = the rows by the alignment of both addresses: to 16 bytes, 4, 2, and others; counts[i] = how many. */
+enum { ZK_SPAN_KINDS = 4 };
+ZK_API int64_t zk_sort_spans(const uint64_t *rows, int64_t count, uint64_t *out, int64_t *counts);
 
 /* The roof: reads, updates in place and writes that many streams of nbytes each (at most 8 of a kind). */
 ZK_API int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes,

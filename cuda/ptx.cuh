@@ -27,7 +27,6 @@ struct alignas(16) Words4 {
 
 // where a thread stands
 ZK_DEVICE u32 thread_number() { return threadIdx.x; }
-ZK_DEVICE u32 thread_count() { return blockDim.x; }
 ZK_DEVICE u32 cta_number() { return blockIdx.x; }
 ZK_DEVICE u32 cta_count() { return gridDim.x; }
 
@@ -54,7 +53,6 @@ ZK_LOAD(ld_global_u64, u64, "u64", "l")
 ZK_STORE(st_global_u16, u16, "u16", "h")
 ZK_STORE(st_global_u32, u32, "u32", "r")
 ZK_STORE(st_global_u64, u64, "u64", "l")
-ZK_STORE(st_global_f64, double, "f64", "d")
 ZK_DEVICE u8 ld_global_u8(u64 at) {
     u32 x;
     asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
@@ -72,42 +70,6 @@ ZK_DEVICE Words4 ld_global_v4(u64 at) {
 ZK_DEVICE void st_global_v4(u64 at, Words4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
-}
-// past the L1 cache, which knows nothing of what other CTAs wrote
-ZK_DEVICE double ld_global_cg_f64(u64 at) {
-    double x;
-    asm volatile("ld.global.cg.f64 %0, [%1];" : "=d"(x) : "l"(at) : "memory");
-    return x;
-}
-ZK_DEVICE u32 atom_add_acq_rel(u64 at, u32 x) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
-    return before;
-}
-
-// shared memory
-ZK_DEVICE u32 ld_shared_u32(u32 at) {
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
-    return x;
-}
-ZK_DEVICE double ld_shared_f64(u32 at) {
-    double x;
-    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(at) : "memory");
-    return x;
-}
-ZK_DEVICE void st_shared_u32(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
-ZK_DEVICE void st_shared_f64(u32 at, double x) { asm volatile("st.shared.f64 [%0], %1;" ::"r"(at), "d"(x) : "memory"); }
-
-// threads of a warp and of a CTA; all of them must come
-ZK_DEVICE void bar_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
-ZK_DEVICE double shfl_bfly_f64(double x, u32 mask) {
-    u32 low, high;
-    asm volatile("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "d"(x));
-    asm volatile("shfl.sync.bfly.b32 %0, %0, %1, 0x1f, 0xffffffff;" : "+r"(low) : "r"(mask));
-    asm volatile("shfl.sync.bfly.b32 %0, %0, %1, 0x1f, 0xffffffff;" : "+r"(high) : "r"(mask));
-    asm volatile("mov.b64 %0, {%1, %2};" : "=d"(x) : "r"(low), "r"(high));
-    return x;
 }
 
 #if ZK_BULK
@@ -153,26 +115,4 @@ ZK_DEVICE void bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 #endif
-
-// arithmetic, each rounded once
-ZK_DEVICE float mul_rn_f32(float x, float y) { return __fmul_rn(x, y); }
-ZK_DEVICE double add_rn_f64(double x, double y) { return __dadd_rn(x, y); }
-ZK_DEVICE double fma_rn_f64(double x, double y, double z) { return __fma_rn(x, y, z); }
-ZK_DEVICE u32 bits_of_f32(float x) { return __float_as_uint(x); }
-ZK_DEVICE float f32_of_bits(u32 x) { return __uint_as_float(x); }
-ZK_DEVICE u16 cvt_rn_bf16_f32(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-ZK_DEVICE u16 cvt_rn_f16_f32(float x) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-ZK_DEVICE float cvt_f32_f16(u16 bits) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x;
-}
 #endif

@@ -15,7 +15,7 @@ constexpr u32 AHEAD = 2;   // loads on their way; as many stages as are left may
 constexpr u32 FLIGHT = 8;  // plain loads of a thread that are on their way at once
 constexpr u32 BARRIER = 8;
 
-// A part of the list: `nbytes` or elements from `from` to `to`; its tasks begin with number `first` of the launch.
+// A part of the list: `size` bytes from `from` to `to`; its tasks begin with number `first` of the launch.
 // 24 bytes, so that 1,344 rows fit the 32,764 bytes of arguments that a kernel may have.
 struct Row {
     u64 to, from;

@@ -231,6 +231,7 @@ Counts fuzz_collect(Random &random, uint64_t executions);
 Counts fuzz_accumulate_sumsq(Random &random, uint64_t executions);
 Counts fuzz_convert(Random &random, uint64_t executions);
 Counts fuzz_stream(Random &random, uint64_t executions);
+Counts fuzz_copies(Random &random, uint64_t executions);
 Counts fuzz_gradients(Random &random, uint64_t executions);
 Counts fuzz_control(Random &random, uint64_t executions);
 Counts fuzz_crc32c(Random &random, uint64_t executions);

@@ -32,7 +32,18 @@ def access_widths(ptx: str, verb: str) -> dict[str, int]:
     for access in re.findall(rf"\b{verb}\.global([\w.:]*)", ptx):
         count, bits = BITS.search(access).groups()
         found[str(int(count or 1) * int(bits))] += 1
+    if verb == "ld":
+        found.update(str(8 * nbytes) for nbytes in copied(ptx))
     return dict(found)
+
+
+def copied(ptx: str) -> list[int]:
+    """The bytes of each asynchronous copy from global to shared memory, by thread.
+
+    >>> copied("@%p1 cp.async.cg.shared.global [ %r9 + 0 ], [ %rd7 + 0 ], 0x10, %r10; cp.async.commit_group;")
+    [16]
+    """
+    return [int(nbytes, 0) for nbytes in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*\], (\w+)", ptx)]
 
 
 def instructions(ptx: str, pattern: str) -> dict[str, int]:
@@ -61,6 +72,7 @@ def fused(found: dict[str, int]) -> dict[str, int]:
 def facts_of_ptx(ptx: str) -> dict[str, object]:
     return {
         "loads": access_widths(ptx, "ld"),
+        "copied": sum(copied(ptx)),
         "stores": access_widths(ptx, "st"),
         "fma": fused(instructions(ptx, r"fma\.rn\.f\d+(?:x2)?")),
         "contractible": instructions(ptx, r"(?:mul|add|sub)\.f\d+(?:x2)?"),  # without .rn: ptxas may fuse them

@@ -27,7 +27,7 @@ from zerokern.kernels.triton import (
 )
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.rows import LAST_ROWS, NUM_WARPS, ROWS, SOME_ROWS, row_width
-from zerokern.kernels.triton.variants import _MASTER_NBYTES, _STATE_NBYTES, DEFAULT, Config, Formats
+from zerokern.kernels.triton.variants import _MASTER_NBYTES, _STATE_NBYTES, Config, Formats
 
 Job = dict[str, Any]
 FP32, BF16, FP16 = TYPES
@@ -39,7 +39,7 @@ SUM_SHARED = 2048  # once per chunk, where whole and other rows meet
 # a buffer one may be idle.
 FMAS = {"adam": 7, "muon": 2}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
-REGISTERS = {False: 120, True: 136}  # of an update, by whether its state is coded
+REGISTERS = {False: 128, True: 144}  # of an update, by whether its rule is one of float64; 128 leave four programs
 PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 
 
@@ -340,14 +340,14 @@ def of_updates(every: bool) -> list[Job]:
         or (made.master == "fp32" and made.out == made.param)
         or (made.grad == BF16 and not made.random)
     )
-    return [job for made in (many if every else usual) for job in updates(made, DEFAULT)]
+    return [job for made in (many if every else usual) for job in updates(made)]
 
 
-def updates(made: Formats, config: Config) -> list[Job]:
+def updates(made: Formats) -> list[Job]:
     """One for all GPUs, or, where the rule is one of float64, one for those that have it and one for others."""
-    if made.algorithm in ("adam", "muon") or made.state in ("bf16", "int8"):
-        return [updated(made, config, None)]
-    return [updated(made, config, True), updated(made, config, False)]
+    if not made.is_exact:
+        return [updated(made, made.config(short=False), None)]
+    return [updated(made, made.config(short=short), short) for short in (True, False)]
 
 
 def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
@@ -363,19 +363,25 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
         fmas = PAIR_FMAS.get(rule, 0) * per_thread * bodies
     signature = dict.fromkeys(("outcome", "constants", "wides", "marks", "rows", "grads", "tiles"), "*i64")
     signature |= {"outcome": "*fp64", "constants": "*fp32", "wides": "*fp64", "tiles": "*i32"}
+    aligned = [*signature]
+    signature["each"] = "i32"
     promises = Promises(
-        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[coded],
+        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[made.is_exact],
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
         wide=widest(16, read_nbytes * made.vector, made.written_nbytes * made.vector),
-        shared=4096,  # the scales of blocks, and rows that are not aligned, change threads
+        # the scales of blocks, and rows that are not aligned, change threads
+        shared=4096 + (config.ahead(made.read_nbytes + 1) if config.stages > 1 else 0),
         # a word that the assembler spills to get by with a step of registers less: on sm_80 with fp32 gradients
         spilled=8 if coded else 0,
         float64=None if scarce is False else 0,
         seldom=bool(scarce),
+        ahead=None if scarce else config.ahead(made.read_nbytes),
+        # the tiles before the loop, and the one that its body loads
+        copied=0 if config.stages == 1 else config.stages * per_thread * made.read_nbytes,
     )
     most = made.options(config).get("maxnreg")
     return make_job(
         update.update, str(made) + "-pairs" * bool(scarce), signature, made.constants(config), promises,
-        num_warps=config.num_warps, aligned=[*signature], maxnreg=most, scarce=scarce,
+        num_warps=config.num_warps, aligned=aligned, maxnreg=most, scarce=scarce,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from zerokern.kernels.triton.wide import FAST_FLOAT64
 ARCHITECTURES = (80, 90, 100, 103, 120)
 INTEGER_REGISTERS = 48  # more than float64 takes: what is added to has two words and an exponent
 DTYPE = "tl."
+IN_FLIGHT = 48 << 10  # bytes of an SM: by Little's law an H200 needs 40 KB
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Promises:
     and stores from and to global memory. ``shared``: at most so many bytes of shared memory; 0 where no value changes
     threads. ``float64``: at most so many float64 instructions where these are scarce, none of them for each element;
     None where that is not so. ``seldom``: that is counted on the way to each store that passes fewest, as there is one
-    that few elements take.
+    that few elements take. ``ahead``: the bytes that a program has loaded before it needs any, on sm_90 multiplied by
+    the programs of an SM at least `IN_FLIGHT`; ``copied``: at least so many bytes of a thread go through its ring.
     """
 
     registers: int
@@ -55,6 +57,18 @@ class Promises:
     spilled: int = 0
     float64: int | None = 0
     seldom: bool = False
+    ahead: int | None = None
+    copied: int = 0
+
+
+def programs_of(registers: int, shared: int, num_warps: int) -> int:
+    """How many programs an SM of sm_90 holds, which has 64 Ki registers and 228 KiB of shared memory.
+
+    >>> programs_of(86, 2048, 4), programs_of(121, 14496, 4), programs_of(32, 0, 1)
+    (5, 4, 32)
+    """
+    by_registers = (1 << 16) // (-(-registers // 8) * 8 * 32 * num_warps)
+    return min(32, 64 // num_warps, by_registers, (228 << 10) // (shared + 1024))
 
 
 def make_job(

@@ -17,10 +17,10 @@ pytest.importorskip("triton", reason="needs triton")
 
 from ahead_of_time import Work, compile_all
 from compile import access_widths, facts_of_ptx
-from jobs import all_jobs, every_format, of_ferry, of_sumsq
+from jobs import all_jobs, every_format, of_ferry, of_sumsq, of_updates
 from lane import is_drawn
 from products import covering
-from promises import ARCHITECTURES, Promises, compile_job, is_for, make_job, promised
+from promises import ARCHITECTURES, IN_FLIGHT, Promises, compile_job, is_for, make_job, programs_of, promised
 from tables import run_table
 
 from zerokern.kernels.rules import RULES
@@ -124,6 +124,23 @@ def test_each_kernel_keeps_its_promises(tmp_path: Path, pytestconfig: pytest.Con
 
 
 @pytest.mark.slow
+def test_updates_have_bytes_in_flight(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every format, on sm_90, of which a run takes a fifth.
+
+    Per program they are counted by its tiles: where it has one, all of it is loaded before anything is stored; a ring
+    is filled by copies that the tile before the last one waits for, which are in the PTX. How many programs an SM holds
+    follows from registers and shared memory.
+    """
+    works = [(job, 90) for job in of_updates(every=True) if is_for(job, 90)]
+    compiled([one for one in works if is_drawn(name_of(one), pytestconfig, 0.2)], tmp_path, pytestconfig)
+
+
+def test_no_format_has_fewer_bytes_ahead_than_four_programs_need() -> None:
+    for made in every_format():
+        assert 4 * made.config(short=False).ahead(made.read_nbytes) >= IN_FLIGHT, made
+
+
+@pytest.mark.slow
 def test_each_kernel_keeps_its_promises_with_the_triton_of_torch_2_11(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -148,6 +165,10 @@ def assert_promises(kernel: str, facts: dict[str, Any], job: dict[str, Any], arc
     if promises["exact"]:
         assert facts["approximate"] == {}
     assert {*facts["flushing"]} <= {*facts["approximate"]}
+    assert facts["copied"] >= promises["copied"], "what a ring has in flight is copied into it, not loaded"
+    if promises["ahead"] is not None and architecture == 90:
+        programs = programs_of(facts["registers"], facts["shared"], job["num_warps"])
+        assert programs * promises["ahead"] >= IN_FLIGHT, f"{programs} programs of {promises['ahead']} bytes in flight"
     if promises["float64"] is not None:
         found = facts["float64_before_stores" if promises["seldom"] else "float64"]
         assert found <= promises["float64"], f"float64 is scarce there: {facts['opcodes']}"

@@ -34,7 +34,7 @@ def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
     compiler, header = shutil.which("cc"), Path(__file__).parents[2] / "cpu" / "zerokern_io.h"
     assert compiler and header.exists()
     source = tmp_path / "sizes.c"
-    structs = ("segment", "group", "io_request", "io_faults", "io_options", "io_stats")
+    structs = "segment group tensor_list pair_calls pairs io_request io_faults io_options io_stats".split()
     numbers = [f"sizeof(zk_{name})" for name in structs]
     numbers += [f"offsetof(zk_io_request, {name})" for name in ("state", "after", "error_at")]
     numbers += [f"(size_t){name}" for name in ("ZK_ABI", "ZK_BLOCK", "ZK_SUMSQ_CHUNK", "ZK_IO_DONE", "ZK_IO_THREADS")]
@@ -43,7 +43,10 @@ def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
     subprocess.run([compiler, str(source), "-o", str(tmp_path / "sizes")], check=True)
     found = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
     request = native.IoRequest
-    classes = (native.NativeSegment, native.NativeGroup, request, native.IoFaults, native.IoOptions, native.IoStats)
+    lists = native.TensorList, native.PairCalls, native.PairList
+    classes = (
+        native.NativeSegment, native.NativeGroup, *lists, request, native.IoFaults, native.IoOptions, native.IoStats,
+    )  # fmt: skip
     expected = [
         *map(ctypes.sizeof, classes),
         *(field.offset for field in (request.state, request.after, request.error_at)),

@@ -21,14 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerokern.kernels.cuda import bucket, loader, rows, spans, trial
+from zerokern.kernels.cuda import loader, rows, spans
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "cuda"
 STAGE = 1024
-READ, WRITE, SCRATCH = 1, 2, 4
+READ, WRITE = 1, 2
 FLAGS = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
-WIDTHS = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 class Edit(NamedTuple):
@@ -49,7 +48,7 @@ class Machine:
 
     def RawModule(self, path: str) -> Any:  # a name of CuPy
         name = Path(path).name.partition("-")[0]
-        return _Module(self, build(self._folder, name, self._architecture >= 90 or name == "flatten", self._edits))
+        return _Module(self, build(self._folder, name, self._architecture >= 90, self._edits))
 
 
 class _Module:
@@ -68,12 +67,11 @@ class _Kernel:
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any], *, shared_mem: int) -> None:
         (raw,) = args
         assert raw.size == 1 and raw.dtype.names is None  # with fields a launch takes CuPy several times as long
-        kind, _, rest = self._name.partition("_")
-        given = raw.view(rows._layout(kind, rows.FEW if rest.endswith("few") else rows.MANY))
+        given = raw.view(rows.layout(rows.FEW if self._name.endswith("few") else rows.MANY))
         assert shared_mem <= self.max_dynamic_shared_size_bytes
         self._machine.launched.append((self._name, grid[0], int(given["rows"][0])))
         self._library.machine_clear()
-        for begin, nbytes, may in regions(self._name, given[0]):
+        for begin, nbytes, may in regions(given[0]):
             self._library.machine_region(ctypes.c_uint64(begin), ctypes.c_uint64(nbytes), may)
         self._machine.seed += 1
         found = self._library.machine_run(
@@ -84,24 +82,15 @@ class _Kernel:
             raise AssertionError(f"{self._name}, seed {self._machine.seed}: {found.decode()}")
 
 
-def regions(name: str, given: Any) -> Iterable[tuple[int, int, int]]:
+def regions(given: Any) -> Iterable[tuple[int, int, int]]:
     """What a launch may touch: (begin, bytes, how)."""
-    kinds = [WIDTHS[word] for word in name.split("_") if word in WIDTHS] or [1]
-    source, target = kinds[0], kinds[-1]
     for row in given["row"][: given["rows"]]:
         to, begin, size = int(row["to"]), int(row["from"]), int(row["size"])
         if to == begin:
-            yield to, size * target, READ | WRITE
+            yield to, size, READ | WRITE
         else:
-            yield to, size * target, WRITE
-            yield begin, size * source, READ
-    if "sums" in given.dtype.names and given["sums"]["out"]:
-        sums = given["sums"]
-        for field, nbytes in (("out", 8), ("partials", 8 * int(sums["count"])), ("counter", 4)):
-            yield int(sums[field]), nbytes, SCRATCH
-    for field, nbytes in (("not_finite", 8), ("factor", 4)):
-        if field in given.dtype.names and given[field]:
-            yield int(given[field]), nbytes, SCRATCH
+            yield to, size, WRITE
+            yield begin, size, READ
 
 
 def build(folder: Path, name: str, bulk: bool, edits: Sequence[Edit] = ()) -> ctypes.CDLL:
@@ -148,7 +137,7 @@ def install(
     forget()
     monkeypatch.setattr(loader, "_cupy", lambda: machine)
     monkeypatch.setattr(loader, "reason", lambda device: None)
-    monkeypatch.setattr(loader, "cubin", lambda source, found, options=(): Path(f"{Path(source).stem}-sm_{found}"))
+    monkeypatch.setattr(loader, "cubin", lambda source, found: Path(f"{Path(source).stem}-sm_{found}"))
     for module in (loader, spans):
         monkeypatch.setattr(module, "architecture", lambda device: architecture)
         monkeypatch.setattr(module, "stage_bytes", lambda found: STAGE)
@@ -157,9 +146,8 @@ def install(
 
 def forget() -> None:
     """Modules and kernels are those of one machine."""
-    for cached in (loader._module, loader._kernel, bucket._kernel, rows._scratch, trial._failure):
+    for cached in (loader._module, loader._kernel):
         cached.cache_clear()
-    trial._tried.clear()
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:

@@ -76,30 +76,7 @@ FAULTS = (
         "writes a byte twice",
     ),
     Fault(
-        "flag_read_before_the_cta_was_counted", "flatten",
-        Edit("sums.cuh", "    bar_sync();\n    return ld_shared_u32(flag)", "    return ld_shared_u32(flag)"),
-        "shared memory",
-    ),
-    Fault(
-        "counter_not_put_back", "flatten",
-        Edit("sums.cuh", "        if (last) st_global_u32(sums.counter, 0);\n", ""),
-    ),
-    Fault(
-        "last_two_columns_not_added", "flatten",
-        Edit("sums.cuh", "half > 0; half /= 2", "half > 1; half /= 2"),
-    ),
-    Fault(
-        "positions_change_hands_without_a_barrier", "flatten",
-        Edit("flatten.cu", "sums[j]);\n        bar_sync();", "sums[j]);"),
-        "",
-    ),
-    Fault(
-        "vector_beyond_the_end", "flatten",
-        Edit("flatten.cu", "if (at + VEC > left) continue;", "if (at >= left) continue;"),
-        "",
-    ),
-    Fault(
-        "tile_of_the_row_before", "flatten",
+        "task_of_the_row_before", "ferry",
         Edit("ring.cuh", "if (list.row[look].first <= task)", "if (list.row[look].first < task)"),
         "",
     ),
@@ -112,9 +89,5 @@ FAULTS = (
         "stages_stored_to_the_task_after", "ferry",
         Edit("ferry.cu", "stores = loads;", "stores{list, cta_number() + 1, cta_count(), 0};"),
         "",
-    ),
-    Fault(
-        "last_elements_added_in_other_positions", "flatten",
-        Edit("flatten.cu", "end % WIDTH == own", "thread_number() == 0"),
     ),
 )  # fmt: skip

@@ -402,7 +402,6 @@ inline void Machine::run(u32 grid, u32 shared) {
 
 // ---- the twins
 inline u32 thread_number() { return machine::the().now->number; }
-inline u32 thread_count() { return machine::the().threads; }
 inline u32 cta_number() { return machine::the().here->number; }
 inline u32 cta_count() { return machine::the().count; }
 inline u32 shared_memory() { return 0; }
@@ -426,48 +425,11 @@ ZK_TWIN_LOAD(ld_global_u16, u16)
 ZK_TWIN_LOAD(ld_global_u32, u32)
 ZK_TWIN_LOAD(ld_global_u64, u64)
 ZK_TWIN_LOAD(ld_global_v4, Words4)
-ZK_TWIN_LOAD(ld_global_cg_f64, double)
 ZK_TWIN_STORE(st_global_u8, u8)
 ZK_TWIN_STORE(st_global_u16, u16)
 ZK_TWIN_STORE(st_global_u32, u32)
 ZK_TWIN_STORE(st_global_u64, u64)
-ZK_TWIN_STORE(st_global_f64, double)
 ZK_TWIN_STORE(st_global_v4, Words4)
-
-inline u32 atom_add_acq_rel(u64 at, u32 x) {
-    machine::the().turn();
-    machine::the().region(at, 4, machine::SCRATCH, "counts in");
-    u32 *word = reinterpret_cast<u32 *>(at), before = *word;
-    *word += x;
-    return before;
-}
-
-#define ZK_TWIN_SHARED(suffix, type)                                    \
-    inline type ld_shared_##suffix(u32 at) {                            \
-        machine::the().turn();                                          \
-        machine::the().read_shared(at, sizeof(type));                   \
-        type x;                                                         \
-        memcpy(&x, machine::the().here->memory.data() + at, sizeof(x)); \
-        return x;                                                       \
-    }                                                                   \
-    inline void st_shared_##suffix(u32 at, type x) {                    \
-        machine::the().turn();                                          \
-        machine::the().write_shared(at, sizeof(type));                  \
-        memcpy(machine::the().here->memory.data() + at, &x, sizeof(x)); \
-    }
-ZK_TWIN_SHARED(u32, u32)
-ZK_TWIN_SHARED(f64, double)
-
-inline void bar_sync() { machine::the().meet(machine::the().here->all, machine::the().threads, 0); }
-inline double shfl_bfly_f64(double x, u32 mask) {  // threads meet, but nothing that they did to memory is ordered
-    machine::Machine &m = machine::the();
-    u32 number = m.now->number, warp = number / machine::WARP;
-    machine::Meeting &place = m.here->exchanges[warp];
-    u32 round = (place.epoch & 1) * m.threads;
-    m.here->values[round + number] = x;
-    m.meet(place, machine::WARP, warp * machine::WARP);
-    return m.here->values[round + (number ^ mask)];
-}
 
 inline void mbarrier_init(u32 at, u32 arrivals) {
     machine::Machine &m = machine::the();
@@ -515,35 +477,6 @@ inline void bulk_wait_group_read() {
 template <u32 PENDING>
 inline void bulk_wait_group() {
     machine::the().wait_group(PENDING, false);
-}
-
-inline float mul_rn_f32(float x, float y) { return x * y; }
-inline double add_rn_f64(double x, double y) { return x + y; }
-inline double fma_rn_f64(double x, double y, double z) { return std::fma(x, y, z); }
-inline u32 bits_of_f32(float x) {
-    u32 bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-inline float f32_of_bits(u32 bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-inline u16 cvt_rn_bf16_f32(float x) {
-    u32 bits = bits_of_f32(x);
-    return x != x ? 0x7FFF : static_cast<u16>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-inline u16 cvt_rn_f16_f32(float x) {
-    _Float16 half = static_cast<_Float16>(x);
-    u16 bits;
-    memcpy(&bits, &half, 2);
-    return bits;
-}
-inline float cvt_f32_f16(u16 bits) {
-    _Float16 half;
-    memcpy(&half, &bits, 2);
-    return static_cast<float>(half);
 }
 
 // ---- what the tests call

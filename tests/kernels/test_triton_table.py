@@ -14,11 +14,12 @@ pytest.importorskip("triton", reason="needs triton")
 from zerokern.core.errors import BackendError
 from zerokern.kernels import reference
 from zerokern.kernels.reference_int8 import power, step_scalars, to_fp32
+from zerokern.kernels.triton import sumsq
 from zerokern.kernels.triton.backend import interpreted, refuse_before
 from zerokern.kernels.triton.codecs import INTERPRETED
 from zerokern.kernels.triton.table import Control, DeviceTable
 from zerokern.kernels.triton.upload import tile_map
-from zerokern.kernels.triton.variants import CANDIDATES, DEFAULT, Config
+from zerokern.kernels.triton.variants import CANDIDATES, Config, Formats
 
 CPU = torch.device("cpu")
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -26,7 +27,7 @@ HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; test_gpu.py has the GPU's turn")
 
 
-def adam_table(rows: list[Row], config: Config = DEFAULT, state: str = "fp32", **values: object) -> DeviceTable:
+def adam_table(rows: list[Row], config: Config | None = None, state: str = "fp32", **values: object) -> DeviceTable:
     """One group of rows with a split16 master."""
     table = DeviceTable(CPU, len(rows), 1, config)
     kinds = {"grad_dtype": torch.bfloat16, "param_dtype": torch.bfloat16, "master_format": "split16"}
@@ -48,10 +49,36 @@ def control(nparams: int, **values: object) -> Control:
 @each("config", CANDIDATES)
 def test_every_shape_of_a_program_gives_the_bits_of_the_reference(config: Config, state: str) -> None:
     case = Case("bf16", state, "split16", "none")
-    rows, expected = (make_rows("adam", case, (5, 1029)) for _ in range(2))
+    rows, expected = (make_rows("adam", case, (5, 1029, 5000)) for _ in range(2))
     run_reference("adam", expected, {**HYPER, "step": 4})
     adam_table(rows, config, state, step=4).run()
     assert_same(rows, expected)
+
+
+def test_each_format_has_a_configuration_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sweep found best for one is not applied to the others."""
+    groups, rows = (("int8", 17000), ("fp32", 9001)), []
+    found = Config(4, 2, 4, 3)
+    int8 = Formats("adam", torch.bfloat16, torch.bfloat16, "split16", "int8", None, False)
+    monkeypatch.setattr(sumsq, "multiprocessors", lambda device: 1)
+    for config, tiles in ((None, (5, 9)), ({int8: found}, (9, 9)), (Config(32, 4), (5, 3))):
+        table, rows = DeviceTable(CPU, 2, 2, config), []
+        for group, (state, numel) in enumerate(groups):
+            case = Case("bf16", state, "split16", "none")
+            row, expected = (make_rows("adam", case, (numel,)) for _ in range(2))
+            kinds = {"grad_dtype": torch.bfloat16, "param_dtype": torch.bfloat16, "master_format": "split16"}
+            table.set_group(
+                group, {**HYPER, "decoupled": True, "step": 1}, algorithm="adam", state_format=state, **kinds
+            )
+            pointers = {name: tensor.data_ptr() for name, tensor in row[0].tensors.items()}
+            table.set_row(group, group=group, numel=numel, **pointers)
+            run_reference("adam", expected, {**HYPER, "step": 1})
+            rows.append((row, expected))
+        table.run()
+        (launches,) = table._sent.launches.values()
+        assert tuple(programs for _, _, programs, _ in launches.updates) == tiles
+        for row, expected in rows:
+            assert_same(row, expected)
 
 
 def test_rows_that_run_by_themselves_have_the_bits_of_all_together() -> None:

@@ -6,11 +6,13 @@ import ctypes
 import functools
 import gc
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from triton.runtime.interpreter import InterpretedFunction
 
+from zerokern.comm.device import DeviceGroup
 from zerokern.kernels.casts import accumulate
 from zerokern.kernels.flat import Flattener
 from zerokern.kernels.ops import fingerprints
@@ -31,6 +34,7 @@ from zerokern.kernels.triton.sumsq import sumsq
 from zerokern.kernels.triton.upload import SetAside, StillRead, refresh, upload
 from zerokern.memory.arena import Arena
 from zerokern.memory.staging import CudaMark
+from zerokern.optim.update import _DeviceCollective
 
 HOST = torch.device("cpu")
 MANY = words.ARGUMENTS + 1
@@ -207,6 +211,69 @@ def test_every_replay_reads_it_again(late: LateDevice) -> None:
         for launch in graph:
             launch()
         assert made.tolist() == list(range(MANY))
+
+
+def test_tables_made_anew_pin_no_more_than_the_last_ones(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map of 8B parameters has 64 MiB: a span more for each binding would be gigabytes that nobody gives back."""
+    pinned: list[weakref.ref[Tensor]] = []
+
+    def pin(nbytes: int) -> Tensor:
+        made = late.pin(nbytes)
+        pinned.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(uploading, "_pin", pin)
+    monkeypatch.setattr(uploading, "_SET_ASIDE", SetAside(pin))
+    table, nbytes = torch.arange(1 << 18), 8 << 18
+    held: list[Tensor] = []
+    for _ in range(8):
+        held = [upload(table, HOST), upload(table + 1, HOST)]
+        late.run()
+    gc.collect()
+    kept = sum(one().numel() for one in pinned if one() is not None)
+    most = 4  # of two tables, and of the two before them, which lived until these were made
+    assert kept <= most * nbytes, f"{kept / nbytes:g} spans are set aside"
+    assert torch.equal(held[0], table) and torch.equal(held[1], table + 1)
+    count, late.graph = len(pinned), []
+    again = [upload(one, HOST) for one in held]
+    assert len(pinned) == count, "a capture finds as many as are held"
+    late.graph = None
+    del again
+    held += [upload(table + number, HOST) for number in range(6)]
+    late.run()
+    held = [upload(table, HOST)]
+    held = [upload(table, HOST)]
+    late.run()
+    assert len(uploading._SET_ASIDE._spans[nbytes]) <= 2, "those of tables that are gone"
+
+
+def test_two_threads_may_refill_at_once() -> None:
+    """What one of them has taken from the list is not there for the other."""
+    spans = SetAside(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    failed: list[BaseException] = []
+
+    class Taken(list):
+        """Lets another thread in between a question and what follows it."""
+
+        def __bool__(self) -> bool:
+            found = len(self) > 0
+            time.sleep(0.001)
+            return found
+
+    def refill() -> None:
+        try:
+            spans.refill()
+        except BaseException as error:
+            failed.append(error)
+
+    for _ in range(4):
+        spans._taken = Taken([64] * 5)
+        threads = [threading.Thread(target=refill) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed and len(spans._spans[64]) == 20
 
 
 @pytest.fixture
@@ -389,6 +456,18 @@ def ask_mark(driver: Capturing) -> None:
     mark.wait()
 
 
+def ask_collective(driver: Capturing) -> None:
+    """NCCL's work asks an event; and so does whoever publishes on a worker, twice."""
+    group = object.__new__(DeviceGroup)
+    group._common, group.device = SimpleNamespace(observer=MagicMock(), ledger=MagicMock()), HOST  # type: ignore[assignment]
+    work = SimpleNamespace(is_completed=driver.query, wait=lambda: None)
+    handle = group._launch("publish", "of a test", lambda: work, None)
+    assert handle.done() and handle.poll()
+    ticket = _DeviceCollective(group._launch("publish", "of a test", lambda: work, None), MagicMock())
+    assert ticket.done()
+    ticket.wait()
+
+
 def register(driver: Capturing) -> None:
     with pytest.MonkeyPatch.context() as patch:
         asked = [0, 0]
@@ -405,7 +484,7 @@ def register(driver: Capturing) -> None:
         assert asked == [1, 1]
 
 
-@each("ask", [keep_more, pin_more, ask_mark, register])
+@each("ask", [keep_more, pin_more, ask_mark, ask_collective, register])
 def test_events_are_asked_beside_the_capture_of_another_thread(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked in the mode that threads have, CUDA breaks that capture off."""
     driver = Capturing()

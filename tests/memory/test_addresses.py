@@ -154,7 +154,7 @@ def test_writes_are_counted_where_the_objects_have_their_bodies_now() -> None:
 
 
 def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_body_offset", lambda: None)
+    monkeypatch.setattr(addresses, "body_offset", lambda: None)
     weight = torch.nn.Parameter(torch.ones(2))
     cells = TensorBodies([weight])
     cells.bump_versions()
@@ -164,7 +164,7 @@ def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def without_offset(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(addresses, "_body_offset", lambda: None)
+    patch.setattr(addresses, "body_offset", lambda: None)
 
 
 @each("lacks", [lambda patch: None, without_offset, without_calls])

@@ -57,7 +57,7 @@ def test_a_driver_whose_first_copies_are_captured_has_cuda_s_kernel_afterwards(
     """Within a capture that kernel says no, for its first launch is a trial that the host waits for."""
     cuda, captures = types.ModuleType("zerokern.kernels.cuda"), [True]
     cuda.available = lambda device: not captures[0]
-    cuda.ferry_spans = lambda spans, device: ferry(spans, torch.empty(3 * len(spans), dtype=torch.int64))
+    cuda.ferry_spans = lambda rows, device: ferry(rows, torch.empty(len(rows), dtype=torch.int64))
     monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
     monkeypatch.setattr(backend, "capturing", lambda device: captures[0])
     driver = CudaDriver("cuda:0")  # made within it, too

@@ -80,6 +80,36 @@ def test_a_refusal_is_logged_once_and_costs_speed_alone(
     assert forgotten == [1, 1]
 
 
+@each("contexts, current, used", [((3,), 0, 3), ((2, 3), 3, 3), ((1,), 1, 1), ((), 0, 0)])
+def test_no_context_is_made_on_another_gpu(
+    runtime: FakeRuntime, contexts: tuple[int, ...], current: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime makes one on the current device, in a new thread the first, where that has none."""
+    now, seen = [current], []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, now[0] = now[0], self.index
+
+        def __exit__(self, *error: object) -> None:
+            now[0] = self.before
+
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", contexts.__contains__, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for name in ("cudaHostRegister", "cudaHostUnregister"):
+        call = getattr(runtime, name)
+        monkeypatch.setattr(runtime, name, lambda *given, call=call: (seen.append(now[0]), call(*given))[1])
+    arena = Arena(MIB)
+    arena.lease(100, "a").release()
+    arena.close()
+    assert seen == [used] * 2 and now == [current]
+
+
 def test_threads_that_lease_at_once_register_once_and_have_pinned_memory(runtime: FakeRuntime) -> None:
     """A lease that is handed out before the registration has ended would be copied by way of a detour."""
     register, seen = runtime.cudaHostRegister, []

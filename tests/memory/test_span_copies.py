@@ -26,8 +26,10 @@ import zerokern as zk
 from zerokern.core.errors import ZerokernError, say_once
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.kernels.spans import WORDS, rows_of
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.ferry import ferry
+from zerokern.kernels.triton.upload import staged
 from zerokern.memory import span_copies
 from zerokern.memory.span_copies import (
     DEFAULTS,
@@ -47,6 +49,10 @@ from zerokern.memory.span_copies import (
 Spans = list[tuple[int, int, int]]
 
 
+def spans_of(rows: array) -> Spans:
+    return list(zip(*(rows[word::WORDS] for word in range(WORDS)), strict=True))
+
+
 class Kernel:
     """Triton's kernel; remembers the sizes of each call. `fails`: after it has copied so many spans."""
 
@@ -54,9 +60,9 @@ class Kernel:
         self.calls: list[list[int]] = []
         self.fails = fails
 
-    def __call__(self, spans: Spans, table: Tensor) -> None:
-        self.calls.append([nbytes for *_, nbytes in spans])
-        ferry(spans[: self.fails], table)
+    def __call__(self, rows: array, table: Tensor) -> None:
+        self.calls.append(list(rows[2::WORDS]))
+        ferry(rows if self.fails is None else rows[: WORDS * self.fails], table)
         if self.fails is not None:
             raise RuntimeError("no kernel image")
 
@@ -127,6 +133,10 @@ class Memory:
             at += nbytes + gap(number)
 
     @property
+    def rows(self) -> array:
+        return rows_of(self.spans)
+
+    @property
     def is_right(self) -> bool:
         return torch.equal(self.target, self.made)
 
@@ -139,7 +149,7 @@ def mixed(small: int, large: int, seed: int = 0) -> Memory:
 
 def test_many_small_copies_go_through_the_kernel_and_large_ones_to_the_engine(engine: Engine) -> None:
     memory, kernel = mixed(100, 5), Kernel()
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right
     sizes = [nbytes for *_, nbytes in memory.spans]
     assert engine.calls == [[nbytes for nbytes in sizes if nbytes >= LIMIT]]
@@ -149,14 +159,14 @@ def test_many_small_copies_go_through_the_kernel_and_large_ones_to_the_engine(en
 @each("small, large", [(LEAST - 1, 3), (0, 100), (1, 0), (0, 0)])
 def test_a_few_small_copies_are_the_engine_s(engine: Engine, small: int, large: int) -> None:
     memory, kernel = mixed(small, large), Kernel()
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=True)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=True)
     assert memory.is_right and not kernel.calls and len(engine.calls[-1]) == small + large
 
 
 def test_zero_leaves_all_to_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROKERN_SMALL_COPIES", "0")
     memory, kernel = mixed(500, 2), Kernel()
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
@@ -164,7 +174,7 @@ def test_a_size_that_is_none_is_refused_by_name(engine: Engine, monkeypatch: pyt
     monkeypatch.setenv("ZEROKERN_SMALL_COPIES", "small")
     memory, copies = mixed(20, 0), SpanCopies(Driver(), engine, CopyKernels([("a kernel", Kernel())]))
     with pytest.raises(ValueError, match="ZEROKERN_SMALL_COPIES='small'"):
-        copies.copy(Stream(), memory.spans, to_host=True)
+        copies.copy(Stream(), memory.rows, to_host=True)
 
 
 @each("seed", range(5))
@@ -173,7 +183,7 @@ def test_neighbours_on_both_sides_are_one_copy(engine: Engine, seed: int) -> Non
     gaps = [draw.choice((0, 0, 0, 16)) for _ in range(200)]
     sizes = [draw.choice((4, 128, 1000, 5000)) for _ in gaps]
     memory = Memory(sizes, seed, gaps.__getitem__)
-    SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.spans, to_host=True)
+    SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.rows, to_host=True)
     runs = [[]]
     for nbytes, gap in zip(sizes, gaps, strict=True):
         runs[-1].append(nbytes)
@@ -182,14 +192,15 @@ def test_neighbours_on_both_sides_are_one_copy(engine: Engine, seed: int) -> Non
 
 
 def test_what_touches_on_one_side_alone_stays_apart() -> None:
-    assert joined([(0, 100, 4), (4, 108, 4), (50, 112, 4)]) == [(0, 100, 4), (4, 108, 4), (50, 112, 4)]
+    rows = rows_of([(0, 100, 4), (4, 108, 4), (50, 112, 4)])
+    assert joined(rows) == rows
 
 
 def test_a_joined_span_across_two_allocations_is_copied_as_it_was_given(library: Any) -> None:
     library.stand_in_reset(0)
     memory = Memory([400] * 6, gap=lambda number: 0)
     engine = Engine(library, edges=[memory.spans[3][0]])
-    SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.spans, to_host=False)
+    SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and engine.calls == [[2400], [400] * 6]
 
 
@@ -197,7 +208,7 @@ def test_a_refusal_of_the_engine_is_told(engine: Engine) -> None:
     engine.refuses = True
     for memory in (Memory([LARGE] * 3), Memory([LARGE] * 3, gap=lambda number: 0)):
         with pytest.raises(ZerokernError, match="the engine refused"):
-            SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.spans, to_host=False)
+            SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.rows, to_host=False)
 
 
 @each("fails", [0, 7])
@@ -209,7 +220,7 @@ def test_a_kernel_that_is_refused_loses_no_copy(engine: Engine, fails: int, capl
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         for seed in range(3):
             memory = mixed(60, 2, seed)
-            copies.copy(Stream(), memory.spans, to_host=False)
+            copies.copy(Stream(), memory.rows, to_host=False)
             assert memory.is_right and len(engine.calls[-1]) == 62
     assert len(kernel.calls) == 1
     (said,) = [record.message for record in caplog.records]
@@ -219,7 +230,7 @@ def test_a_kernel_that_is_refused_loses_no_copy(engine: Engine, fails: int, capl
 def test_the_next_kernel_takes_over_from_one_that_is_refused(engine: Engine) -> None:
     first, second, memory = Kernel(3), Kernel(), mixed(60, 2)
     SpanCopies(Driver(), engine, CopyKernels([("CUDA", first), ("Triton", second)])).copy(
-        Stream(), memory.spans, to_host=False
+        Stream(), memory.rows, to_host=False
     )
     assert memory.is_right and len(second.calls[0]) == 60 and len(engine.calls[0]) == 2
 
@@ -234,7 +245,8 @@ def test_cuda_s_kernel_is_asked_before_triton_s(engine: Engine, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
     found = CopyKernels.of(device, engine)
     assert [name for name, _ in found.ways] == ["CUDA", "Triton"]
-    assert found.launch([(1, 2, 3)], torch.empty(3)) and asked == [([(1, 2, 3)], device)]
+    rows = array("Q", [1, 2, 3])
+    assert found.launch(rows, torch.empty(3)) and asked == [(rows, device)]
     monkeypatch.setattr(engine, "attribute", lambda number, index: 0)
     assert not CopyKernels.of(device, engine).ways, "host memory has another address there"
 
@@ -244,7 +256,7 @@ def test_no_kernel_goes_into_a_graph(engine: Engine, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("ZEROKERN_SMALL_COPIES")
     monkeypatch.setattr(backend, "capturing", lambda device: True)
     kernel, memory = Kernel(), mixed(60, 2)
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
@@ -256,7 +268,7 @@ def test_no_kernel_is_asked_where_there_is_no_memory_for_its_table(
 
     monkeypatch.setattr(span_copies, "Arena", refuse)
     kernel, memory = Kernel(), mixed(60, 2)
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
@@ -265,15 +277,15 @@ def test_a_table_is_not_written_again_after_a_ctrl_c(engine: Engine) -> None:
     late, memory, next_one = Late(), mixed(60, 0), mixed(50, 0)
     copies = SpanCopies(Driver(passes=False), engine, CopyKernels([("late", late)]))
 
-    def struck(spans: Spans, table: Tensor) -> None:
-        late(spans, table)
+    def struck(rows: array, table: Tensor) -> None:
+        late(rows, table)
         copies.kernels.ways = [("late", late)]
         raise KeyboardInterrupt
 
     copies.kernels.ways = [("late", struck)]
     with pytest.raises(KeyboardInterrupt):
-        copies.copy(Stream(), memory.spans, to_host=False)
-    copies.copy(Stream(), next_one.spans, to_host=False)
+        copies.copy(Stream(), memory.rows, to_host=False)
+    copies.copy(Stream(), next_one.rows, to_host=False)
     late.run()
     assert memory.is_right and next_one.is_right
 
@@ -281,7 +293,7 @@ def test_a_table_is_not_written_again_after_a_ctrl_c(engine: Engine) -> None:
 def test_no_kernel_is_asked_where_it_reaches_no_host_memory(engine: Engine) -> None:
     kernel, memory = Kernel(), mixed(60, 2)
     SpanCopies(Driver(pins=False), engine, CopyKernels([("a kernel", kernel)])).copy(
-        Stream(), memory.spans, to_host=False
+        Stream(), memory.rows, to_host=False
     )
     assert memory.is_right and not kernel.calls
 
@@ -292,10 +304,10 @@ class Late:
     def __init__(self) -> None:
         self.waiting: list[tuple[int, Tensor]] = []
 
-    def __call__(self, spans: Spans, table: Tensor) -> None:
-        rows = torch.tensor(spans, dtype=torch.int64)
+    def __call__(self, words: array, table: Tensor) -> None:
+        rows = staged(words).view(-1, WORDS)
         table[: rows.numel()].copy_(rows.view(-1))
-        self.waiting.append((len(spans), table))
+        self.waiting.append((len(rows), table))
 
     def run(self) -> None:
         for count, table in self.waiting:
@@ -309,7 +321,7 @@ def test_a_table_is_written_again_when_the_kernels_that_read_it_have_ended(engin
     copies = SpanCopies(driver, engine, CopyKernels([("late", late)]))
     memories = [mixed(LEAST + number, 1, number) for number in range(3 * TABLES)]
     for memory in memories:
-        copies.copy(Stream(), memory.spans, to_host=False)
+        copies.copy(Stream(), memory.rows, to_host=False)
     assert len({table.data_ptr() for _, table in late.waiting}) == 3 * TABLES
     late.run()
     assert all(memory.is_right for memory in memories)
@@ -318,7 +330,7 @@ def test_a_table_is_written_again_when_the_kernels_that_read_it_have_ended(engin
     again = [mixed(LEAST, 0, number) for number in range(TABLES)]
     tables = {table.data_ptr() for table in copies._tables}
     for memory in again:
-        copies.copy(Stream(), memory.spans, to_host=False)
+        copies.copy(Stream(), memory.rows, to_host=False)
     assert {table.data_ptr() for _, table in late.waiting} <= tables, "they are used again"
     late.run()
     assert all(memory.is_right for memory in again)
@@ -328,16 +340,16 @@ def test_two_threads_never_have_one_table(engine: Engine) -> None:
     """A model and its optimizer's worker copy on one driver; each asks for a table before the other's is in use."""
     late = Late()
 
-    def slowly(spans: Spans, table: Tensor) -> None:
+    def slowly(rows: array, table: Tensor) -> None:
         time.sleep(0.005)
-        late(spans, table)
+        late(rows, table)
 
     copies = SpanCopies(Driver(passes=False), engine, CopyKernels([("late", slowly)]))
     memories = [mixed(LEAST + number, 0, number) for number in range(8)]
 
     def copied(some: Sequence[Any]) -> None:
         for memory in some:
-            copies.copy(Stream(), memory.spans, to_host=False)
+            copies.copy(Stream(), memory.rows, to_host=False)
 
     threads = [threading.Thread(target=copied, args=(memories[begin::2],)) for begin in range(2)]
     for thread in threads:
@@ -355,7 +367,7 @@ def test_a_list_of_more_spans_than_a_table_has_is_launched_in_turns(
     assert 8 * 3 * TABLE_SPANS <= TABLE_NBYTES
     monkeypatch.setattr(span_copies, "TABLE_SPANS", 30)
     kernel, memory = Kernel(), Memory([16] * 65)
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.spans, to_host=False)
+    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and [len(call) for call in kernel.calls] == [30, 30, 5]
 
 
@@ -405,26 +417,26 @@ def test_a_kernel_that_does_not_copy_right_is_left_out(
     say_once.cache_clear()
     monkeypatch.setattr(span_copies, "_right", tried)
 
-    def idle(spans: Spans, table: Tensor) -> None:
+    def idle(rows: array, table: Tensor) -> None:
         """Copies nothing."""
 
-    def short(spans: Spans, table: Tensor) -> None:
-        ferry([(to, source, min(nbytes, 12000)) for to, source, nbytes in spans], table)
+    def short(rows: array, table: Tensor) -> None:
+        ferry([(to, source, min(nbytes, 12000)) for to, source, nbytes in spans_of(rows)], table)
 
-    def long(spans: Spans, table: Tensor) -> None:
-        ferry([(to, source, nbytes + (nbytes == 301)) for to, source, nbytes in spans], table)
+    def long(rows: array, table: Tensor) -> None:
+        ferry([(to, source, nbytes + (nbytes == 301)) for to, source, nbytes in spans_of(rows)], table)
 
     right, memory = Kernel(), mixed(100, 5)
     ways: list[tuple[str, Any]] = [("idle", idle), ("short", short), ("long", long), ("failing", Kernel(fails=2))]
     copies = SpanCopies(Driver(), engine, CopyKernels([*ways, ("Triton", right)]))
-    copies.copy(Stream(), memory.spans, to_host=to_host)
+    copies.copy(Stream(), memory.rows, to_host=to_host)
     assert memory.is_right and [name for name, _ in copies.kernels.ways] == ["Triton"]
     assert tried == {
         ("cpu", to_host, name): name == "Triton" for name in ("idle", "short", "long", "failing", "Triton")
     }
     assert "the kernel of idle did not copy right what it was tried with" in caplog.text
     memory = mixed(100, 5)
-    SpanCopies(Driver(), engine, CopyKernels(ways)).copy(Stream(), memory.spans, to_host=to_host)
+    SpanCopies(Driver(), engine, CopyKernels(ways)).copy(Stream(), memory.rows, to_host=to_host)
     assert memory.is_right, "without any, the engine"
 
 
@@ -439,21 +451,21 @@ def test_it_is_measured_once_for_each_direction(engine: Engine, to_host: bool, m
         copy(stream, dsts, srcs, sizes)
         clock.charge(False, sizes)
 
-    def by_kernel(spans: Spans, table: Tensor) -> None:
-        kernel.calls.append([nbytes for *_, nbytes in spans])
+    def by_kernel(rows: array, table: Tensor) -> None:
+        kernel.calls.append(list(rows[2::WORDS]))
         clock.charge(True, kernel.calls[-1])
 
     monkeypatch.setattr(engine, "copy", by_engine)
     copies = SpanCopies(Driver(), engine, CopyKernels([("a kernel", by_kernel)]))
     few, many, more = mixed(LEAST - 2, 1), mixed(100, 5), mixed(100, 5)
-    copies.copy(Stream(), few.spans, to_host=to_host)
+    copies.copy(Stream(), few.rows, to_host=to_host)
     assert clock.copied == 1, "nothing is measured for copies that it does not matter for"
-    copies.copy(Stream(), many.spans, to_host=to_host)
+    copies.copy(Stream(), many.rows, to_host=to_host)
     assert span_copies._known["cpu", to_host] == KernelLimit(28 << 10, 32, "measured")
     assert {max(call) for call in kernel.calls} >= {*SIZES[:5]}
     measured = clock.copied
     other = SpanCopies(Driver(), engine, CopyKernels([("a kernel", by_kernel)]))  # another one in this process
-    other.copy(Stream(), more.spans, to_host=to_host)
+    other.copy(Stream(), more.rows, to_host=to_host)
     assert clock.copied == measured + 2 and len(kernel.calls[-1]) == 100
     way = f"{'from' if to_host else 'to'} cpu"
     assert span_copies.limits()[way] == "by a kernel below 28 KiB, from 32 copies on (measured)"
@@ -470,11 +482,11 @@ def test_what_cannot_be_measured_has_a_default(
     monkeypatch.setattr(SpanCopies, "_timed", refuse)
     memory, kernel = mixed(100, 5), Kernel()
     copies = SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)]))
-    copies.copy(Stream(), memory.spans, to_host=False)
+    copies.copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and len(kernel.calls[0]) == 100
     assert span_copies._known == {("cpu", False): DEFAULTS[False]}
     memory = mixed(100, 5)
-    copies.copy(Stream(), memory.spans, to_host=True)
+    copies.copy(Stream(), memory.rows, to_host=True)
     assert memory.is_right and len(kernel.calls) == 1, "to the host, the engine"
     assert "was not measured: BudgetError('no memory')" in caplog.text
 
@@ -512,7 +524,7 @@ class ByRuntime(PlayedDevice):
         to_host, kept = stream.name == "down", list(pairs)
 
         def run() -> None:
-            self.spans.copy(Stream(), spans, to_host=to_host)
+            self.spans.copy(Stream(), rows_of(spans), to_host=to_host)
             kept.clear()
 
         self._give(stream, lambda stream: stream.take(0.0005, None, run))

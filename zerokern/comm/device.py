@@ -20,6 +20,7 @@ from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import Handle, own_span
 from zerokern.kernels.casts import add_up
 from zerokern.kernels.squares import Squares
+from zerokern.kernels.triton.backend import beside_captures
 from zerokern.memory.staging import stream_gate
 
 __all__ = ["DeviceGroup"]
@@ -47,6 +48,10 @@ class DeviceGroup(CommonGroup):
         observer.launched(operation)
         gate: Callable[[], None] = work.wait
 
+        def ended() -> bool:
+            with beside_captures():  # it asks events, which would break off the capture of another thread
+                return bool(work.is_completed())
+
         def complete() -> None:
             nonlocal gate
             with observer.waiting(operation):
@@ -57,7 +62,7 @@ class DeviceGroup(CommonGroup):
             held.clear()
 
         held = list(memory)  # kept until the current stream waits for the work that uses it
-        return Handle(complete, work.is_completed if finish is None else None, lambda: gate())
+        return Handle(complete, ended if finish is None else None, lambda: gate())
 
     def _reduce_scatter(
         self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None

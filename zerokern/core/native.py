@@ -26,12 +26,12 @@ from zerokern.core.errors import BackendError, KernelError, got, whole_number
 
 __all__ = [
     "ABI", "IO_DONE", "IO_IDLE", "IO_PADDED", "IO_PENDING", "IO_READ", "IO_THREADS", "IO_URING", "IO_WAITED",
-    "IO_WRITE", "IoFaults", "IoOptions", "IoRequest", "IoStats", "NativeGroup", "NativeSegment", "TensorCalls",
-    "TensorList", "check", "core_ghz", "cpus", "force_isa", "isa_active", "isa_names", "isa_usable", "library",
-    "path", "set_cpus", "set_threads", "threads",
+    "IO_WRITE", "IoFaults", "IoOptions", "IoRequest", "IoStats", "NativeGroup", "NativeSegment", "PairCalls",
+    "PairList", "TensorCalls", "TensorList", "check", "core_ghz", "cpus", "force_isa", "isa_active", "isa_names",
+    "isa_usable", "library", "path", "set_cpus", "set_threads", "threads",
 ]  # fmt: skip
 
-ABI = 6
+ABI = 7
 SUMSQ_CHUNK = 65536
 
 
@@ -74,6 +74,23 @@ class TensorList(Structure):
     """``zk_tensor_list``: tensors and what is expected of them."""
 
     _fields_ = _fields("ptr tensors addresses gradients numels dtypes grad_dtypes; i64 count; i32 layout")
+
+
+class PairCalls(Structure):
+    """``zk_pair_calls``: what is asked of tensors that are copied, as addresses of functions."""
+
+    _fields_ = _fields(
+        "ptr address layout dtype numel is_contiguous device_type device_index itemsize is_negated is_conjugated"
+    )
+
+
+class PairList(Structure):
+    """``zk_pairs``: tensors that are copied, and what is expected of both sides."""
+
+    _fields_ = _fields(
+        "ptr targets sources; i64 count cell; u64 begin end;"
+        "i32 target_type target_index source_type source_index layout host"
+    )
 
 
 class IoRequest(Structure):
@@ -124,6 +141,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_accumulate_sumsq": (c_int, [*_ACCUMULATION, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "zk_convert": (c_int, [c_uint32, c_void_p, c_void_p, c_void_p, c_int64]),
     "zk_stream": (c_int, [_POINTERS, c_int, _POINTERS, c_int, _POINTERS, c_int, c_int64]),
+    "zk_join_spans": (c_int64, [c_void_p, c_int64, c_void_p]),
+    "zk_part_spans": (c_int64, [c_void_p, c_int64, c_uint64, c_void_p]),
+    "zk_sort_spans": (c_int64, [c_void_p, c_int64, c_void_p, c_void_p]),
     "zk_isa_count": (c_int, []),
     "zk_isa_name": (c_char_p, [c_int]),
     "zk_isa_needs": (c_char_p, [c_int]),
@@ -185,7 +205,7 @@ def _open(path: Path, tree: Path | None = None) -> ctypes.CDLL:
             raise BackendError(f"the native library {path} lacks {name}: it is of another build; {again}")
         function.restype, function.argtypes = result, arguments
     # These read objects that other Python threads may change, so they keep the GIL; all others release it.
-    asking = {"zk_gradients": 1, "zk_in_place": 2, "zk_raise_versions": 1, "zk_in_cells": 1}
+    asking = {"zk_gradients": 1, "zk_in_place": 2, "zk_raise_versions": 1, "zk_in_cells": 1, "zk_spans": 2}
     for name, more in (asking | {"zk_have_gradients": 2, "zk_versions": 2, "zk_trained": 2}).items():
         holding_gil = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, *[c_int64] * more)  # addresses, a count
         setattr(lib, name, holding_gil((name, lib)))

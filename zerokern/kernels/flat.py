@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.kernels import checks, cpu, cuda, ops, reference
+from zerokern.kernels import checks, cpu, ops, reference
+from zerokern.kernels.copied import Copied
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.triton.upload import table_for
 from zerokern.kernels.versions import say_written
@@ -94,6 +95,7 @@ class Flattener:
         self._list = checks.SpanList(like, offsets)
         self._dtype = bucket_dtype
         self._impl = impl
+        self._copied = Copied(self._list.members, bucket_dtype)
         self._tables: dict[Any, Any] = {}  # by their class
         self._checked: tuple[bool, int, list[int]] | None = None
 
@@ -128,9 +130,8 @@ class Flattener:
         self, into: bool, tensors: Sequence[Tensor], bucket: Tensor, scale: float | Tensor, stats: Tensor | None
     ) -> None:
         device = self._check(into, tensors, bucket, scale, stats)
-        if self._impl == cuda.CUDA or (self._impl is None and device.type != "cpu" and cuda.available(device)):
-            cuda.refuse_without(device, f"impl={cuda.CUDA!r}", "impl='triton'")
-            self._launch(cuda.BucketLaunches, into, tensors, bucket, scale, stats)
+        bytes_alone = stats is None and not isinstance(scale, Tensor) and scale == 1.0
+        if self._impl is None and bytes_alone and _is_gpu(device) and self._copied.run(into, tensors, bucket):
             return
         with implementation(self._impl, device) as family:
             if family == TRITON:
@@ -207,6 +208,10 @@ def warm(device: torch.device, moves: Iterable[tuple[torch.dtype, torch.dtype]])
         bucket = torch.zeros(1024, dtype=target, device=device)
         flatten([torch.zeros(1024, dtype=source, device=device)], bucket)
         ops.sumsq_there([bucket])
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _cast(source: Tensor, target: Tensor, *, scale: float) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerokern.core import native
 
-__all__ = ["GradientReader", "TensorBodies", "storage_references"]
+__all__ = ["GradientReader", "TensorBodies", "body_offset", "storage_references", "torch_function"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -65,10 +65,10 @@ def torch_calls() -> Calls | None:
     """Returns what is asked of torch; None if this torch lacks any of it, or answers otherwise than Python does."""
     folder = Path(torch.__file__).parent / "lib"
     try:
-        functions = {name: _function(*where) for name, where in _IMPORTS.items()}
+        functions = {name: torch_function(*where) for name, where in _IMPORTS.items()}
         interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
         dtypes = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
-        questions = _function(*_VERSION), _function(*_REQUIRES_GRAD)
+        questions = torch_function(*_VERSION), torch_function(*_REQUIRES_GRAD)
         strided = int(interface.aoti_torch_layout_strided())
         calls = Calls(native.TensorCalls(**functions), *questions, dtypes, strided)
         why = "" if _works(calls) else "a trial found other answers than torch's own"
@@ -80,7 +80,12 @@ def torch_calls() -> Calls | None:
     return calls
 
 
-def _function(file: str, symbol: str) -> int | None:
+def torch_function(file: str, symbol: str) -> int | None:
+    """Returns the address of a function of one of torch's libraries.
+
+    >>> torch_function("libtorch_cpu.so", "aoti_torch_get_numel") is None
+    False
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
     return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
 
@@ -176,8 +181,12 @@ class GradientReader:
 
 
 @functools.cache
-def _body_offset() -> int | None:
-    """Returns the offset in a tensor's Python object of the pointer to its TensorImpl; None if that is not known."""
+def body_offset() -> int | None:
+    """Returns the offset in a tensor's Python object of the pointer to its TensorImpl; None if that is not known.
+
+    >>> body_offset() % 8
+    0
+    """
     trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.ones(2, device="cpu")]
     words = [(ctypes.c_uint64 * _WORDS).from_address(id(trial)) for trial in trials]
     places = [place for place in range(_WORDS) if all(w[place] == t._cdata for w, t in zip(words, trials, strict=True))]
@@ -201,7 +210,7 @@ class TensorBodies:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors, place = tensors, _body_offset()
+        self.tensors, place = tensors, body_offset()
         self._known = place is not None
         self.bodies = array("Q", map(_tensor_of, tensors))
         self._cells = array("Q", [id(tensor) + (place or 0) for tensor in tensors])

@@ -33,7 +33,7 @@ from zerokern.kernels.triton.backend import beside_captures
 from zerokern.memory import placement
 from zerokern.memory.layout import PAGE, FreeSpans
 from zerokern.memory.room import amount, check_fits
-from zerokern.memory.runtime import clear_cuda_error
+from zerokern.memory.runtime import clear_cuda_error, with_a_context
 
 __all__ = ["PAGE", "Arena", "Lease"]
 
@@ -253,7 +253,7 @@ class Arena:
 
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs, once CUDA is in use: an arena alone creates no context."""
-        with beside_captures():  # it breaks off a capture of another thread, as cudaHostAlloc does
+        with with_a_context(), beside_captures():  # it breaks off captures of other threads, as cudaHostAlloc does
             refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
         self._offered_to_cuda = True  # set last, so that an interrupted attempt is repeated
         if int(refused):
@@ -284,7 +284,7 @@ class _Mapping(mmap.mmap):
     def unregister(self) -> None:
         base, self.registered_at = self.registered_at, 0
         if base and os.getpid() == self.pid:
-            with beside_captures():
+            with with_a_context(), beside_captures():
                 torch.cuda.cudart().cudaHostUnregister(base)
 
     def __del__(self) -> None:

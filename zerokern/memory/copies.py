@@ -8,6 +8,7 @@ dtype: casts run on the device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels.triton.backend import capturing
+from zerokern.memory.pairs import Pairs
 from zerokern.memory.staging import Ticket
 
 __all__ = ["Copies", "Copy", "Driver"]
@@ -174,7 +176,7 @@ class Copies:
 
     def aside(self, src: Tensor, dst: Tensor, *, ready: Ticket | None = None) -> Copy:
         """Copies a few bytes to the host as `to_host` does, but not behind the copies that were requested before."""
-        return self._submit(self.driver.stream("measure"), [(dst, src)], ready, None, True)
+        return self._submit(self.driver.stream("measure"), Pairs([dst], [src]), ready, None, True)
 
     def to_device(
         self,
@@ -212,16 +214,18 @@ class Copies:
     def _submit(
         self,
         stream: Any,
-        pairs: list[tuple[Tensor, Tensor]],
+        pairs: Pairs,
         ready: Ticket | None,
         after: Ticket | None,
         checked: bool,
     ) -> Copy:
         if capturing(self.driver.device):
             raise StateError(_IN_GRAPH)
-        if not checked:
-            self._check_all(pairs, leaves=stream is self._out)
-        pairs = [(dst, src) for dst, src in pairs if src.numel()]
+        leaves = stream is self._out
+        check = None if checked else functools.partial(self._checked_memory, pairs, leaves)
+        if not pairs.read(self.driver.device, leaves, check) and not checked:
+            self._check_all(pairs, leaves)
+        pairs = pairs.with_bytes()
         for ticket in (ready, after):
             if ticket is not None and not isinstance(ticket, Copy):
                 ticket.wait()
@@ -244,9 +248,16 @@ class Copies:
                 copy._marked()
             return copy
 
-    def _check_all(self, pairs: list[tuple[Tensor, Tensor]], leaves: bool) -> None:
-        """Raises for the first pair that cannot be copied. A list has thousands of pairs, nearly always of plain
-        tensors over one block of host memory, and a question to each costs the host as much as its copy."""
+    def _checked_memory(self, pairs: Pairs, leaves: bool, place: int) -> tuple[int, int]:
+        """Returns the pinned memory of the host side of a pair; raises where the pair cannot be copied."""
+        self._check(place, *pairs[place], leaves)
+        there = (pairs.targets if leaves else pairs.sources)[place]
+        self._check_pinned(place, there)
+        memory = there.untyped_storage()
+        return memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+
+    def _check_all(self, pairs: Pairs, leaves: bool) -> None:
+        """Raises for the first pair that cannot be copied, where `Pairs.read` cannot ask."""
         host = torch.device("cpu")
         source, target = (self.driver.device, host) if leaves else (host, self.driver.device)
         begin = end = 0  # of the host memory that was found to be pinned last
@@ -309,9 +320,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
-def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    sources = [src] if isinstance(src, Tensor) else list(src)
-    targets = [dst] if isinstance(dst, Tensor) else list(dst)
+def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> Pairs:
+    sources = (src,) if isinstance(src, Tensor) else tuple(src)
+    targets = (dst,) if isinstance(dst, Tensor) else tuple(dst)
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources for {len(targets)} destinations; allowed: as many of each")
-    return list(zip(targets, sources, strict=True))
+    return Pairs(targets, sources)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from array import array
+from contextlib import AbstractContextManager
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from zerokern.core.errors import ZerokernError, say_once
 
-__all__ = ["Batches", "clear_cuda_error", "runtime_library"]
+__all__ = ["Batches", "clear_cuda_error", "runtime_library", "with_a_context"]
 
 BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
 WITHOUT_FAULT = 13000
@@ -138,6 +139,22 @@ def clear_cuda_error() -> None:
         library = _cudart()
         if library is not None:
             CFUNCTYPE(c_int)(("cudaGetLastError", library))()
+
+
+def with_a_context() -> AbstractContextManager[object]:
+    """Context manager that makes a device current on which this process has a context: this thread's if it is one.
+
+    What asks the runtime for memory that no device owns makes a context on the current device, which is the first one
+    in every new thread: a process on another GPU would hold half a gigabyte there for nothing.
+
+    >>> with with_a_context(): pass
+    """
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None or not torch.cuda.is_initialized():
+        return contextlib.nullcontext()
+    current = torch.cuda.current_device()
+    found = (index for index in (current, *range(torch.cuda.device_count())) if has_context(index))
+    return torch.cuda.device(next(found, current))
 
 
 def _cudart() -> Any:

@@ -12,24 +12,24 @@ import importlib
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerokern.core import env
+from zerokern.core import env, native
 from zerokern.core.errors import BackendError, ZerokernError, say_once
 from zerokern.core.units import parse_nbytes
+from zerokern.kernels.spans import WORDS, rows_of
 from zerokern.kernels.triton import backend
 from zerokern.memory.arena import Arena
 from zerokern.memory.runtime import Batches, clear_cuda_error
 
 __all__ = ["CopyKernels", "KernelLimit", "SpanCopies", "joined", "limit_of", "limits"]
 
-Span = tuple[int, int, int]
-"""To where, from where, how many bytes."""
-Way = Callable[[Sequence[Span], Tensor], object]
+Way = Callable[["array[int]", Tensor], object]
+"""A kernel; its rows have three words for each span: to where, from where, how many bytes."""
 VARIABLE = "ZEROKERN_SMALL_COPIES"
 USES_HOST_ADDRESSES = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 LEAST, MOST_NBYTES = 16, 64 << 10  # fewer copies, or larger ones, are always the copy engine's
@@ -70,24 +70,25 @@ _right: dict[tuple[str, bool, str], bool] = {}  # whether a kernel copied right 
 _measuring = threading.Lock()
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans, of which those that follow each other on both sides are one.
+def joined(rows: array[int]) -> array[int]:
+    """Returns the rows, of which those that follow each other on both sides are one.
 
     They are taken as they come: whoever lays tensors out side by side also names them in that order.
 
-    >>> joined([(100, 500, 8), (108, 508, 4), (112, 600, 4), (300, 604, 4)])
-    [(100, 500, 12), (112, 600, 4), (300, 604, 4)]
+    >>> joined(array("Q", [100, 500, 8, 108, 508, 4, 112, 600, 4, 300, 604, 4])).tolist()
+    [100, 500, 12, 112, 600, 4, 300, 604, 4]
     """
-    found: list[Span] = []
-    to = source = nbytes = 0
-    for span in spans:
-        if nbytes and span[0] == to + nbytes and span[1] == source + nbytes:
-            nbytes += span[2]
-            found[-1] = (to, source, nbytes)
-        else:
-            to, source, nbytes = span
-            found.append(span)
-    return found
+    made = array("Q", bytes(8 * len(rows)))
+    where, count = rows.buffer_info()[0], len(rows) // WORDS
+    return made[: WORDS * native.library().zk_join_spans(where, count, made.buffer_info()[0])]
+
+
+def _parted(rows: array[int], nbytes: int) -> tuple[array[int], array[int]]:
+    """Returns the rows below so many bytes, and the others."""
+    made = array("Q", bytes(8 * len(rows)))
+    where, count = rows.buffer_info()[0], len(rows) // WORDS
+    end = WORDS * native.library().zk_part_spans(where, count, nbytes, made.buffer_info()[0])
+    return made[:end], made[end:]
 
 
 def limits() -> dict[str, str]:
@@ -129,10 +130,10 @@ def _given() -> KernelLimit | None:
 class CopyKernels:
     """The kernels that can copy spans on one device, best first. One that refuses is left out from then on.
 
-    Each is called with spans and a table: memory that it may write to, and that stays as it is until the copies have
+    Each is called with rows and a table: memory that it may write to, and that stays as it is until the copies have
     ended. It launches on the current stream.
 
-    >>> CopyKernels([]).launch([(0, 0, 8)], torch.empty(3, dtype=torch.int64))
+    >>> CopyKernels([]).launch(array("Q", [0, 0, 8]), torch.empty(3, dtype=torch.int64))
     False
     """
 
@@ -146,12 +147,12 @@ class CopyKernels:
             return cls([])
         return cls([*_of_cuda(device), *_of_triton(device)])
 
-    def launch(self, spans: Sequence[Span], table: Tensor) -> bool:
+    def launch(self, rows: array[int], table: Tensor) -> bool:
         """Queues the copies; returns False if no kernel can. Some of them may have been queued all the same."""
         while self.ways:
             name, way = self.ways[0]
             try:
-                way(spans, table)
+                way(rows, table)
             except Exception as error:
                 clear_cuda_error()  # else torch would find it and blame its next call
                 self.ways.pop(0)
@@ -167,7 +168,7 @@ def _of_cuda(device: torch.device) -> list[tuple[str, Way]]:
         copy = cuda.ferry_spans
     except (ImportError, AttributeError):
         return []
-    return [("CUDA", lambda spans, table: copy(spans, device))] if cuda.available(device) else []
+    return [("CUDA", lambda rows, table: copy(rows, device))] if cuda.available(device) else []
 
 
 def _of_triton(device: torch.device) -> list[tuple[str, Way]]:
@@ -202,35 +203,33 @@ class SpanCopies:
     def kernels(self) -> CopyKernels:
         return CopyKernels.of(self._driver.device, self._batches)
 
-    def copy(self, stream: Any, spans: Sequence[Span], *, to_host: bool) -> None:
+    def copy(self, stream: Any, rows: array[int], *, to_host: bool) -> None:
         """Queues copies that must not overlap in memory; they run in any order."""
-        whole = joined(spans)
-        small, large = self._parted(stream, whole, to_host)
+        whole = joined(rows)
+        small, large = self._chosen(stream, whole, to_host)
         if small and not self._launch(stream, small):
             large = whole
         try:
             self._queue(stream, large)
         except ZerokernError:
-            if len(whole) == len(spans):
+            if len(whole) == len(rows):
                 raise
             # Two allocations may touch, and the runtime takes no span that goes from one into the other. What was
             # queued already is copied twice.
-            self._queue(stream, spans)
+            self._queue(stream, rows)
 
-    def _queue(self, stream: Any, spans: Sequence[Span]) -> None:
-        columns = [array("Q", column) for column in zip(*spans, strict=True)] or [array("Q")] * 3
-        self._batches.copy(stream.cuda_stream, *columns)
+    def _queue(self, stream: Any, rows: array[int]) -> None:
+        self._batches.copy(stream.cuda_stream, *(rows[word::WORDS] for word in range(WORDS)))
 
-    def _parted(self, stream: Any, spans: list[Span], to_host: bool) -> tuple[list[Span], list[Span]]:
-        """Returns the spans that a kernel copies, and those that a copy engine does."""
-        small: list[Span] = []
-        many = sum(span[2] < MOST_NBYTES for span in spans) >= LEAST
+    def _chosen(self, stream: Any, rows: array[int], to_host: bool) -> tuple[array[int], array[int]]:
+        """Returns what a kernel copies, and what a copy engine does."""
+        many = len(_parted(rows, MOST_NBYTES)[0]) >= LEAST * WORDS
         if many and not self._captured(stream) and self.kernels.ways:
             limit = self._limit(to_host)
-            small = [span for span in spans if span[2] < limit.nbytes]
-            if len(small) >= limit.copies and self._try_kernels(to_host):
-                return small, [span for span in spans if span[2] >= limit.nbytes]
-        return [], spans
+            small, large = _parted(rows, limit.nbytes)
+            if len(small) >= limit.copies * WORDS and self._try_kernels(to_host):
+                return small, large
+        return array("Q"), rows
 
     def _captured(self, stream: Any) -> bool:
         """Whether copies go into a graph, which would read tables again when they hold others; or compute does, where
@@ -271,9 +270,10 @@ class SpanCopies:
             self._driver.follow(stream, self._driver.mark(None))
             ends = target.data_ptr(), given.data_ptr()
             spans = [(ends[0] + to, ends[1] + source, nbytes) for to, source, nbytes in TRIAL]
+            rows = rows_of(spans)
             alone = SpanCopies(self._driver, self._batches, CopyKernels([(name, way)]))
             try:
-                launched = alone._launch(stream, spans)
+                launched = alone._launch(stream, rows)
             finally:
                 self._driver.fence(stream).wait()
             return launched and torch.equal(target.cpu(), expected)
@@ -305,35 +305,36 @@ class SpanCopies:
 
             def seconds(by_kernel: bool, count: int, size: int) -> float:
                 spans = [(ends[0] + at, ends[1] + at, size) for at in range(0, count * MOST_NBYTES, MOST_NBYTES)]
-                return min(self._timed(stream, by_kernel, spans) for _ in range(ROUNDS))
+                rows = rows_of(spans)
+                return min(self._timed(stream, by_kernel, rows) for _ in range(ROUNDS))
 
-            self._timed(stream, True, [(*ends, 16)])  # it is compiled now
+            self._timed(stream, True, array("Q", [*ends, 16]))  # it is compiled now
             return limit_of(seconds)
         except (ZerokernError, RuntimeError, MemoryError) as error:
             say_once("zerokern.memory", f"who copies small spans was not measured: {error!r}")
             return DEFAULTS[to_host]
 
-    def _timed(self, stream: Any, by_kernel: bool, spans: Sequence[Span]) -> float:
+    def _timed(self, stream: Any, by_kernel: bool, rows: array[int]) -> float:
         """Returns for how long the host waits for these copies, the launch included."""
         begin = time.perf_counter()
         try:
             if not by_kernel:
-                self._queue(stream, spans)
-            elif not self._launch(stream, spans):
+                self._queue(stream, rows)
+            elif not self._launch(stream, rows):
                 raise ZerokernError("no kernel copies spans here")
         finally:
             self._driver.fence(stream).wait()  # what they write to is about to be freed
         return time.perf_counter() - begin
 
-    def _launch(self, stream: Any, spans: Sequence[Span]) -> bool:
+    def _launch(self, stream: Any, rows: array[int]) -> bool:
         """Has a kernel copy these; returns False if none can. Some of them may be on their way all the same."""
         with self._launching, self._driver.on(stream):
-            for begin in range(0, len(spans), TABLE_SPANS):
+            for begin in range(0, len(rows), WORDS * TABLE_SPANS):
                 number = self._free_table()
                 if number is None:
                     return False
                 try:
-                    launched = self.kernels.launch(spans[begin : begin + TABLE_SPANS], self._tables[number])
+                    launched = self.kernels.launch(rows[begin : begin + WORDS * TABLE_SPANS], self._tables[number])
                 finally:  # after a Ctrl-C, too, a kernel may read it
                     self._readers[number] = self._driver.fence(stream)
                 if not launched:

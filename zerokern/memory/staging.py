@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import BackendError, got
 from zerokern.kernels.triton.backend import beside_captures
+from zerokern.memory.pairs import Pairs
 from zerokern.memory.runtime import runtime_library
 from zerokern.memory.span_copies import SpanCopies
 
@@ -189,9 +190,9 @@ class CudaDriver:
                 for dst, src in pairs:
                     dst.view(-1).copy_(src.view(-1), non_blocking=True)
             return
-        spans = [(dst.data_ptr(), src.data_ptr(), src.numel() * src.itemsize) for dst, src in pairs]
+        rows = pairs.rows if isinstance(pairs, Pairs) else Pairs(*zip(*pairs, strict=True)).rows
         with torch.cuda.device(self.device):
-            self._spans.copy(stream, spans, to_host=bool(pairs) and pairs[0][0].is_cpu)
+            self._spans.copy(stream, rows, to_host=bool(pairs) and pairs[0][0].is_cpu)
 
     def aside(self, name: str) -> AbstractContextManager[None]:
         """Context manager that makes this stream current; its work does not wait for the program's, or for that of

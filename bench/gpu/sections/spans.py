@@ -1,8 +1,8 @@
 """Lists of equal spans by size and count: to pinned host memory and back, and into a bucket on the device.
 
-`ferry` by CUDA and by Triton against the copy engine and against what `Copies` chooses; `flatten` by CUDA and by
-Triton against torch's lists. Beside bytes per second: what a call takes of the host, and what a copy under way takes of
-a kernel that computes beside it.
+`ferry` by CUDA and by Triton against the copy engine and against what `Copies` chooses; `flatten` as it chooses and
+by Triton against torch's lists. Beside bytes per second: what a call takes of the host, and what a copy under way
+takes of a kernel that computes beside it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ LIST_NBYTES = 64 << 20  # of a list at most
 TABLE_NBYTES = 3 * 8 * COUNTS[-1]
 GAP_NBYTES = 512  # between spans on the device: those that follow each other on both sides would become one
 OURS, ENGINE, KERNEL = "zk Copies", "one batch call", "a kernel"
-FLATTEN, ELSEWHERE = "zk flatten", "other addresses each time"
+FLATTEN, CHOSEN, ELSEWHERE = "zk flatten", "as it chooses", "other addresses each time"
 BESIDE = (256, 256 * KIB)  # the list that is under way while something computes
 BESIDE_MS, HELD_CYCLES = 10.0, 60_000_000  # for how long; and until the host has queued all of it
 CALLS, MOST_SETS = 3, 4
-NO_COPY_ENGINE, NO_CUDA = "a rehearsal has no copy engine", "a rehearsal has no CUDA kernel"
+NO_COPY_ENGINE = "a rehearsal has no copy engine"
 
 
 def warmers(settings: Settings) -> list[Callable[[], object]]:
     """The kernels of both kinds, on a little data."""
 
-    def flatten(impl: str) -> None:
+    def flatten(impl: str | None) -> None:
         one = Lists(equal(COUNTS[0], 512), torch.bfloat16, torch.bfloat16, settings.device)
         Flattener(one.tensors, torch.bfloat16, impl=impl).flatten(one.tensors, one.bucket)
 
@@ -57,7 +57,7 @@ def warmers(settings: Settings) -> list[Callable[[], object]]:
             for one in EqualSpans(Room(settings, memory, KIB * KIB), COUNTS[0], KIB, True).kernel():
                 one.check()
 
-    return [] if settings.rehearse else [ferry, *(functools.partial(flatten, impl) for impl in ("cuda", "triton"))]
+    return [] if settings.rehearse else [ferry, *(functools.partial(flatten, impl) for impl in (None, "triton"))]
 
 
 def run(desk: Desk) -> None:
@@ -207,12 +207,10 @@ def flattens(settings: Settings, count: int, nbytes: int) -> tuple[Contest, Mapp
     sets = min(MOST_SETS, max(2, settings.rotation(2 * count * nbytes)))  # small lists stay in the cache, as they do
     lists = [Lists(shape, dtype, dtype, settings.device) for _ in range(sets)]
 
-    def ours(impl: str, elsewhere: bool) -> Callable[[], Sequence[Provider]]:
-        name = f"{FLATTEN}, {impl}, {ELSEWHERE}" if elsewhere else f"{FLATTEN}, {impl}"
+    def ours(impl: str | None, elsewhere: bool) -> Callable[[], Sequence[Provider]]:
+        name = f"{FLATTEN}, {impl or CHOSEN}" + (f", {ELSEWHERE}" if elsewhere else "")
 
         def make() -> Sequence[Provider]:
-            if impl == "cuda" and settings.rehearse:
-                raise Missing(NO_CUDA)
             shared = Flattener(lists[0].tensors, dtype, impl=impl)
 
             def provider(one: Lists) -> Provider:
@@ -228,7 +226,9 @@ def flattens(settings: Settings, count: int, nbytes: int) -> tuple[Contest, Mapp
         return make
 
     mine = {
-        f"{FLATTEN}, {impl}{at}": ours(impl, bool(at)) for impl in ("cuda", "triton") for at in ("", f", {ELSEWHERE}")
+        f"{FLATTEN}, {impl or CHOSEN}{at}": ours(impl, bool(at))
+        for impl in (None, "triton")
+        for at in ("", f", {ELSEWHERE}")
     }
     theirs = torch_lists.flatten(lists, norm=False)
     peers = {peer: lambda make=make: [timed(settings, one, us) for one in make()] for peer, make in theirs.items()}

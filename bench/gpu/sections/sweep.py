@@ -40,7 +40,7 @@ def chosen(settings: Settings) -> Sequence[Layout]:
 
 
 def name_of(config: Any) -> str:
-    return f"{config.tiles} x {config.rows} x 128, {config.num_warps} warps"
+    return f"{config.tiles} x {config.rows} x 128, {config.num_warps} warps, {config.stages} stages"
 
 
 def warmers(settings: Settings) -> list[Callable[[], object]]:

@@ -1,12 +1,11 @@
-"""CUDA kernels, for what copy engines and Triton do worse: many small spans, and lists as arguments.
+"""A CUDA kernel, for what copy engines and Triton do worse: many small spans.
 
-``ferry`` copies a list of spans between device memory and pinned host memory. ``BucketLaunches`` moves a list of
-tensors into a bucket and out of it without an upload: the implementation "cuda" of `zerokern.kernels.flat`, which takes
-it where it is available.
+``ferry`` copies a list of spans between device memory and pinned host memory. `zerokern.memory` takes it for lists that
+have many small ones.
 
 The sources are in the folder `cuda` at the top of the repository. NVRTC compiles them when they are first needed, for
-the GPU that is there, into a cache on disk. CuPy loads and launches them: ``available`` says whether all of it is here,
-and whether a first launch has given the right bits. Nothing of that is imported before.
+the GPU that is there, into a cache on disk. CuPy loads and launches them: ``available`` says whether all of it is here.
+Nothing of that is imported before. A first launch is a trial (`zerokern.memory.span_copies`).
 
     from zerokern.kernels import cuda
 
@@ -14,9 +13,7 @@ and whether a first launch has given the right bits. Nothing of that is imported
         cuda.ferry([(pinned, gradient)], stream)
 """
 
-from zerokern.kernels.cuda.bucket import BucketLaunches
-from zerokern.kernels.cuda.loader import CUDA, reason, refuse_without
+from zerokern.kernels.cuda.loader import available, reason, refuse_without
 from zerokern.kernels.cuda.spans import ferry, ferry_spans
-from zerokern.kernels.cuda.trial import available
 
-__all__ = ["CUDA", "BucketLaunches", "available", "ferry", "ferry_spans", "reason", "refuse_without"]
+__all__ = ["available", "ferry", "ferry_spans", "reason", "refuse_without"]

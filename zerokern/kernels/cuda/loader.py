@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 import torch
 
 from zerokern.core.env import cache_folder, source_tree
-from zerokern.core.errors import BackendError
+from zerokern.core.errors import BackendError, say_once
 from zerokern.kernels.cuda import nvrtc
 
 __all__ = [
-    "CUDA",
     "Stream",
     "architecture",
+    "available",
     "cubin",
     "kernel",
     "placed",
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 Stream: TypeAlias = "torch.cuda.Stream"
-CUDA = "cuda"  # the implementation's name
 OLDEST = 80
 FLAGS = ("-std=c++17", "-fmad=false")  # results are a fixed sequence of roundings
 INSTALL = "pip install 'zerokern[cuda]', or zerokern[cuda12] for CUDA 12"
@@ -54,6 +53,18 @@ def reason(device: torch.device) -> str | None:
         return f"CUDA kernels run on cuda devices, not on {device}"
     index = torch.cuda.current_device() if device.index is None else device.index
     return _reason_of(index)
+
+
+def available(device: torch.device) -> bool:
+    """Returns whether these kernels run on a device; what is missing is logged once by name.
+
+    >>> available(torch.device("cpu"))
+    False
+    """
+    missing = reason(device)
+    if missing and device.type == "cuda":
+        say_once(__name__, f"the kernels of zerokern.kernels.cuda are not used: {missing}")
+    return not missing
 
 
 @functools.cache
@@ -94,7 +105,7 @@ def stage_bytes(architecture: int) -> int:
     return 16384 if architecture // 10 == 12 else 32768
 
 
-def cubin(source: str, architecture: int, options: tuple[str, ...] = ()) -> Path:
+def cubin(source: str, architecture: int) -> Path:
     """Returns the file of a compiled source, compiled now unless it lies in the cache.
 
     >>> nvrtc.missing() is not None or not _SOURCES.is_dir() or cubin("ferry.cu", 90).suffix
@@ -102,7 +113,7 @@ def cubin(source: str, architecture: int, options: tuple[str, ...] = ()) -> Path
     """
     headers = {path.name: path.read_text() for path in sorted(_SOURCES.glob("*.cuh"))}
     text = (_SOURCES / source).read_text()
-    words = (*FLAGS, f"-DZK_STAGE={stage_bytes(architecture)}", *options)
+    words = (*FLAGS, f"-DZK_STAGE={stage_bytes(architecture)}")
     made_from = repr((source, text, sorted(headers.items()), words, architecture, nvrtc.version()))
     stem = f"{Path(source).stem}-sm_{architecture}-{_digest(made_from.encode())}"
     for folder in (cache_folder() / "cuda", _own_folder()):
@@ -147,21 +158,17 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def kernel(
-    source: str, name: str, device: torch.device, shared: int, options: tuple[str, ...] = ()
-) -> Callable[..., None]:
+def kernel(source: str, name: str, device: torch.device, shared: int) -> Callable[..., None]:
     """Returns a kernel, to be called with grid, block and arguments where `placed` says.
 
     >>> kernel("ferry.cu", "ferry_few", torch.device("cuda", 0), 0) if torch.cuda.is_available() else None
     """
-    return _kernel(source, name, device, architecture(device), shared, options)
+    return _kernel(source, name, device, architecture(device), shared)
 
 
 @functools.cache
-def _kernel(
-    source: str, name: str, device: torch.device, architecture: int, shared: int, options: tuple[str, ...]
-) -> Callable[..., None]:
-    found = _module(source, device, architecture, options).get_function(name)
+def _kernel(source: str, name: str, device: torch.device, architecture: int, shared: int) -> Callable[..., None]:
+    found = _module(source, device, architecture).get_function(name)
     if shared > 48 << 10:
         found.max_dynamic_shared_size_bytes = shared
     return functools.partial(_launch, found, shared)
@@ -173,8 +180,8 @@ def _launch(found: Any, shared: int, grid: int, block: int, parameters: Any) -> 
 
 
 @functools.cache
-def _module(source: str, device: torch.device, architecture: int, options: tuple[str, ...]) -> Any:
-    return _cupy().RawModule(path=str(cubin(source, architecture, options)))
+def _module(source: str, device: torch.device, architecture: int) -> Any:
+    return _cupy().RawModule(path=str(cubin(source, architecture)))
 
 
 def _cupy() -> Any:
@@ -192,21 +199,18 @@ class _External:
 
 
 @contextmanager
-def placed(device: torch.device, stream: Stream | None = None) -> Iterator[int]:
-    """Launches and allocations within go to a device and to a stream of torch, its current one by default.
+def placed(device: torch.device, stream: Stream | None = None) -> Iterator[None]:
+    """Launches within go to a device and to a stream of torch, its current one by default.
 
-    Yields the stream's address.
-
-    >>> with placed(torch.device("cpu")) as address: address
-    0
+    >>> with placed(torch.device("cpu")): pass
     """
     if device.type != "cuda":
-        yield 0
+        yield
         return
     with torch.cuda.device(device), nullcontext() if stream is None else torch.cuda.stream(stream):
         address = torch.cuda.current_stream(device).cuda_stream
         with _cupy_stream(address):
-            yield address
+            yield
 
 
 def _cupy_stream(address: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from zerokern.kernels import checks
 from zerokern.kernels.cuda.loader import Stream, architecture, kernel, placed, refuse_without, stage_bytes
 from zerokern.kernels.cuda.rows import parameters, parts_of
+from zerokern.kernels.spans import WORDS, Span, rows_of
 
 __all__ = ["FERRY_THREADS", "ferry", "ferry_shared", "ferry_spans"]
 
@@ -35,9 +37,9 @@ def ferry(pairs: Pairs, stream: Stream | None = None, ctas: int | None = None) -
 
 
 def ferry_spans(
-    spans: Sequence[tuple[int, int, int]], device: torch.device, stream: Stream | None = None, ctas: int | None = None
+    spans: Sequence[Span] | array[int], device: torch.device, stream: Stream | None = None, ctas: int | None = None
 ) -> None:
-    """`ferry` of addresses: to where, from where, how many bytes. Nothing is checked but the device.
+    """`ferry` of addresses: to where, from where, how many bytes; or rows of them. Nothing is checked but the device.
 
     >>> ferry_spans([], torch.device("cpu"))
     Traceback (most recent call last):
@@ -46,11 +48,11 @@ def ferry_spans(
     """
     refuse_without(device, "ferry", INSTEAD)
     grid, found = _ctas(ctas, device), architecture(device)
-    to, source, sizes = zip(*spans, strict=True) if spans else ((), (), ())
+    rows = rows_of(spans)
     with placed(device, stream):
-        for part in parts_of(to, source, sizes, (1, 1), stage_bytes(found)):
+        for part in parts_of(rows[::WORDS], rows[1::WORDS], rows[2::WORDS], stage_bytes(found)):
             launch = kernel("ferry.cu", f"ferry_{part.size}", device, ferry_shared(found))
-            launch(min(grid, part.tasks), FERRY_THREADS, parameters("ferry", part))
+            launch(min(grid, part.tasks), FERRY_THREADS, parameters(part))
 
 
 def ferry_shared(architecture: int) -> int:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerokern.kernels.spans import WORDS, Span, by_alignment, rows_of
 from zerokern.kernels.triton.upload import staged
 
 __all__ = ["WORDS", "ferry", "ferry_spans"]
 
-WORDS = 3  # of a span in the table: to where, from where, how many bytes
 PROGRAMS = 32  # of 8 KiB in flight each: more than a link of 60 GB/s has on its way in 2 us
 TILE = 1024  # words that a program moves at once
 NUM_WARPS = 4
@@ -53,8 +53,8 @@ def ferry_spans(spans, count, WORD: tl.constexpr, VEC: tl.constexpr, TILE: tl.co
             tl.store(dst.to(tl.pointer_type(tl.int8)) + moved + byte, last, mask=mask)
 
 
-def ferry(spans: Sequence[tuple[int, int, int]], table: Tensor, programs: int = PROGRAMS) -> None:
-    """Copies spans (to, from, bytes) that do not overlap, each below 2 GiB, on the current stream.
+def ferry(spans: Sequence[Span] | array[int], table: Tensor, programs: int = PROGRAMS) -> None:
+    """Copies spans (to, from, bytes), or rows of them, that do not overlap, each below 2 GiB, on the current stream.
 
     `table`: int64 memory of at least `WORDS` words for each span. The kernel reads it, and its device must reach it:
     pinned host memory, which the caller keeps as it is until the copies have ended. One launch for each alignment.
@@ -65,17 +65,13 @@ def ferry(spans: Sequence[tuple[int, int, int]], table: Tensor, programs: int = 
     >>> ferry([(y.data_ptr(), x.data_ptr(), 8)], torch.empty(WORDS, dtype=torch.int64, device=device)); y.tolist()
     [1.0, 2.0]
     """
-    by_kind: dict[int, list[tuple[int, int, int]]] = {}
-    for span in spans:
-        place = (span[0] | span[1]) & 15
-        by_kind.setdefault(next(kind for kind in _KINDS if place % kind == 0), []).append(span)
     begin = 0
-    for kind, some in by_kind.items():
-        words = array("q", [word for span in some for word in span])
-        rows = table[begin : begin + len(words)]
-        rows.copy_(staged(words))
-        begin += len(words)
-        word, vec = _KINDS[kind]
-        ferry_spans[(min(len(some), programs),)](
-            rows, len(some), WORD=word, VEC=vec, TILE=TILE, num_warps=NUM_WARPS, enable_fp_fusion=False
+    for alignment, some in by_alignment(rows_of(spans)):
+        count = len(some) // WORDS
+        rows = table[begin : begin + len(some)]
+        rows.copy_(staged(some))
+        begin += len(some)
+        word, vec = _KINDS[alignment]
+        ferry_spans[(min(count, programs),)](
+            rows, count, WORD=word, VEC=vec, TILE=TILE, num_warps=NUM_WARPS, enable_fp_fusion=False
         )

@@ -25,7 +25,7 @@ from zerokern.kernels.triton.rows import is_last_program, sum_columns, sum_halve
 from zerokern.kernels.triton.upload import Sent, tile_map, upload
 from zerokern.kernels.triton.wide import FAST_FLOAT64, add_squares
 
-__all__ = ["Shape", "SumsqTable", "shape_of", "sumsq", "sumsq_chunks"]
+__all__ = ["Shape", "SumsqTable", "is_short", "multiprocessors", "shape_of", "sumsq", "sumsq_chunks"]
 
 CHUNK = tl.constexpr(65536)
 LANES = tl.constexpr(64)
@@ -218,8 +218,26 @@ class SumsqTable:
 
 def shape_there(device: torch.device, nchunks: int, dtype: torch.dtype) -> Shape:
     """`shape_of` on a device."""
-    multiprocessors, short = _gpu(device)
-    return shape_of(nchunks, dtype.itemsize, multiprocessors, short=short)
+    count, short = _gpu(device)
+    return shape_of(nchunks, dtype.itemsize, count, short=short)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a device has.
+
+    >>> multiprocessors(torch.device("cpu"))
+    132
+    """
+    return _gpu(device)[0]
+
+
+def is_short(device: torch.device) -> bool:
+    """Whether a device has few float64 units.
+
+    >>> is_short(torch.device("cpu"))
+    False
+    """
+    return _gpu(device)[1]
 
 
 @functools.cache

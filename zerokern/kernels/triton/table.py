@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import checks
-from zerokern.kernels.formats import POINTERS
+from zerokern.kernels.formats import BLOCK, POINTERS
 from zerokern.kernels.reference_codecs import splitmix64
 from zerokern.kernels.rules import NUMBERS, RULES, words_of
 from zerokern.kernels.triton import muon as directions
@@ -27,7 +27,7 @@ from zerokern.kernels.triton import sumsq as squares
 from zerokern.kernels.triton import update as updating
 from zerokern.kernels.triton.backend import capturing, check_device, launching
 from zerokern.kernels.triton.upload import refresh, tile_map, upload
-from zerokern.kernels.triton.variants import DEFAULT, Config, Formats
+from zerokern.kernels.triton.variants import Config, Formats
 
 __all__ = ["Control", "DeviceTable"]
 
@@ -66,10 +66,10 @@ def _bits(number: float) -> int:
 
 
 class _Launches(NamedTuple):
-    """The launches that update some rows: for each its formats and its tiles, and where directions are measured, for
-    each such launch the dtype and the chunks."""
+    """The launches that update some rows: for each its formats, its map, how many programs and how many tiles of each;
+    and where directions are measured, for each such launch the dtype and the chunks."""
 
-    updates: list[tuple[Formats, Tensor, int]]
+    updates: list[tuple[Formats, Tensor, int, int]]
     measured: list[tuple[torch.dtype, Tensor, int]]
 
 
@@ -94,10 +94,12 @@ class DeviceTable:
     ...     table.run()
     """
 
-    def __init__(self, device: torch.device, nseg: int, ngroups: int, config: Config = DEFAULT) -> None:
+    def __init__(
+        self, device: torch.device, nseg: int, ngroups: int, config: Config | Mapping[Formats, Config] | None = None
+    ) -> None:
         check_device(device)
         self.device = device
-        self.config = config
+        self._config = config
         self.nseg = nseg
         self.ngroups = ngroups
         self._rows = array("Q", bytes(8 * nseg * _ROW_WORDS))
@@ -194,10 +196,11 @@ class DeviceTable:
                 num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
             grads = sent.order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
-            for made, tiles, ntiles in updates:
-                updating.update[(ntiles,)](
-                    outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
-                    **made.constants(self.config), **made.options(self.config),
+            for made, tiles, nprograms, each in updates:
+                config = self.config_of(made)
+                updating.update[(nprograms,)](
+                    outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles, each,
+                    **made.constants(config), **made.options(config),
                 )  # fmt: skip
             for dtype, chunks, nchunks in measured:
                 shape = squares.shape_there(self.device, nchunks, dtype)
@@ -245,6 +248,21 @@ class DeviceTable:
         self._known = self._order[:]
         return self._sent
 
+    def config_of(self, made: Formats) -> Config:
+        """Returns how much a program of these formats does: what the table was given for all, or for them, or its own.
+
+        >>> from zerokern.kernels.triton.backend import interpreted
+        >>> made = Formats("adam", torch.bfloat16, torch.bfloat16, "split8", "int8", None, False)
+        >>> if interpreted():
+        ...     given = (None, Config(4, 2), {made: Config(8, 8)})
+        ...     tables = [DeviceTable(torch.device("cpu"), 1, 1, one) for one in given]
+        ...     assert [table.config_of(made).num_warps for table in tables] == [4, 2, 8]
+        """
+        if isinstance(self._config, Config):
+            return self._config
+        found = None if self._config is None else self._config.get(made)
+        return made.config(short=squares.is_short(self.device)) if found is None else found
+
     def _formats_of(self, group: int) -> Formats:
         made = self._formats[group]
         assert made is not None, f"group {group} has no formats"
@@ -257,9 +275,14 @@ class DeviceTable:
             members.setdefault(self._formats_of(self.columns["group"][row]), []).append(row)
         updates, measured = [], []
         for made, some in members.items():
-            tiles = self._map(some, self.config.numel)
+            config = self.config_of(made)
+            numel = sum(self.columns["numel"][row] for row in some)
+            # what was given, a sweep measures as it is
+            own = not isinstance(self._config, Config)
+            each = config.tiles_for(numel, squares.multiprocessors(self.device)) if own else config.tiles
+            tiles = self._map(some, each * config.rows * BLOCK)
             if len(tiles):
-                updates.append((made, upload(tiles, self.device), len(tiles)))
+                updates.append((made, upload(tiles, self.device), len(tiles), each))
                 if made.algorithm == "muon" and made.out is not None:
                     chunks = self._map(some, squares.CHUNK.value)
                     measured.append((made.out, upload(chunks, self.device), len(chunks)))

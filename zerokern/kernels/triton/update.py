@@ -2,8 +2,11 @@
 once.
 
 Every array of a kernel is read and written with the same number of elements per thread, as many as fill 16 bytes of
-the widest of them. So no value changes threads between a load and a store: no shared memory, no barrier, and the
-accesses of a warp are contiguous. Rows that are not aligned that way take the same path one element at a time.
+the widest of them. So no value changes threads between a load and a store, and the accesses of a warp are contiguous.
+Rows that are not aligned that way take the same path one element at a time.
+
+Formats of few bytes go through a ring in shared memory (`variants`): by loads into registers alone an SM would have
+less in flight than its memory needs, for the assembler moves arithmetic between the loads of one tile and the next.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def _load_param(words, base, at, mask, PARAM: tl.constexpr, MASTER: tl.constexpr
 
 @triton.jit
 def _publish(
-    words, base, at, mask, p, marks, PARAM: tl.constexpr, MASTER: tl.constexpr, OUT: tl.constexpr,
+    words, base, at, mask, p, key, PARAM: tl.constexpr, MASTER: tl.constexpr, OUT: tl.constexpr,
     RANDOM: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Stores the new value in its formats; `out` has the parameter's own rounding where it has its dtype."""
@@ -108,8 +111,6 @@ def _publish(
             tl.store(_at(words, 7, base, OUT, 2, VEC) + at, rounded(p, OUT), mask=mask)
     elif MASTER == "none":
         if RANDOM:
-            key = splitmix64(tl.load(marks).to(tl.uint64) + words[10].to(tl.uint64))
-            key = splitmix64(key + tl.load(marks + 1).to(tl.uint64))
             random = random_bits(key, words[11] + base + at)
             kept = round_random_bf16(p, random) if PARAM == tl.bfloat16 else round_random_fp16(p, random)
         else:
@@ -208,7 +209,7 @@ def _plain(
 
 @triton.jit
 def _tile(
-    words, grad, base, numel, c, d, marks,
+    words, grad, base, numel, c, d, key,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
     VEC: tl.constexpr, GROUP: tl.constexpr,
@@ -234,18 +235,21 @@ def _tile(
         WIDTH: tl.constexpr = 4 if OUT == tl.float32 else 2
         tl.store(_at(words, 7, base, OUT, WIDTH, VEC) + at, rounded(p, OUT), mask=mask)
     else:
-        _publish(words, base, at, mask, p, marks, PARAM, MASTER, OUT, RANDOM, VEC)
+        _publish(words, base, at, mask, p, key, PARAM, MASTER, OUT, RANDOM, VEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def update(
-    outcome, constants, wides, marks, rows, grads, tiles,
+    outcome, constants, wides, marks, rows, grads, tiles, each,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, VEC: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Program i updates TILES tiles: piece `tiles[i]` = (row, piece within the row). A step that `prepare` skips writes
-    nothing.
+    """Program i updates `each` tiles, at most TILES: piece `tiles[i]` = (row, piece within the row). A step that
+    `prepare` skips writes nothing.
+
+    STAGES: the compiler makes a ring in shared memory, of which each tile is loaded STAGES - 1 tiles ahead. How many
+    tiles there are is known at run time alone: else the loop would be unrolled, and take twice the registers.
 
     STATE and OUT are None where there is none. `aligned` of a row: its length and its fixed addresses fit VEC.
     """
@@ -253,23 +257,39 @@ def update(
         return
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(tiles + 2 * program).to(tl.int64)
-    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK * TILES)
+    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK) * each
     grad = tl.load(grads + row)
     words = _words(rows + row * ROW_WORDS)
     numel, group = words[8], words[9]
     c = _constants(constants + group * CONSTANTS)
     d = _wides(wides + group * WIDE)
-    m = marks + group * 2
+    key = group
+    if RANDOM:
+        key = splitmix64(tl.load(marks + group * 2).to(tl.uint64) + words[10].to(tl.uint64))
+        key = splitmix64(key + tl.load(marks + group * 2 + 1).to(tl.uint64))
     aligned = (words[12] != 0) & (grad % (VEC * GRAD_WIDTH) == 0)
-    if aligned:
-        for i in range(TILES):
+    if TILES == 1:
+        if aligned:
             _tile(
-                words, grad, base + i * (ROWS * BLOCK), numel, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
+                words, grad, base, numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
+                OUT, RANDOM, ROWS, VEC, VEC,
+            )  # fmt: skip
+        else:
+            _tile(
+                words, grad, base, numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
+                OUT, RANDOM, ROWS, 1, VEC,
+            )  # fmt: skip
+        return
+    count = tl.minimum(tl.cdiv(numel - base, ROWS * BLOCK), each).to(tl.int32)
+    if aligned:
+        for i in tl.range(0, count, num_stages=STAGES):
+            _tile(
+                words, grad, base + i * (ROWS * BLOCK), numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
                 STATE, STATE_WIDTH, OUT, RANDOM, ROWS, VEC, VEC,
             )  # fmt: skip
     else:
-        for i in range(TILES):
+        for i in range(count):
             _tile(
-                words, grad, base + i * (ROWS * BLOCK), numel, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
+                words, grad, base + i * (ROWS * BLOCK), numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
                 STATE, STATE_WIDTH, OUT, RANDOM, ROWS, 1, VEC,
             )  # fmt: skip

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import hashlib
 import threading
+import weakref
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ __all__ = [
 Table = TypeVar("Table")
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
+_ALWAYS_NBYTES = 1 << 20  # of one size, whether the words that were sent by them are held or not
 
 
 _REMEMBERED = 1 << 17  # tiles, a megabyte
@@ -44,6 +46,9 @@ MOST_TILES = 2**31 - 1  # of a CUDA grid, and of the int32 numbers of the map
 
 class SetAside:
     """Pinned memory for captures to come, in spans of powers of two.
+
+    Of each size there are as many spans as words that were uploaded and are still held, and for what is uploaded and
+    dropped in every step a megabyte of small ones. Tables that are made anew thus keep no more than the last ones did.
 
     >>> spans = SetAside(pin=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     >>> spans.keep(100); spans.keep(100); spans.take(90).numel(), spans.take(128).numel()
@@ -55,24 +60,46 @@ class SetAside:
     def __init__(self, pin: Callable[[int], Tensor]) -> None:
         self._pin = pin
         self._spans: dict[int, list[Tensor]] = defaultdict(list)
+        self._held: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # words on the device
         self._taken: list[int] = []
+        self._lock = threading.Lock()
 
-    def keep(self, nbytes: int) -> None:
-        """One more span; called outside of captures."""
+    def keep(self, nbytes: int, words: Tensor | None = None) -> None:
+        """One more span, for an upload of `words`; called outside of captures. Drops those of words that are gone."""
         size = _size(nbytes)
-        if len(self._spans[size]) < _MOST:
-            self._spans[size].append(self._pin(size))
+        with self._lock:
+            for some, spans in self._spans.items():
+                self._held[some] = [one for one in self._held[some] if one() is not None]
+                del spans[self._most(some) :]
+            held = self._held[size]
+            if words is not None and len(held) < _MOST and not any(one() is words for one in held):
+                held.append(weakref.ref(words))
+            lacks = len(self._spans[size]) < self._most(size)
+        if lacks:
+            span = self._pin(size)
+            with self._lock:
+                self._spans[size].append(span)
 
     def take(self, nbytes: int) -> Tensor:
         """A span for a capture; where none is left the driver is asked after all."""
         size = _size(nbytes)
-        self._taken.append(size)
-        return self._spans[size].pop() if self._spans[size] else self._pin(size)
+        with self._lock:
+            self._taken.append(size)
+            if self._spans[size]:
+                return self._spans[size].pop()
+        return self._pin(size)
 
     def refill(self) -> None:
         """What captures took is there again for the next; called outside of them."""
-        while self._taken:
-            self.keep(self._taken.pop())
+        while (size := self._next_taken()) is not None:
+            self.keep(size)
+
+    def _next_taken(self) -> int | None:
+        with self._lock:
+            return self._taken.pop() if self._taken else None
+
+    def _most(self, size: int) -> int:
+        return min(_MOST, max(_ALWAYS_NBYTES // size, len(self._held[size]), 1))
 
 
 def _size(nbytes: int) -> int:
@@ -147,8 +174,9 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
         return words.clone()
     with launching(device):
         room = torch.empty(-(-words.nbytes // 8), dtype=torch.int64, device=device)
-        _write(room, words)
-        return room.view(words.dtype)[: words.numel()].view(words.shape)
+        made = room.view(words.dtype)[: words.numel()].view(words.shape)
+        _write(room, words, made)
+        return made
 
 
 def refresh(words: Tensor, values: array[int]) -> None:
@@ -162,7 +190,7 @@ def refresh(words: Tensor, values: array[int]) -> None:
         words.copy_(staged(values))
         return
     with launching(words.device):
-        _write(words, staged(values))
+        _write(words, staged(values), words)
 
 
 class Sent:
@@ -214,8 +242,8 @@ def _in_place(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _write(out: Tensor, words: Tensor) -> None:
-    """Launches what writes these words."""
+def _write(out: Tensor, words: Tensor, held: Tensor) -> None:
+    """Launches what writes these words. `held`: the tensor by which they are known, over the same memory as `out`."""
     from zerokern.kernels.triton import words as kernels
 
     if words.nbytes <= 8 * kernels.ARGUMENTS:
@@ -226,7 +254,7 @@ def _write(out: Tensor, words: Tensor) -> None:
         kernels.copy(out, _for_graphs(words))
         return
     _SET_ASIDE.refill()
-    _SET_ASIDE.keep(words.nbytes)
+    _SET_ASIDE.keep(words.nbytes, held)
     pinned = _as(words, _pin(words.nbytes))
     try:
         kernels.copy(out, pinned)
