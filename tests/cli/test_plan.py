@@ -145,7 +145,7 @@ REFUSED = (
     (("--numel", "1B", "--optimizer", "sparse"), "optimizer='sparse'"),
     (("--numel", "1B", "--device-memory", "80G"), "80GB is 80·10^9, 80GiB is 80·2^30"),
     (("--numel", "1B", "--plot", "plan.txt"), "plot='plan.txt'"),
-    (("--model", "lama-3-8b"), "The nearest is 'llama-3-8b'"),
+    (("--model", "lama-3-8b"), "Did you mean 'llama-3-8b'?"),
     (("--model", "nowhere.at.all:f"), "there is no module 'nowhere'"),
     (("--model", "json:f"), "json has no function 'f'"),
     ((*HOST, "--tokens", "4k"), "--tokens says how much a step computes on --hardware, which is missing: a100-pcie"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
+from zerokern.core.errors import did_you_mean, got
 from zerokern.core.units import BLOCK, MASTERS
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8
@@ -209,10 +209,11 @@ def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
     state_format, master_format = group["state_format"], group["master_format"]
     rule = RULES[algorithm.name]
     if state_format not in rule.state_formats:
-        do = rule.no_int8 if state_format == "int8" else ""
+        do = rule.no_int8 if state_format == "int8" else did_you_mean(state_format, rule.state_formats)
         raise ValueError(got("state_format", state_format, " | ".join(map(repr, rule.state_formats)), do))
     if master_format is not None and master_format not in MASTER_FORMATS:
-        raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
+        do, allowed = did_you_mean(master_format, MASTER_FORMATS), " | ".join(map(repr, (None, *MASTER_FORMATS)))
+        raise ValueError(got("master_format", master_format, allowed, do))
     seed = group["stochastic_seed"]
     if seed is None:
         return

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product, takewhile
+from itertools import product
 from typing import Any
 
 from zerokern.core.errors import BudgetError, got, whole_number
@@ -31,7 +31,7 @@ _MOST_RANKS = 4096
 _CHEAPEST, _FASTEST = "Cheapest exact configuration that fits", "Fastest exact configuration that fits"
 _IN_SLICES = ", which zk.recompute(head_and_loss, ..., micro=) computes in slices (docs/offload.md)"
 _AS_FAST = 1.01  # of the fastest: of configurations that differ by less the simplest is named
-_AS_MUCH = 1.01  # of what a stage sends: padding differs between stages
+_PADDING = 0.01  # of what a stage sends, as far as stages that send as much differ
 _NEAR = 0.75  # of a device: above it a stage that takes less and sends as much is named instead
 _Seconds = Callable[["Plan"], float] | None
 """What a step is predicted to take; None: nobody said where it runs."""
@@ -414,12 +414,14 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
 
 def _roomy_first(runs: Sequence[Plan]) -> Iterator[Plan]:
     """Yields runs stage by stage; of those that send as much, the ones that nearly fill the device last."""
-    left = list(runs)
-    while left:
-        most = left[0].traffic.sent_nbytes * _AS_MUCH
-        alike = list(takewhile(lambda run: most / _AS_MUCH**2 <= run.traffic.sent_nbytes <= most, left))
-        left = left[len(alike) :]
-        yield from sorted(alike, key=lambda run: max(0, run.total - _NEAR * min(run.device_memory.values(), default=0)))
+    alike: list[list[Plan]] = []
+    for run in runs:
+        sent = run.traffic.sent_nbytes
+        if not alike or abs(sent - alike[-1][0].traffic.sent_nbytes) > _PADDING * sent:
+            alike.append([])
+        alike[-1].append(run)
+    for some in alike:
+        yield from sorted(some, key=lambda run: max(0, run.total - _NEAR * min(run.device_memory.values(), default=0)))
 
 
 def _fewer_activations(plan: Plan, seconds: _Seconds = None) -> Plan | None:
