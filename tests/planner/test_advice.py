@@ -281,7 +281,7 @@ def test_what_was_asked_for_comes_first(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert parts[0].splitlines() == [
         f"As asked: stage 3 on one rank, {gigabytes(plan.total)} of 24.0 GB, "
-        f"{gigabytes(plan.tiers['cpu'])} GB of host memory for each rank",
+        f"{gigabytes(plan.tiers['cpu'])} GB of host memory for each rank; it fits with less than 10% left",
         'Code: zk.shard(model, stage=3, tier=["device:7GB", "cpu"], keep="device"); '
         'opt = zk.AdamW(model.parameters(), tier="cpu")',
     ]

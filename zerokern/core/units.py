@@ -12,7 +12,7 @@ from zerokern.core.errors import got, nearest
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
     "STATE_FORMATS", "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
-    "itemsize", "parse_nbytes", "refuse_bare",
+    "itemsize", "meant_tier", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]

@@ -326,7 +326,8 @@ def as_asked(plan: Plan) -> str:
     lines = []
     for name, single in _on_each_device(plan):
         heading = "As asked" if len(plan.device_memory) == 1 else f"{name}: As asked"
-        lacks = "; it does not fit" if single.missing else ""
+        lacks = "" if has_room(single) else f"; it fits with less than {1 - FILLED:.0%} left"
+        lacks = "; it does not fit" if single.missing else lacks
         lines.append(f"{heading}: {_summary(single, single)}{lacks}")
     return "\n".join([*lines, f"Code: {_code(plan)}"])
 
