@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerokern.core.errors import got, nearest
+from zerokern.core.errors import did_you_mean, got, nearest
 from zerokern.core.units import in_units, parse_nbytes
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -149,7 +149,8 @@ def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]
     def parse(text: str) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         if not set(found) <= set(allowed):
-            raise ArgumentTypeError(got(name, text, f"a list of {', '.join(allowed)}"))
+            unknown = next(word for word in found if word not in allowed)
+            raise ArgumentTypeError(got(name, text, f"a list of {', '.join(allowed)}", did_you_mean(unknown, allowed)))
         return found
 
     return parse

@@ -29,7 +29,7 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"state_format": "int4"}, "state_format='int4'"),
     ({"state_format": "int8", "optimizer": "sgd"}, "must be 'fp32' | 'bf16' with sgd"),
     ({"master_format": "split4"}, "master_format='split4'"),
-    ({"master_format": "split16", "param_dtype": "fp16"}, "'fp32' | 'none' for fp16 parameters"),
+    ({"master_format": "split16", "param_dtype": "fp16"}, "'fp32' | 'none' for float16 parameters"),
     ({"param_dtype": "fp8"}, "param_dtype='fp8': must be 'fp32'"),
     ({"param_dtype": "fp64"}, "dtype='float64': must be"),
     ({"param_dtype": "bf16", "mp_policy": MixedPrecisionPolicy()}, "mp_policy says both dtypes already"),

@@ -12,7 +12,7 @@ from zerokern.core.errors import got, nearest
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
     "STATE_FORMATS", "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
-    "itemsize", "meant_tier", "parse_nbytes", "refuse_bare",
+    "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -76,6 +76,21 @@ def parse_nbytes(argument: str, value: object) -> int:
     if not 1 <= nbytes <= MOST:
         raise ValueError(got(argument, value, allowed))
     return nbytes
+
+
+def master_of(dtype: str, master_format: str | None) -> str:
+    """Returns the master format of parameters of this dtype; "own" where they are their own masters, whatever is asked.
+
+    >>> master_of("bfloat16", None), master_of("float16", "none"), master_of("float32", "split8")
+    ('split16', 'none', 'own')
+    """
+    default, allowed = MASTERS[dtype]
+    if default == "own" or master_format is None:
+        return default
+    if master_format not in allowed:
+        options = " | ".join(map(repr, allowed))
+        raise ValueError(got("master_format", master_format, f"{options} for {dtype} parameters"))
+    return master_format
 
 
 def meant_tier(tier: object) -> str:

@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from zerokern.core.errors import did_you_mean, got, whole_number
-from zerokern.core.units import AUTO, BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS, itemsize, meant_tier
+from zerokern.core.units import (
+    AUTO,
+    BLOCK,
+    MASTER_FORMATS,
+    MASTERS,
+    RING_NBYTES,
+    STATE_FORMATS,
+    itemsize,
+    master_of,
+    meant_tier,
+)  # fmt: skip
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
@@ -351,13 +361,7 @@ class Recipe:
 
     def master_of(self, dtype: str) -> str:
         """Returns the master format of a parameter of this dtype; "own" where the parameter is its own master."""
-        default, allowed = MASTERS[dtype]
-        if default == "own" or self.master_format is None:
-            return default
-        if self.master_format not in allowed:
-            options = " | ".join(map(repr, allowed))
-            raise ValueError(got("master_format", self.master_format, f"{options} for {short(dtype)} parameters"))
-        return self.master_format
+        return master_of(dtype, self.master_format)
 
     def state_of(self, dtype: str, matrix: bool = False) -> list[StateRole]:
         """Returns what the optimizer keeps for a trainable parameter of this dtype. `matrix`: Muon updates it, if there
