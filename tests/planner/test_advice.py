@@ -291,6 +291,11 @@ def test_what_was_asked_for_comes_first(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", "--markdown", *asked, "--stage", "2"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("As asked: one rank, ") and first.endswith("of 24.0 GB; it does not fit")
+    assert (
+        main(["plan", "--markdown", *asked, "--schedule", "delayed", "--tier", "cpu", "--master-format", "fp32"]) == 0
+    )
+    written = 'zk.AdamW(model.parameters(), tier="cpu", schedule=zk.Delayed(after=0), master_format="fp32")'
+    assert capsys.readouterr().out.splitlines()[1] == f"Code: opt = {written}"
     assert main(["plan", "--markdown", *asked]) == 0
     assert capsys.readouterr().out.startswith("Cheapest exact configuration that fits: ")
 

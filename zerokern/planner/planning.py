@@ -566,9 +566,10 @@ def _code(plan: Plan) -> str:
     shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
     tier = f", tier={said(plan.budgets, recipe.tier)}" if recipe.tier != "device" else ""
     options = ', update="device"' if recipe.streams(plan.settings.device) else ""
-    options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
+    schedule = f"zk.{recipe.schedule!r}" if recipe.delays else f'"{recipe.schedule}"'
+    options += f", schedule={schedule}" if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
-    options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
+    options += f', master_format="{recipe.master_format}"' if recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
     lines = [shard] if _is_sharded(plan) else []
     if recipe.is_muon:
