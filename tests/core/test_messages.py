@@ -101,6 +101,10 @@ MESSAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
         ["param_dtype='bfloat-16'", "Did you mean 'bfloat16'?"],
     ),
     ("a dimension", lambda _: zk.plan("1B", mesh={"dp_shrad": 2}), ["mesh=", "Did you mean 'dp_shard'?"]),
+    ("a place", lambda _: adamw(tier="cpu", update="hots"), ["update='hots'", "Did you mean 'host'?"]),
+    ("a place of a plan", lambda _: zk.plan("1B", tier="cpu", update="devcie"), ["Did you mean 'device'?"]),
+    ("a reduction", lambda _: zk.shard(Model(), reduce="mena"), ["reduce='mena'", "Did you mean 'mean'?"]),
+    ("a moment", lambda folder: zk.load(folder, Model(), verify="frist"), ["verify=", "Did you mean 'first'?"]),
     ("a model", lambda _: zk.plan("llama3-8b"), ["Did you mean 'llama-3-8b'?"]),
 ]
 

@@ -161,9 +161,8 @@ class Recipe:
         if update is None:
             update = "device" if is_muon else "host"
         if update not in ("host", "device"):
-            do = (
-                "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
-            )
+            do = "`zerokern plan --update auto --hardware NAME` says which of them is faster"
+            do = do if update == "auto" else did_you_mean(update, ("host", "device"))
             raise ValueError(got("update", update, "'host' or 'device'", do))
         if update == "device" and state == "nvme" and not is_muon:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, adapter_of_caller, got, warn
+from zerokern.core.errors import ShardError, StateError, adapter_of_caller, did_you_mean, got, warn
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
@@ -77,6 +77,7 @@ def reduce(value: object) -> str:
     """
     if value not in ("mean", "sum"):
         do = "'sum' is for losses that are divided by what all ranks have together, as by the tokens of the whole batch"
+        do = did_you_mean(value, ("mean", "sum")) or do
         raise ValueError(got("reduce", value, "'mean' or 'sum' of the ranks' gradients", do))
     return str(value)
 
