@@ -218,9 +218,9 @@ def test_a_batch_that_does_not_fit_is_divided() -> None:
             assert told[0] == "No exact configuration fits on 8 ranks."
             assert told[1].startswith("Exact, with fewer activations on the device: ") and told[1].endswith(said)
     bare = zk.planner.Transformer(32, 4096, heads=32, batch=16, seq=8192)
-    (one,) = zk.plan(bare, world=8, device_memory="6GB", host_memory="2TB").advised()
+    (one,) = zk.plan(bare, world=8, device_memory="6.7GB", host_memory="2TB").advised()
     assert one.settings.micro > 1 == one.settings.accumulate
-    assert f"micro={one.settings.micro})" in code(bare, world=8, device_memory="6GB", host_memory="2TB")
+    assert f"micro={one.settings.micro})" in code(bare, world=8, device_memory="6.7GB", host_memory="2TB")
 
 
 def test_recomputation_that_was_asked_for_is_in_the_code() -> None:
