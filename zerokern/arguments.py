@@ -4,7 +4,6 @@ what is allowed."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 from argparse import ArgumentTypeError
@@ -13,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerokern.core.errors import got
+from zerokern.core.errors import did_you_mean, got, nearest
 from zerokern.core.units import in_units, parse_nbytes
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -75,8 +74,8 @@ def _nearest(word: str, names: Iterable[str]) -> str:
     >>> _nearest("adm", ["adam", "lion"]), _nearest("xyz", ["adam"])
     (' Did you mean adam?', '')
     """
-    found = difflib.get_close_matches(word, list(names), n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    found = nearest(word, names)
+    return f" Did you mean {found}?" if found else ""
 
 
 def numbers(
@@ -150,7 +149,8 @@ def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]
     def parse(text: str) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         if not set(found) <= set(allowed):
-            raise ArgumentTypeError(got(name, text, f"a list of {', '.join(allowed)}"))
+            unknown = next(word for word in found if word not in allowed)
+            raise ArgumentTypeError(got(name, text, f"a list of {', '.join(allowed)}", did_you_mean(unknown, allowed)))
         return found
 
     return parse

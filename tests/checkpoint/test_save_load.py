@@ -308,7 +308,7 @@ def test_everything_that_differs_is_named_before_anything_is_changed(tmp_path: P
     lion, foreign = zk.Lion(again.parameters()), torch.optim.RMSprop(again.parameters())
     with pytest.raises(StateError, match="exp_avg_sq' is unexpected; Lion keeps exp_avg"):
         load(tmp_path / "x", again, lion)
-    with pytest.raises(StateError, match="it holds 1 optimizers; 2 were passed"):
+    with pytest.raises(StateError, match="it holds 1 optimizer; 2 were passed"):
         load(tmp_path / "x", again, both)
     with pytest.raises(StateError, match="state is that of AdamW, and RMSprop means other things"):
         load(tmp_path / "x", again, foreign)

@@ -67,7 +67,7 @@ def test_a_number_on_several_numbers_of_ranks(capsys) -> None:
     assert [row[0] for row in cells[2:6]] == ["1", "4", "64", "1,024"]
     assert cells[2] == ["1", "120", "120", "120", "120", "none"]
     assert cells[4] == ["64", "120", "31.4", "16.6", "1.88", "stages 1, 2, 3"]
-    assert "### 7.5B parameters, on 1,024 ranks, stage 1" in out, "what is advised"
+    assert "### 7.5B parameters, on 1,024 ranks, stage 2" in out, "what is advised"
     assert out.endswith("\n") and not any(line != line.rstrip() for line in out.splitlines())
 
 
@@ -145,7 +145,7 @@ REFUSED = (
     (("--numel", "1B", "--optimizer", "sparse"), "optimizer='sparse'"),
     (("--numel", "1B", "--device-memory", "80G"), "80GB is 80·10^9, 80GiB is 80·2^30"),
     (("--numel", "1B", "--plot", "plan.txt"), "plot='plan.txt'"),
-    (("--model", "lama-3-8b"), "The nearest is 'llama-3-8b'"),
+    (("--model", "lama-3-8b"), "Did you mean 'llama-3-8b'?"),
     (("--model", "nowhere.at.all:f"), "there is no module 'nowhere'"),
     (("--model", "json:f"), "json has no function 'f'"),
     ((*HOST, "--tokens", "4k"), "--tokens says how much a step computes on --hardware, which is missing: a100-pcie"),

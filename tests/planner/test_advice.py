@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from zerokern.cli.main import main
 from zerokern.pages import text_page
 from zerokern.planner import from_config, preset
 from zerokern.planner.amounts import gigabytes
+from zerokern.planner.footprint import host_nbytes
 from zerokern.planner.forecast import in_seconds, step_seconds
 from zerokern.planner.table import order_said
 from zerokern.planner.transformer import PRESETS
@@ -74,13 +76,13 @@ def test_a_config_has_the_count_of_the_module(tmp_path: Path) -> None:
 
 @each("world, memory, host, wanted", [
     (1, "80GB", None, '["device:28GB", "cpu"]'),  # 60 GB less parameters and gradients, 16 GB each
-    (1, "80GB", "64GB", '["device:28GB", "cpu:43GB", zk.Nvme(path)]'),
+    (1, "80GB", "64GB", '["device:28GB", "cpu:36GB", zk.Nvme(path)]'),
     (1, "40GB", None, '"cpu"'),  # parameters and gradients are more than 0.75 of it
-    (1, "40GB", "64GB", '["cpu:31GB", zk.Nvme(path)]'),
-    (4, "24GB", "128GB", '["device:5GB", "cpu:21GB", zk.Nvme(path)]'),
+    (1, "40GB", "64GB", '["cpu:25GB", zk.Nvme(path)]'),
+    (4, "24GB", "128GB", '["device:5GB", "cpu:18GB", zk.Nvme(path)]'),
 ])  # fmt: skip
 def test_state_fills_the_device_then_host_memory_then_the_disk(world: int, memory: str, host: str, wanted: str) -> None:
-    """What is written is what is planned, and a GB more would be more than the device's share, or the host's."""
+    """What is written is what is planned, and a GB more would be more than the device's share, or 0.9 of the host's."""
     model = "8B" if world == 1 else "12B"
     asked = {"world": world, "device_memory": memory, "host_memory": host, "ranks_per_host": world}
     (one,) = zk.plan(model, **asked).advised()
@@ -96,7 +98,8 @@ def test_state_fills_the_device_then_host_memory_then_the_disk(world: int, memor
         larger = f"{tier}:{dict(one.budgets)[tier] + 2 * 10**9}"
         more = [larger if word.startswith(tier) else word for word in written]
         other = zk.plan(model, stage=one.stage, tier=more, schedule="overlap", **asked)
-        assert other.total > most or other.missing, "what is left is too little for more"
+        too_much = host is not None and other.tiers["cpu"] > 0.9 * other.budget["cpu"]
+        assert other.total > most or too_much, "what is left is too little for more"
 
 
 def test_activations_that_are_known_leave_more_to_state() -> None:
@@ -168,14 +171,14 @@ def test_the_cheapest_is_named() -> None:
     found = lines("8B", device_memory="40GB")
     assert found[0].endswith("one rank, 32.0 of 40.0 GB before activations, 112 GB of host memory for each rank")
     assert found[1] == f"Code: {ON_HOST}"
-    assert 'tier=["cpu:31GB", zk.Nvme(path)], schedule' in code("8B", device_memory="40GB", host_memory="64GB")
+    assert 'tier=["cpu:25GB", zk.Nvme(path)], schedule' in code("8B", device_memory="40GB", host_memory="64GB")
     assert code("8B", device_memory="16GB") == f'zk.shard(model, stage=3, tier="cpu"); {ON_HOST}'
     assert " of 80.0 GB (h100) " in lines("8B", world=8, device_memory="h100")[0]
     assert "device_memory" in zk.plan("1B").advice()
     assert lines(torch.nn.Linear(8, 8), device_memory=20_000)[0].startswith("Cheapest exact configuration")
 
 
-@pytest.mark.parametrize("seq, wanted", [(4096, "stage=1"), (32_768, 'stage=3, keep="device"')])
+@pytest.mark.parametrize("seq, wanted", [(4096, "stage=2"), (16_384, 'stage=2, keep="device"')])
 def test_llama_3_8b_on_eight_devices_of_80_gb(seq: int, wanted: str) -> None:
     """What everybody asks: the answer, its code and its assumptions, on three lines; scores are counted on request."""
     asked = {"world": 8, "device_memory": "80GB"}
@@ -185,7 +188,7 @@ def test_llama_3_8b_on_eight_devices_of_80_gb(seq: int, wanted: str) -> None:
     logits = gigabytes((2 + 3 * 4) * 128_256 * seq)
     for word in ("bf16 parameters", f"batch 1 x {seq:,}", "attention='sdpa'", f"{logits} GB of logits and loss"):
         assert word in assumed
-    assert ("zk.recompute(head_and_loss, ..., micro=)" in assumed) == (seq == 32_768)
+    assert ("zk.recompute(head_and_loss, ..., micro=)" in assumed) == (seq == 16_384)
     eager = lines(preset("llama-3-8b", batch=1, seq=seq, attention="eager"), **asked)
     assert eager[1] != written and "stores all scores" in eager[-1]
 
@@ -215,9 +218,9 @@ def test_a_batch_that_does_not_fit_is_divided() -> None:
             assert told[0] == "No exact configuration fits on 8 ranks."
             assert told[1].startswith("Exact, with fewer activations on the device: ") and told[1].endswith(said)
     bare = zk.planner.Transformer(32, 4096, heads=32, batch=16, seq=8192)
-    (one,) = zk.plan(bare, world=8, device_memory="6GB", host_memory="2TB").advised()
+    (one,) = zk.plan(bare, world=8, device_memory="6.7GB", host_memory="2TB").advised()
     assert one.settings.micro > 1 == one.settings.accumulate
-    assert f"micro={one.settings.micro})" in code(bare, world=8, device_memory="6GB", host_memory="2TB")
+    assert f"micro={one.settings.micro})" in code(bare, world=8, device_memory="6.7GB", host_memory="2TB")
 
 
 def test_recomputation_that_was_asked_for_is_in_the_code() -> None:
@@ -254,15 +257,112 @@ def test_memory_of_a_host_that_nobody_said_is_assumed() -> None:
 def test_the_page_is_that_of_what_is_advised(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Three lines, and the tables of what they say; everything that was asked for comes with --all."""
     assert main(["plan", "--markdown", *asked]) == 0
-    advice, title, *page = capsys.readouterr().out.split("\n\n")
-    answer, written, _ = advice.splitlines()
+    told = capsys.readouterr().out
+    assert told.startswith("As asked: " if "--schedule" in asked or "--state-format" in asked else "Cheapest ")
+    title, *page = told[told.rindex("### ") :].split("\n\n")
+    answer, written, _ = next(one for one in told.split("\n\n") if one.startswith("Cheapest ")).splitlines()
     (total,) = re.findall(r", ([\d.,]+) of ", answer)
     stage = re.findall(r"stage=(\d)", written) or ["0"]
     assert title.endswith(f", stage {stage[0]}") and f"**{total}**" in "\n".join(page)
     assert "no, " not in "\n".join(page) and "state_format  " not in "\n".join(page)
     assert main(["plan", "--markdown", *asked, "--all"]) == 0
     everything = capsys.readouterr().out
-    assert everything.startswith("\n\n".join([advice, title, *page[:-1]])) and "| state_format " in everything
+    assert everything.startswith(told.rpartition("\n\n")[0]) and "| state_format " in everything
+
+
+def test_what_was_asked_for_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes, whether it fits, its code and its table; then the advice, which is alone where nothing was chosen."""
+    asked = ["--model", "llama-3-8b", "--batch", "1", "--seq", "4096", "--device-memory", "24GB"]
+    chosen = ["--stage", "3", "--param-tier", "device:7GB,cpu", "--tier", "cpu", "--keep", "device"]
+    assert main(["plan", "--markdown", *asked, *chosen]) == 0
+    parts = capsys.readouterr().out.split("\n\n")
+    plan = zk.plan(
+        preset("llama-3-8b", batch=1, seq=4096), stage=3, param_tier=["device:7GB", "cpu"], tier="cpu", keep="device"
+    )
+    assert parts[0].splitlines() == [
+        f"As asked: stage 3 on one rank, {gigabytes(plan.total)} of 24.0 GB, "
+        f"{gigabytes(plan.tiers['cpu'])} GB of host memory for each rank; it fits with less than 10% left",
+        'Code: zk.shard(model, stage=3, tier=["device:7GB", "cpu"], keep="device"); '
+        'opt = zk.AdamW(model.parameters(), tier="cpu")',
+    ]
+    assert parts[1].startswith("Cheapest exact configuration that fits: ")
+    titles = [part for part in parts if part.startswith("### ")]
+    assert len(titles) == 2 and f"**{gigabytes(plan.total)}**" in "\n".join(parts[: parts.index(titles[1], 3)])
+    assert main(["plan", "--markdown", *asked, "--stage", "2"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("As asked: one rank, ") and first.endswith("of 24.0 GB; it does not fit")
+    assert (
+        main(["plan", "--markdown", *asked, "--schedule", "delayed", "--tier", "cpu", "--master-format", "fp32"]) == 0
+    )
+    written = 'zk.AdamW(model.parameters(), tier="cpu", schedule=zk.Delayed(after=0), master_format="fp32")'
+    assert capsys.readouterr().out.splitlines()[1] == f"Code: opt = {written}"
+    assert main(["plan", "--markdown", *asked]) == 0
+    assert capsys.readouterr().out.startswith("Cheapest exact configuration that fits: ")
+
+
+@each("world, memory, asked", [
+    (1, "80GB", {}),
+    (8, "80GB", {}),
+    (8, "24GB", {}),
+    (1, "24GB", {"host_memory": "64GB"}),
+    (1, "24GB", {"host_memory": "16GB"}),
+    (1, "80GB", {"host_memory": "64GB"}),
+    (8, "24GB", {"host_memory": "256GB"}),
+    (1, "256GB", {"host_memory": "64GB", "device": "cpu"}),
+])  # fmt: skip
+def test_a_tenth_of_each_memory_is_left(world: int, memory: str, asked: dict[str, Any]) -> None:
+    """On one device and on eight, and on the host; what would fit instead of a plan leaves it, too."""
+    plan = zk.plan(preset("llama-3-8b", batch=1, seq=4096), world=world, device_memory=memory, **asked)
+    found = [*plan.advised(), *plan.would_fit()]
+    assert found
+    for one in found:
+        assert one.total <= 0.9 * one.device_memory[memory]
+        assert host_nbytes(one) <= 0.9 * one.budget.get("cpu", float("inf"))
+        assert one.budget == plan.budget, "what a host has, not what is filled of it"
+    said = lines(preset("llama-3-8b", batch=1, seq=4096), world=world, device_memory=memory, **asked)[-1]
+    assert "10% of the device is left to the driver, NCCL and fragments of the allocator" in said
+    assert ("10% of host memory to other programs" in said) == ("host_memory" in asked)
+
+
+@each("model, world, memory, stage, instead", [
+    ("8B", 8, "80GB", 1, None),  # 42.0 GB: there is room
+    ("8B", 8, "50GB", 2, 1),  # 42.0 of 50, or 26.0
+    ("1.3B", 4, "24GB", 1, 0),
+    ("1.3B", 4, "80GB", 0, None),
+])  # fmt: skip
+def test_near_the_limit_the_stage_that_takes_less_and_sends_as_much_is_named(
+    model: str, world: int, memory: str, stage: int, instead: int | None
+) -> None:
+    (one,) = zk.plan(model, world=world, device_memory=memory).advised()
+    assert one.stage == stage
+    if instead is not None:
+        below = one.at(instead)
+        assert 0.75 * one.device_memory[memory] < below.total < 0.9 * one.device_memory[memory]
+        assert one.traffic.sent_nbytes == pytest.approx(below.traffic.sent_nbytes, rel=0.01)
+        for machine in ("dgx2-v100", replace(machine_of("h100-pcie"), net_gb_s=50)):
+            here = machine_of(machine)
+            assert step_seconds(one, here, 4096) <= 1.01 * step_seconds(below, here, 4096)
+    (later,) = zk.plan(model, world=world, device_memory=memory, accumulate=4, no_sync=True).advised()
+    assert later.stage <= stage, "whole gradients until the last micro-batch"
+
+
+def test_parameters_fill_host_memory_before_state_and_rest_on_the_device_together() -> None:
+    """By the forecast: a part of them on the device makes a step longer, and a part in host memory makes it shorter."""
+    shape = preset("llama-3-8b", batch=1, seq=4096)
+    (one,) = zk.plan(shape, device_memory="24GB").advised()
+    assert (one.recipe.param_tier, one.recipe.param_budgets) == ("cpu", ())
+    for name in ("a100-pcie", "h100-pcie", "gh200", "h200-pcie"):
+        machine, took = machine_of(name), []
+        for param_tier in ("cpu", ["device:2GB", "cpu"], ["device:6GB", "cpu"]):
+            asked = {"param_tier": param_tier, "tier": "cpu", "keep": "device", "schedule": "overlap"}
+            took.append(step_seconds(zk.plan(shape, stage=3, **asked), machine, 4096))
+        assert took[0] == min(took), name
+    (small,) = zk.plan(shape, device_memory="24GB", host_memory="16GB").advised()
+    assert small.recipe.param_tier == "nvme" and dict(small.recipe.param_budgets)["cpu"] >= 12 * 10**9
+    asked = {"param_tier": "nvme", "tier": ["cpu:14GB", "nvme"], "keep": "device", "schedule": "overlap"}
+    state_first = zk.plan(shape, stage=3, host_memory="16GB", **asked)
+    for name in ("a100-pcie", "h100-pcie"):
+        assert step_seconds(small, machine_of(name), 4096) < step_seconds(state_first, machine_of(name), 4096)
 
 
 def test_what_is_advised_is_the_cheapest_that_fits() -> None:
@@ -274,7 +374,7 @@ def test_what_is_advised_is_the_cheapest_that_fits() -> None:
                 assert not one.missing
                 if one.recipe.tier == "device" and not one.settings.micro > 1:
                     below = [one.at(stage) for stage in range(one.stage)]
-                    assert all(other.missing for other in below)
+                    assert all(other.total > 0.75 * 10**9 * memory for other in below)
                 assert f"{gigabytes(one.total)} of " in asked.advice()
 
 
@@ -310,12 +410,6 @@ def test_lora_is_named_where_frozen_parameters_fit() -> None:
     assert "LoRA" not in zk.plan("8B", device_memory="12GB", **NOWHERE).advice()
     told = zk.plan(preset("llama-3-8b", batch=1, seq=128), device_memory="24GB", **NOWHERE).advice()
     assert "LoRA instead: the frozen parameters and activations take" in told and "before activations" not in told
-
-
-def test_a_narrow_fit_names_what_moves_as_much_and_takes_less() -> None:
-    assert "(stage 1 moves as much and takes 8.45 GB)" in lines("1.3B", world=4, device_memory="24GB")[0]
-    for asked in ({"world": 4, "device_memory": "80GB"}, {"device_memory": "24GB"}):  # there is room; one rank
-        assert "moves as much" not in lines("1.3B", **asked)[0]
 
 
 def test_a_plain_page_keeps_text_to_the_columns_and_loses_no_number() -> None:

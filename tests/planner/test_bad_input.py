@@ -29,7 +29,7 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"state_format": "int4"}, "state_format='int4'"),
     ({"state_format": "int8", "optimizer": "sgd"}, "must be 'fp32' | 'bf16' with sgd"),
     ({"master_format": "split4"}, "master_format='split4'"),
-    ({"master_format": "split16", "param_dtype": "fp16"}, "'fp32' | 'none' for fp16 parameters"),
+    ({"master_format": "split16", "param_dtype": "fp16"}, "'fp32' | 'none' for float16 parameters"),
     ({"param_dtype": "fp8"}, "param_dtype='fp8': must be 'fp32'"),
     ({"param_dtype": "fp64"}, "dtype='float64': must be"),
     ({"param_dtype": "bf16", "mp_policy": MixedPrecisionPolicy()}, "mp_policy says both dtypes already"),
@@ -82,7 +82,7 @@ BARE = zk.schedule.Machine("bare", flops_s=1e14, device_gb_s=900, down_gb_s=9, u
 CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     *((lambda numel=numel: zk.plan(numel), "must be a whole number of parameters") for numel in ("", "7.5x", "-1B", 0)),
     (lambda: zk.plan("1e9"), "numel='1e9': must be a whole number of parameters"),
-    (lambda: zk.plan("lama-3-8b"), "The nearest is 'llama-3-8b'"),
+    (lambda: zk.plan("lama-3-8b"), "Did you mean 'llama-3-8b'?"),
     *(
         (lambda model=model: zk.plan(model), "must be an nn.Module, a number of parameters")
         for model in (None, 7.5e9, ["1B"], True, torch.ones(3))

@@ -386,7 +386,7 @@ class TestPlanned:
 
     def test_the_code_of_the_advice_runs_both(self) -> None:
         told = zk.plan("llama-3-8b", optimizer="muon", world=8, device_memory="40GB").advice()
-        code = "zk.shard(model, stage=1, whole=matrices); opts = zk.Muon(matrices), zk.AdamW(rest)"
+        code = "zk.shard(model, stage=2, whole=matrices); opts = zk.Muon(matrices), zk.AdamW(rest)"
         assert f"Code: matrices, rest = zk.muon_groups(model); {code}" in told
 
     @pytest.mark.parametrize(

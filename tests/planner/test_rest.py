@@ -188,7 +188,7 @@ class TestBudget:
             plan.require()
         said = str(refused.value)
         assert said.startswith("70B parameters, on 1 rank do not fit: 843 GB of host memory are missing")
-        assert "| parameters " in said and 'param_tier=["cpu:137GB", "nvme"], tier="nvme"' in said
+        assert "| parameters " in said and 'param_tier=["cpu:123GB", "nvme"], tier="nvme"' in said
         assert 'state_format="int8", master_format="split8" *(lossy)*' in said
 
     def test_what_would_fit_does(self) -> None:
@@ -201,7 +201,7 @@ class TestBudget:
             again.require()
             assert again.tiers == one.tiers
 
-    @pytest.mark.parametrize("host, of_params, of_state", [(100, 99, 0), (200, None, 59), (400, None, 119)])
+    @pytest.mark.parametrize("host, of_params, of_state", [(100, 89, 0), (200, None, 39), (400, None, 79)])
     def test_it_fills_host_memory_before_the_disk(self, host: int, of_params: int | None, of_state: int) -> None:
         """By the rule of `tier=` with budgets: parameters first, and no part of them on disk needlessly."""
         found = zk.plan("70B", device_memory="h100", host_memory=f"{host}GB", disk="4TB").would_fit()
@@ -209,7 +209,7 @@ class TestBudget:
         params = () if of_params is None else (("cpu", of_params * GB),)
         assert (exact.recipe.param_budgets, exact.recipe.param_tier) == (params, "nvme" if params else "cpu")
         assert (exact.budgets, exact.recipe.tier) == ((("cpu", of_state * GB),) if of_state else (), "nvme")
-        assert (host - 2) * GB < exact.tiers["cpu"] <= host * GB and not exact.missing
+        assert (0.9 * host - 2) * GB < exact.tiers["cpu"] <= 0.9 * host * GB and not exact.missing
 
 
 class TestText:

@@ -23,7 +23,7 @@ from zerokern.zero.shard import here_of_state, shard_of
 __all__ = ["LoadPlan", "StatePlan", "TensorPlan"]
 
 _SHOWN = 20
-_LOSSY = "; lossy=True rounds it"
+_LOSSY = "; lossy=True allows it"
 _LATE = (
     "{name}: it was saved while an update waited to be published, which cannot change formats; call opt.flush() before "
     "saving, or load into the formats that it was saved in"
@@ -247,7 +247,13 @@ class LoadPlan:
                 self.differences.append("it holds no optimizer; leave opt out, or load one that was saved with it")
             saved = [[{} for _ in optimizer.opt.param_groups] for optimizer in optimizers]
         if len(saved) != len(optimizers):
-            self.differences.append(f"it holds {len(saved)} optimizers; {len(optimizers)} were passed")
+            holds = f"it holds {len(saved)} optimizer{'' if len(saved) == 1 else 's'}"
+            were = "was" if len(optimizers) == 1 else "were"
+            self.differences.append(f"{holds}; {len(optimizers)} {were} passed. opt= takes all of them, in their order")
+            return [[] for _ in optimizers]
+        if (order := self._other_order(saved)) is not None:
+            passed = ", ".join(f"opt[{place}]" for place in order)
+            self.differences.append(f"it holds the same optimizers in other order; pass {passed}")
             return [[] for _ in optimizers]
         made = []
         for optimizer, groups, names, own in zip(
@@ -258,6 +264,16 @@ class LoadPlan:
                 self.differences += optimizer.differences(fitting, own)
             made.append(fitting or [])
         return made
+
+    def _other_order(self, saved: Sequence[Any]) -> list[int] | None:
+        """Returns the places of the optimizers that were passed in the order in which they were saved; None where it is
+        theirs, or they have other parameters."""
+        theirs = [[name for group in groups for name in group.get("params") or ()] for groups in saved]
+        mine = [[self._saved_name(name) for some in names for name in some] for names in self.target.names_by_group]
+        if not all(isinstance(name, str) for names in theirs for name in names):
+            return None
+        left, right = [sorted(names) for names in mine], [sorted(names) for names in theirs]
+        return [left.index(names) for names in right] if left != right and sorted(left) == sorted(right) else None
 
     def _match_groups(
         self, optimizer: AnyOptimizer, saved: Sequence[Any], names: Sequence[Sequence[str]]

@@ -124,7 +124,8 @@ class Ranks:
 def refuse_unusable(model: Any, **switches: Any) -> None:
     """Raises TypeError unless `model` is a module and the switches are booleans."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(got("model", model, "a torch.nn.Module"))
+        do = "It comes behind the path and before its optimizers, as in zk.save(path, model, opt)"
+        raise TypeError(got("model", model, "a torch.nn.Module", do))
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(got(name, value, "True or False"))

@@ -27,6 +27,11 @@ SETTINGS = (  # options that are keywords of `zk.plan`
     "master_format", "tier", "update", "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync",
     "device", "device_memory", "host_memory", "disk", "ranks_per_host",
 )  # fmt: skip
+CHOICES = {  # options that choose what advice would: the defaults of those that were not given
+    "stage": None, "tier": "device", "update": None, "param_tier": "device", "keep": None, "micro": 1,
+    "schedule": "sync", "state_format": "fp32", "master_format": None,
+}  # fmt: skip
+STAGE = 2
 EXAMPLES = (
     "zerokern plan --numel 7.5B --world 1,8,64",
     "zerokern plan --model llama-3-8b --world 8 \\",
@@ -81,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the run").add_argument
     add("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
     add("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
-    add("--stage", type=int, default=2, help="whose step and notes are shown (2)")
+    add("--stage", type=int, help=f"whose step and notes are shown ({STAGE})")
     add("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, muon, none")
     add("--ns-dtype", choices=("bf16", "fp32"), help="of Muon's iteration (bf16; on a CPU fp32, unless it has tiles)")
     add("--ns-steps", type=int, default=5, metavar="N", help="of it (5)")
@@ -150,18 +155,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(plans: list[Plan], args: argparse.Namespace) -> str:
-    """Returns advice for each plan, and one table of all numbers of ranks; of the last plan also the tables of what is
-    advised, and where nothing is, or all is asked for, its own."""
+    """Returns what was asked for, if anything was, and advice for each plan, and one table of all numbers of ranks; of
+    the last plan also the tables of what was asked for and of what is advised. Its own page stands where nothing is
+    advised, or with --all."""
     from zerokern.planner import table
+    from zerokern.planner.planning import as_asked
     from zerokern.planner.program import line_of
 
     last, everything = plans[-1], args.all
     where = args.hardware, args.tokens and min(args.tokens)
-    parts = [plan.advice(*where) for plan in plans] if last.device_memory else []
+    asks = bool(last.device_memory) and any(getattr(args, name) != default for name, default in CHOICES.items())
+    parts = []
+    for plan in plans if last.device_memory else ():
+        parts += [*([as_asked(plan)] if asks else []), plan.advice(*where)]
     if len(plans) > 1:
         parts.append(table.worlds_page(plans))
     advised = [table.stage_page(plan) for plan in last.advised(*where)]
-    parts += dict.fromkeys(advised)
+    parts += dict.fromkeys([table.stage_page(last), *advised] if asks and advised else advised)
     if everything or not advised:
         parts.append(last.page(formats=everything))
     if not everything:
@@ -187,6 +197,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 
     what = _model(args)
     settings = {name: getattr(args, name) for name in SETTINGS}
+    settings["stage"] = STAGE if args.stage is None else args.stage
     settings["schedule"] = Delayed() if args.schedule == "delayed" else args.schedule
     updates, worlds = [args.update], sorted(args.world)
     if args.update == "auto":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import math
 import sys
+import warnings
+from collections.abc import Iterable
 from types import FrameType
 
 __all__ = [
     "BackendError", "BudgetError", "CommError", "IoError", "KernelError", "ShardError", "StateError", "ZerokernError",
-    "adapter_of_caller", "got", "say_once", "whole_number",
+    "adapter_of_caller", "did_you_mean", "got", "nearest", "say_once", "warn", "whole_number",
 ]  # fmt: skip
 
 OURS = "zerokern.integrations."
@@ -21,6 +24,9 @@ ADAPTERS = {  # by the module that called; the first that matches is the one tha
     "zerokern.integrations.lightning registers",
     "accelerate": "Accelerate takes models of zk.shard as zerokern.integrations.accelerate.Accelerator",
 }
+BETWEEN = ("zerokern", "torch", "contextlib")  # between a program and what warns
+THE_USERS = ("zerokern.bench", "zerokern.examples")  # programs
+MOST_SHOWN = 300  # characters of a value in a message
 FRAMEWORKS = {module.partition(".")[0] for module in ADAPTERS}
 
 
@@ -114,8 +120,47 @@ def got(argument: str, value: object, allowed: str, advice: str = "") -> str:
     >>> got("state_format", "int4", "'fp32', 'bf16' or 'int8'")
     "state_format='int4': must be 'fp32', 'bf16' or 'int8'"
     """
-    message = f"{argument}={value!r}: must be {allowed}"
+    shown = repr(value)
+    if "\n" in shown or len(shown) > MOST_SHOWN:
+        shown = f"<{type(value).__name__}>"
+    message = f"{argument}={shown}: must be {allowed}"
     return f"{message}. {advice}" if advice else message
+
+
+def nearest(word: object, names: Iterable[object], cutoff: float = 0.6) -> str:
+    """Returns the known name that a word is most like, by `cutoff` at least; "" without one, and for what is no text.
+
+    >>> nearest("blcoks", ["blocks", "head"]), nearest("xyz", ["blocks", "head"]), nearest(3, ["3"])
+    ('blocks', '', '')
+    """
+    known = {str(name).lower(): str(name) for name in names}
+    found = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff) if isinstance(word, str) else ()
+    return "".join(known[name] for name in found)
+
+
+def did_you_mean(word: object, names: Iterable[object], cutoff: float = 0.6) -> str:
+    """Returns the question that a message about an unknown name ends with; "" where no known name is like it.
+
+    >>> got("optimizer", "adamv", "'adamw' | 'lion'", did_you_mean("adamv", ["adamw", "lion"]))
+    "optimizer='adamv': must be 'adamw' | 'lion'. Did you mean 'adamw'?"
+    """
+    found = nearest(word, names, cutoff)
+    return f"Did you mean {found!r}?" if found else ""
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the program that called this library, however deep in it the reason is found."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_between(module: str) -> bool:
+    """Returns whether a frame of this module is ours, or one of torch's through which we are called."""
+    if any(f"{module}.".startswith(f"{name}.") for name in THE_USERS):
+        return False
+    return module.partition(".")[0] in BETWEEN
 
 
 def whole_number(argument: str, value: object, allowed: str = "", *, least: int = 1, most: float = math.inf) -> int:

@@ -7,12 +7,12 @@ import re
 from fractions import Fraction
 from typing import Literal, get_args
 
-from zerokern.core.errors import got
+from zerokern.core.errors import got, nearest
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
     "STATE_FORMATS", "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
-    "itemsize", "parse_nbytes", "refuse_bare",
+    "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -48,6 +48,11 @@ BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 """a letter behind a number of elements or tokens, and behind one of bytes where no B follows"""
 _BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE | re.ASCII)
+TIER_NAMES = ("device", "cpu", "nvme")
+_OTHER_NAMES = {  # for them
+    "gpu": "device", "cuda": "device", "vram": "device", "hbm": "device", "host": "cpu", "ram": "cpu", "memory": "cpu",
+    "disk": "nvme", "ssd": "nvme",
+}  # fmt: skip
 LEAST_BARE = 10**6  # bytes that anybody writes in digits alone, as text
 MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
@@ -71,6 +76,34 @@ def parse_nbytes(argument: str, value: object) -> int:
     if not 1 <= nbytes <= MOST:
         raise ValueError(got(argument, value, allowed))
     return nbytes
+
+
+def master_of(dtype: str, master_format: str | None) -> str:
+    """Returns the master format of parameters of this dtype; "own" where they are their own masters, whatever is asked.
+
+    >>> master_of("bfloat16", None), master_of("float16", "none"), master_of("float32", "split8")
+    ('split16', 'none', 'own')
+    """
+    default, allowed = MASTERS[dtype]
+    if default == "own" or master_format is None:
+        return default
+    if master_format not in allowed:
+        options = " | ".join(map(repr, allowed))
+        raise ValueError(got("master_format", master_format, f"{options} for {dtype} parameters"))
+    return master_format
+
+
+def meant_tier(tier: object) -> str:
+    """Returns what a message asks about text that is no tier: whether the nearest one was meant.
+
+    >>> meant_tier("gpu:8GB"), meant_tier("nmve:/x"), meant_tier("host"), meant_tier("/mnt/disk"), meant_tier(7)
+    ("Did you mean 'device:8GB'?", "Did you mean 'nvme:/x'?", "Did you mean 'cpu'?", '', '')
+    """
+    name, colon, rest = tier.strip().partition(":") if isinstance(tier, str) else ("", "", "")
+    kind = nearest(name, (*TIER_NAMES, *_OTHER_NAMES), cutoff=0.7) if name.isalpha() else ""
+    kind = _OTHER_NAMES.get(kind, kind)
+    meant = "nvme:/path" if kind == "nvme" and not rest else f"{kind}{colon}{rest}"
+    return f"Did you mean {meant!r}?" if kind and meant != tier else ""
 
 
 def refuse_bare(argument: str, text: str, nbytes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +31,7 @@ except ImportError as error:
 
 import zerokern as zk
 from zerokern.comm import Group
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, got, warn
 from zerokern.integrations.sharded_model import check_settings
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero.kinds import is_placed
@@ -268,7 +267,7 @@ def _shard(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Mapp
     elif dims.dp_replicate_enabled:
         settings |= {"mesh": dims.get_mesh("dp_replicate"), "stage": 0}  # copies are what was asked for
         if stage:
-            warnings.warn(ALONE.format(stage=stage), stacklevel=2)
+            warn(ALONE.format(stage=stage))
     else:
         settings["mesh"] = Group(0, 1, device, "alone")
     settings |= shard

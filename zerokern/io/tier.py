@@ -7,7 +7,6 @@ import copy
 import gc
 import itertools
 import os
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zerokern.core.errors import StateError, ZerokernError, got
+from zerokern.core.errors import StateError, ZerokernError, got, warn
 from zerokern.core.units import RING_NBYTES, parse_nbytes
 from zerokern.io.engine import KINDS
 from zerokern.io.files import refuse_unusable
@@ -157,12 +156,11 @@ class NvmeTier:
         because = earlier.gives_way()
         if because:
             earlier.close(because)
-            warnings.warn(
+            warn(
                 f"{self.config.path!r} had the {self._owner} of what was built earlier in this process and is still "
                 "referred to, in a notebook perhaps by _ or Out. What is built now has the folder from here on: the "
                 "earlier one is closed, and using it raises. To keep both give each a folder of its own; "
-                "opt.close() closes an optimizer without this warning",
-                stacklevel=2,
+                "opt.close() closes an optimizer without this warning"
             )
 
     def _refuse_if_closed(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.ports import plugs
-from zerokern.core.units import AUTO, parse_nbytes
+from zerokern.core.units import AUTO, meant_tier, parse_nbytes
 from zerokern.memory.arena import HUGE_PAGE, Arena, touch_later
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
@@ -156,7 +156,8 @@ def check_tier(argument: str, value: object) -> AnyTier:
     elif hasattr(value, "open") and hasattr(value, "ring_nbytes"):
         config: Any = value
         return config
-    do = "A folder becomes a tier with zk.Nvme(path)" if isinstance(value, str | os.PathLike) else ""
+    folder = "A folder becomes a tier with zk.Nvme(path)" if isinstance(value, str | os.PathLike) else ""
+    do = meant_tier(value) or folder
     raise ValueError(got(argument, value, TIERS, do))
 
 

@@ -16,6 +16,7 @@ from zerokern.core.errors import got
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.clip import clip_grad_norm_
+from zerokern.optim.survey import names_of, params_of
 from zerokern.zero.kinds import is_divided
 from zerokern.zero.shard import shard_of
 
@@ -61,9 +62,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 raise ValueError(got(f"max_grad_norm of optimizers[{place}]", opt.max_grad_norm, "None in a chain", do))
         if not self.chained_optimizers:
             raise ValueError(got("optimizers", (), "one optimizer or more"))
-        counts = Counter(id(param) for group in self.param_groups for param in group["params"])
-        if max(counts.values()) > 1:
-            raise ValueError(got("optimizers", "a parameter in two of them", "optimizers of different parameters"))
+        first: dict[int, tuple[int, str]] = {}
+        for place, opt in enumerate(self.chained_optimizers):
+            for name, param in zip(names_of(opt.param_groups), params_of(opt.param_groups), strict=True):
+                other, called = first.setdefault(id(param), (place, name))
+                if other != place:
+                    shard = shard_of(param)
+                    called = shard.name if shard is not None else name if called.startswith("param_groups[") else called
+                    what = f"{called} in optimizers[{other}] and optimizers[{place}]"
+                    raise ValueError(got("optimizers", what, "optimizers of different parameters"))
         groups = {id(opt.holdings.group): opt.holdings.group for opt in self.chained_optimizers}
         if len(groups) > 1:
             raise ValueError(got("group", "different ones in a chain", "the same group= in all its optimizers"))

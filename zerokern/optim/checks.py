@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
+from zerokern.core.errors import did_you_mean, got, nearest
 from zerokern.optim import device
 from zerokern.zero.params import sharded_parameter_of
 
@@ -30,6 +29,8 @@ _ELSEWHERE = {  # what other libraries call these options
     "learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas", "wd": "weight_decay",
     "clip_grad_norm": "max_grad_norm", "grad_clip": "max_grad_norm", "offload": "tier",
 }  # fmt: skip
+
+_INSTEAD = {"betas": "momentum", "momentum": "betas"}  # what an optimizer has that has not the other
 
 
 def number(name: str, value: Any, *, below: float = math.inf, positive: bool = False) -> float:
@@ -127,7 +128,7 @@ def ns_steps(name: str, value: Any) -> int:
 def one_of(allowed: Sequence[Any], name: str, value: Any) -> Any:
     """Returns `value` if it is one of those that are allowed."""
     if value not in allowed:
-        raise ValueError(got(name, value, " | ".join(map(repr, allowed))))
+        raise ValueError(got(name, value, " | ".join(map(repr, allowed)), did_you_mean(value, allowed)))
     return value
 
 
@@ -211,10 +212,8 @@ def misspelt(name: str, options: Collection[str]) -> str | None:
     """
     if _ELSEWHERE.get(name) in options:
         return _ELSEWHERE[name]
-    for option in get_close_matches(name, options, n=1, cutoff=0.75):
-        made_of_it = f"_{option}_" in f"_{name}_"
-        return None if made_of_it else option
-    return None
+    option = nearest(name, options, cutoff=0.75)
+    return option if option and f"_{option}_" not in f"_{name}_" else None
 
 
 def parameter(name: str, param: Tensor, other: str, device_of_other: torch.device) -> None:
@@ -305,4 +304,6 @@ def spelling(kind: type, named: Collection[str]) -> None:
         longer = [one for one in known if one.startswith(f"{name}_")]
         meant = longer[0] if len(longer) == 1 else misspelt(name, known)
         hint = f"; did you mean {meant!r}?" if meant else ""
+        if not meant and _INSTEAD.get(name) in known:
+            hint = f"; it has {_INSTEAD[name]!r}"
         raise TypeError(f"{kind.__name__}() has no argument {name!r}{hint}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.core.errors import warn
 from zerokern.optim import checks
 from zerokern.optim.device import refuse_capture
 
@@ -145,7 +145,7 @@ class Decision:
         """Say once that nothing is trained any more."""
         if in_a_row >= IN_A_ROW and not self._warned:
             self._warned = True
-            warnings.warn(_SKIPPED.format(count=in_a_row, why=why), stacklevel=2)
+            warn(_SKIPPED.format(count=in_a_row, why=why))
 
     def _ask_there(
         self, max_norm: float | None, found_inf: Any, grad_scale: Any, fold: float | Tensor, add_up: AddUp | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, got, warn
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.backend import capturing as capturing
 from zerokern.kernels.triton.upload import upload
@@ -141,7 +140,7 @@ class DeviceSteps:
     def _carry_over(self, last: DeviceSteps) -> None:
         last._read_if_written()
         if last._captures:
-            warnings.warn(_STALE % "parameters were added or taken away", stacklevel=2)
+            warn(_STALE % "parameters were added or taken away")
         pairs = [(now, last._numbers[key]) for key, now in self._numbers.items() if key in last._numbers]
         for now, then in pairs:
             self._classes[now], self._replaced[now] = last._classes[then], last._views[then]
@@ -238,7 +237,7 @@ class DeviceSteps:
         broken = [members for members in self._captures if members & moved and not but(members)]
         if broken:
             self._captures = [members for members in self._captures if members not in broken]
-            warnings.warn(_STALE % why, stacklevel=2)
+            warn(_STALE % why)
 
     def advance(self) -> None:
         """Notes an update of the chosen, which the device may have skipped.

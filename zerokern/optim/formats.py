@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, MASTERS
+from zerokern.core.errors import did_you_mean, got
+from zerokern.core.units import BLOCK, master_of
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8
 from zerokern.kernels.formats import CODES as CODED
@@ -209,10 +209,11 @@ def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
     state_format, master_format = group["state_format"], group["master_format"]
     rule = RULES[algorithm.name]
     if state_format not in rule.state_formats:
-        do = rule.no_int8 if state_format == "int8" else ""
+        do = rule.no_int8 if state_format == "int8" else did_you_mean(state_format, rule.state_formats)
         raise ValueError(got("state_format", state_format, " | ".join(map(repr, rule.state_formats)), do))
     if master_format is not None and master_format not in MASTER_FORMATS:
-        raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
+        do, allowed = did_you_mean(master_format, MASTER_FORMATS), " | ".join(map(repr, (None, *MASTER_FORMATS)))
+        raise ValueError(got("master_format", master_format, allowed, do))
     seed = group["stochastic_seed"]
     if seed is None:
         return
@@ -239,11 +240,7 @@ def layout_of(
     >>> [slot.key for slot in layout_of(Adam._algorithm, torch.bfloat16, True, "fp32", None, False).slots]
     ['step', 'exp_avg', 'exp_avg_sq', 'remainder']
     """
-    default, allowed = MASTERS[str(dtype).removeprefix("torch.")]
-    master = default if default == "own" or master_format is None else master_format
-    if master != "own" and master not in allowed:
-        options = " or ".join(map(repr, sorted(allowed)))
-        raise ValueError(got("master_format", master_format, f"{options} for a {dtype} parameter"))
+    master = master_of(str(dtype).removeprefix("torch."), master_format)
     slots = [Slot("step", torch.float32, "scalar", "")] if algorithm.counts_steps or counted else []
     for key, column in algorithm.moments if has_moments else ():
         slots += _moment_slots(key, column, state_format)
@@ -308,7 +305,8 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
     tensor([127, 127, 127, 127], dtype=torch.int8)
     """
     if state_format not in STATE_FORMATS:
-        raise ValueError(got("state_format", state_format, " | ".join(map(repr, STATE_FORMATS))))
+        near = did_you_mean(state_format, STATE_FORMATS)
+        raise ValueError(got("state_format", state_format, " | ".join(map(repr, STATE_FORMATS)), near))
     named = {key for entry in state_dict["state"].values() for key in as_kept(entry)}
     of_muon = all(_OF_MUON in group for group in state_dict["param_groups"])
     if state_format == "int8" and "momentum_buffer" in named and not of_muon:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, got, warn
 from zerokern.io.lock import let_go_in_child
 from zerokern.kernels.reference_table import host_table
 from zerokern.memory import HostTier
@@ -405,7 +404,7 @@ class Holdings:
         last = self.binding
         self.place_by(self.shards)
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
-            warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
+            warn(_NOTHING_TO_OVERLAP)
         if binding is not None and intact:
             follow_writes(binding.followed, self.held)
             return binding

@@ -7,7 +7,6 @@ Gradients of zk.shard are fetched during backward already, bucket by bucket (`le
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core import env
+from zerokern.core.errors import warn
 from zerokern.kernels.squares import one_by_one
 from zerokern.memory import Wanted, placement
 from zerokern.memory.copies import Copies, Copy
@@ -242,7 +242,7 @@ class HostCopies:
         """Copies written parameters to the host, and warns if that drops an update that was pending."""
         lost = sum(copy.pending for copy in copies)
         if lost:
-            warnings.warn(_DROPPED % lost, stacklevel=2)
+            warn(_DROPPED % lost)
         self.refetch(copies)
 
     def refetch(self, copies: Sequence[HostCopy]) -> None:

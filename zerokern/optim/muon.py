@@ -23,6 +23,20 @@ from zerokern.zero.units import check_split
 __all__ = ["Muon"]
 
 
+def _some(params: ParamsT) -> ParamsT:
+    """Returns what was given, if there is anything in it."""
+    if isinstance(params, Tensor):
+        return params
+    given: Any = list(params)
+    if not given:
+        do = (
+            "zk.muon_groups(model) proposes them within the blocks of an nn.ModuleList; of another model "
+            "muon_groups(model, matrices=[...]) takes their names. Print what it returns"
+        )
+        raise ValueError(got("params", given, "at least one matrix", do))
+    return given
+
+
 class Muon(FusedOptimizer):
     """Muon as torch.optim.Muon defines it: momentum whose singular values are made nearly 1, matrix by matrix.
 
@@ -88,7 +102,7 @@ class Muon(FusedOptimizer):
         group: Any = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        super().__init__(params, locals())
+        super().__init__(_some(params), locals())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds matrices with their own hyperparameters; what is no matrix is refused."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from zerokern.core.errors import got
+from zerokern.core.errors import did_you_mean, got, warn
 from zerokern.optim.matrices import check_matrix
 from zerokern.zero.units import check_split, owners_of, units_of
 
@@ -108,9 +107,27 @@ def muon_groups(
             why = "as one matrix, by its name several" if fused else why
         proposals.append((name, param, number, why))
     if missed := [pattern for pattern, count in unused.items() if not count]:
-        raise ValueError(got("muon_groups", missed, "patterns of names of parameters", "None is called so"))
+        given = {"matrices": matrices, "rest": rest, "split": split}
+        argument = next(name for name, patterns in given.items() if missed[0] in patterns)
+        near = did_you_mean(missed[0], _patterns(name for name, _ in model.named_parameters()))
+        do = f"No parameter has such a name{'. ' if near else ''}{near}"
+        raise ValueError(got(argument, missed[0], "a pattern of names of parameters", do))
     _warn_of_fused(proposals)
     return MuonGroups(proposals)
+
+
+def _patterns(names: Iterable[str]) -> Iterator[str]:
+    """Yields what somebody may write for names: themselves, any number in place of theirs, and all below a prefix.
+
+    >>> list(_patterns(["blocks.0.weight"]))
+    ['blocks.0.weight', 'blocks.*.weight', 'blocks.*', 'blocks.0.*', 'blocks.*.*']
+    """
+    for name in names:
+        parts = name.split(".")
+        general = ["*" if part.isdigit() else part for part in parts]
+        yield from dict.fromkeys([name, ".".join(general)])
+        ends = range(1, len(parts))
+        yield from dict.fromkeys(".".join([*some[:end], "*"]) for end in ends for some in (parts, general))
 
 
 def _no_matrix(param: Tensor, owners: Sequence[Any], is_inner: bool, is_split: bool) -> str:
@@ -129,4 +146,4 @@ def _warn_of_fused(proposals: Sequence[_Proposal]) -> None:
     if fused:
         first = fused[0]
         do = f"split={{{first!r}: 3}} orthogonalizes each by itself, and matrices=[{first!r}] all as one"
-        warnings.warn(f"{len(fused)} parameters, such as {first}, look fused, and are one matrix; {do}", stacklevel=3)
+        warn(f"{len(fused)} parameters, such as {first}, look fused, and are one matrix; {do}")

@@ -9,7 +9,6 @@ begin anew.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerokern.core.errors import StateError
+from zerokern.core.errors import StateError, warn
 from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
 from zerokern.optim.state import plain
@@ -172,7 +171,7 @@ def warn_of_second_update(
             _UPDATED[id(param)] = weakref.ref(optimizer), now
     for other_name, some in names.items():
         which = ", ".join(some[:3]) + (f" and {len(some) - 3} others" if len(some) > 3 else "")
-        warnings.warn(_SECOND_UPDATE.format(kind=type(optimizer).__name__, other=other_name, which=which), stacklevel=2)
+        warn(_SECOND_UPDATE.format(kind=type(optimizer).__name__, other=other_name, which=which))
 
 
 def _which_gradient(grad: Tensor, shard: Any) -> tuple[Any, ...]:
@@ -227,8 +226,7 @@ def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, 
                     near = param.detach().to(master.device)
                     torch.where(master.to(near.dtype) == near, master, near.float(), out=master)
     if lost:
-        warnings.warn(
+        warn(
             f"the remainders loaded for {lost} parameters are dropped, because the parameters were written after "
-            "load_state_dict; load the model first, then the optimizer, to keep the exact fp32 values",
-            stacklevel=2,
+            "load_state_dict; load the model first, then the optimizer, to keep the exact fp32 values"
         )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, did_you_mean, got
 from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
@@ -33,7 +33,8 @@ def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str
     'device'
     """
     if not isinstance(value, str) or value not in UPDATES:
-        do = "`zerokern bench offload --where` says which is faster on this machine" if value == "auto" else ""
+        do = "`zerokern bench offload --where` says which is faster on this machine"
+        do = do if value == "auto" else did_you_mean(value, UPDATES)
         raise ValueError(got("update", value, "'host' or 'device'", do))
     if value == "device" and order.config is not None and not whole:
         do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"

@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
+from zerokern.core.units import FILLED
 from zerokern.planner.footprint import Footprint, free_for_state, host_nbytes, with_recipe
 from zerokern.planner.layouts import place_state
 from zerokern.planner.recipe import Recipe
 
-__all__ = ["filling", "would_fit"]
+__all__ = ["filling", "has_room", "in_memory_first", "less_reserve", "would_fit"]
 
 _GB = 10**9
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -45,6 +46,21 @@ def _filled(run: _F, budgets: Sequence[tuple[str, int]]) -> _F:
     return replace(run, recipe=replace(run.recipe, budgets=tuple(budgets)))
 
 
+def less_reserve(run: _F) -> _F:
+    """Returns the same run on hosts with the memory that advice fills: a tenth is left to everything else.
+
+    >>> less_reserve(zk.plan("8B", tier="cpu", host_memory="100GB")).budget
+    {'cpu': 90000000000}
+    """
+    shares = {"cpu": FILLED}
+    return replace(run, budget={tier: int(shares.get(tier, 1.0) * most) for tier, most in run.budget.items()})
+
+
+def has_room(run: Footprint) -> bool:
+    """Returns whether nothing is missing, and as much of each device is left as advice leaves there."""
+    return not run.missing and all(run.total <= FILLED * most for most in run.device_memory.values())
+
+
 def _of_each(run: Footprint, nbytes: int) -> int:
     """Returns the budget with which optimizers together have room for so many bytes of the state that is in the last
     tier: Muon and AdamW each fill one.
@@ -68,6 +84,7 @@ def would_fit(run: _F) -> list[_F]:
     >>> [(one.recipe.tier, one.recipe.is_lossy()) for one in would_fit(zk.plan("20B", device_memory="v100"))]
     [('cpu', False), ('cpu', True)]
     """
+    asked, run = run, less_reserve(run)
     exact, dtype = run.recipe, run.subject.main_dtype
     lossy = [
         recipe for recipe in (exact if exact.is_lossy() else None, exact.smallest_lossy(dtype)) if recipe is not None
@@ -88,17 +105,18 @@ def would_fit(run: _F) -> list[_F]:
             fitting.add((recipe, keep, param_tier, tier))
             continue
         candidate = with_recipe(run, there.on(run.settings.device, 3), 3)
-        if candidate.missing:
+        if not has_room(candidate):
             continue
         fitting.add((recipe, keep, param_tier, tier))
-        candidate = _in_memory_first(candidate)
+        candidate = replace(in_memory_first(candidate), budget=asked.budget)
         if all(candidate.recipe != other.recipe for other in found):
             found.append(candidate)
     return found
 
 
-def _in_memory_first(run: _F) -> _F:
-    """Returns the same run with as much in host memory, in whole GB, as there is room for, of what rests on disk."""
+def in_memory_first(run: _F) -> _F:
+    """Returns the same run with as much in host memory, in whole GB, as there is room for, of what rests on disk:
+    parameters, which a step reads more often, before state."""
     memory = run.budget.get("cpu", 0)
     room = memory - host_nbytes(run) if run.recipe.param_tier == "nvme" else 0
     while (whole := room // _GB * _GB) > 0:

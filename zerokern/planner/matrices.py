@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from zerokern.core.units import BUFFERS
 from zerokern.zero.partition import Bucket, Member, work_of
 
 __all__ = [
@@ -183,8 +183,8 @@ def exchange_of(matrices: Sequence[CutShape], world: int, itemsize: int, *, pair
 
 
 def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together: Sequence[bool], *, hosts: bool) -> int:
-    """Returns the bytes of the buffers that gradients of these buckets take, as zerokern.zero.reduction lends them:
-    buckets of whole matrices stay open until gradients of many layers have arrived, last layers first.
+    """Returns the bytes of the buffers that gradients of these buckets take: buckets of whole matrices stay open until
+    gradients of many layers have arrived, last layers first.
 
     `together`: buckets that take a buffer once all of their gradients have arrived. `hosts`: they are reduced in host
     memory, where only one reduction is under way.
@@ -194,36 +194,35 @@ def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together:
     >>> open_in_backward(each, [4 * one.padded_numel for one in each], [False] * 4, hosts=True)
     8192
     """
+    import torch
+
+    from zerokern.zero.reduction import SharedMemory  # its package needs torch, as other parts of Muon's plans do
+
+    pool = SimpleNamespace(zeros=lambda size, dtype: torch.empty(size, dtype=dtype, device="meta"))
+    told = {
+        "dtype": torch.uint8,
+        "tell": lambda: None,
+        "wait": lambda: None,
+    }  # a bucket, and the handle of its reduction
+    made: list[Any] = [
+        SimpleNamespace(number=number, nbytes=size, memory=SimpleNamespace(bucket=one, pool=pool), **told)
+        for number, (one, size) in enumerate(zip(buckets, nbytes, strict=True))
+    ]
+    memory = SharedMemory(made, needs_scratch=False)
     owner = {piece.param: number for number, bucket in enumerate(buckets) for piece in bucket.places}
     missing = [len(bucket.places) for bucket in buckets]
-    lent: dict[int, int] = {}
-    free: list[int] = []
-    outstanding: list[int] = []
-    made: list[int] = []
-
-    def take(number: int) -> None:
-        while not any(one >= nbytes[number] for one in free) and len(made) >= BUFFERS and outstanding:
-            free.append(lent.pop(outstanding.pop(0)))
-        fitting = [one for one in free if one >= nbytes[number]]
-        if fitting:
-            lent[number] = min(fitting)
-            free.remove(lent[number])
-            return
-        lent[number] = max(size for size in nbytes if size <= 2 * nbytes[number])
-        made.append(lent[number])
-
     for param in sorted(owner, reverse=True):
         number = owner[param]
-        if number not in lent and not together[number]:
-            take(number)
         missing[number] -= 1
-        if missing[number] == 0:
-            if number not in lent:
-                take(number)
-            while hosts and outstanding:
-                free.append(lent.pop(outstanding.pop(0)))
-            outstanding.append(number)
-    return sum(made)
+        last = missing[number] == 0
+        begins = last if together[number] else missing[number] == len(buckets[number].places) - 1
+        if begins:
+            memory.lend(made[number])
+        if last:
+            while hosts and memory.outstanding:
+                memory.wait_for_oldest()
+            memory.outstanding.append((made[number], made[number]))
+    return sum(one.nbytes for one in memory.buffers)
 
 
 def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int = 0, place: str = "cpu") -> int:

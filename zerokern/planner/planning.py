@@ -10,11 +10,11 @@ from itertools import product
 from typing import Any
 
 from zerokern.core.errors import BudgetError, got, whole_number
-from zerokern.core.units import AUTO, RING_NBYTES
+from zerokern.core.units import AUTO, FILLED, RING_NBYTES
 from zerokern.pages import html_page
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, in_seconds, parse_device_memory, parse_memory
-from zerokern.planner.filling import filling, would_fit
+from zerokern.planner.filling import filling, has_room, in_memory_first, less_reserve, would_fit
 from zerokern.planner.footprint import Footprint, share_filled, with_recipe
 from zerokern.planner.forecast import USUAL, Forecast, forecast, step_seconds
 from zerokern.planner.model import keeps_whole, model_spec
@@ -23,7 +23,7 @@ from zerokern.planner.transformer import named
 from zerokern.schedule import Delayed, Machine, machine_of, refuse_at_rest
 from zerokern.zero.partition import check_stage, shards_parameters
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "as_asked", "plan"]
 
 _BUCKET_BYTES = 32 << 20
 _RANKS_PER_HOST = 8  # of a usual node, unless it is said
@@ -31,6 +31,8 @@ _MOST_RANKS = 4096
 _CHEAPEST, _FASTEST = "Cheapest exact configuration that fits", "Fastest exact configuration that fits"
 _IN_SLICES = ", which zk.recompute(head_and_loss, ..., micro=) computes in slices (docs/offload.md)"
 _AS_FAST = 1.01  # of the fastest: of configurations that differ by less the simplest is named
+_PADDING = 0.01  # of what a stage sends, as far as stages that send as much differ
+_NEAR = 0.75  # of a device: above it a stage that takes less and sends as much is named instead
 _Seconds = Callable[["Plan"], float] | None
 """What a step is predicted to take; None: nobody said where it runs."""
 _PLACES = (  # tiers of parameters and of state, the cheapest first
@@ -73,15 +75,16 @@ class Plan(Footprint):
         """Says the cheapest exact configuration that fits into `device_memory`, over all stages and tiers: the answer,
         its code and its assumptions, on three lines.
 
-        State fills what is free of the device, then host memory (`host_memory`), then the disk. With a `machine`, as
+        A tenth of the device, and of `host_memory`, is left. State fills what is free of the device, then host memory,
+        then the disk. With a `machine`, as
         `predict` takes it, the configuration is the one whose step is predicted to be the shortest, of `tokens` on each
         rank (default: those of the model's batch and seq, else 4,096). Where nothing fits: what would, with fewer
         activations, in lossy formats, or on more ranks.
 
-        >>> print(plan("8B", world=8, device_memory="80GB").advice())
+        >>> print(plan("8B", world=8, device_memory="80GB").advice())  # doctest: +ELLIPSIS
         Cheapest exact configuration that fits: stage 1 on 8 ranks, 42.0 of 80.0 GB before activations
         Code: zk.shard(model, stage=1); opt = zk.AdamW(model.parameters())
-        Assumed: bf16 parameters; activations come on top; nothing for the driver, NCCL and fragments of the allocator
+        Assumed: bf16 parameters; activations come on top; 10% of the device is left to the driver, NCCL and ...
         """
         if not self.device_memory:
             return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
@@ -125,7 +128,7 @@ class Plan(Footprint):
 
         >>> found = plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
         >>> [(one.recipe.param_tier, one.budgets, one.recipe.tier, one.recipe.is_lossy()) for one in found][:2]
-        [('cpu', (('cpu', 57000000000),), 'nvme', False), ('cpu', (('cpu', 57000000000),), 'nvme', True)]
+        [('cpu', (('cpu', 43000000000),), 'nvme', False), ('cpu', (('cpu', 43000000000),), 'nvme', True)]
         """
         return would_fit(self)
 
@@ -313,6 +316,22 @@ def _advice(plan: Plan, seconds: _Seconds, said: str) -> str:
     return "\n".join([*lines, f"Assumed: {_assumed(found[0][1] if found else plan)}"])
 
 
+def as_asked(plan: Plan) -> str:
+    """Returns what a plan takes of each device, what it lacks, and its code, as `advice` says it of what it names.
+
+    >>> print(as_asked(plan("8B", tier="cpu", device_memory="24GB")))
+    As asked: one rank, 32.0 of 24.0 GB before activations, 112 GB of host memory for each rank; it does not fit
+    Code: opt = zk.AdamW(model.parameters(), tier="cpu")
+    """
+    lines = []
+    for name, single in _on_each_device(plan):
+        heading = "As asked" if len(plan.device_memory) == 1 else f"{name}: As asked"
+        lacks = "" if has_room(single) else f"; it fits with less than {1 - FILLED:.0%} left"
+        lacks = "; it does not fit" if single.missing else lacks
+        lines.append(f"{heading}: {_summary(single, single)}{lacks}")
+    return "\n".join([*lines, f"Code: {_code(plan)}"])
+
+
 def _on_each_device(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yields the plan for each device alone, by name."""
     for name, most in plan.device_memory.items():
@@ -354,7 +373,8 @@ def _why_nothing_fits(plan: Plan) -> str:
 
 def _cheapest(plan: Plan, seconds: _Seconds = None, *, lossy: bool = False) -> Plan | None:
     """Returns the cheapest plan that fits: the fastest, where a step can be predicted."""
-    fitting = (candidate for candidate in _candidates(plan, lossy=lossy) if not candidate.missing)
+    candidates = _candidates(less_reserve(plan), lossy=lossy)
+    fitting = (replace(candidate, budget=plan.budget) for candidate in candidates if has_room(candidate))
     if seconds is None:
         return next(fitting, None)
     timed = [(seconds(candidate), candidate) for candidate in fitting]
@@ -363,9 +383,10 @@ def _cheapest(plan: Plan, seconds: _Seconds = None, *, lossy: bool = False) -> P
 
 
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
-    """Yields plans by what they cost: state and parameters on the device first, then in host memory, then on a disk,
-    each filled before the next; of each without recomputation before with it, and the stage that communicates least,
-    and divides least. Of stage 1 on ranks divide what each updates in host memory.
+    """Yields plans by what they cost: state and parameters on the device first, then in host memory, then on a disk;
+    of each without recomputation before with it, and the stage that communicates least, and divides least. Of stage 1
+    on ranks divide what each updates in host memory. State fills each tier before the next, and parameters fill host
+    memory before a disk; on the device are all of them or none, since the step would be longer with a part of them.
 
     The schedule is the best of those that publish in their own step, since the one asked for may not be allowed for
     state on the device.
@@ -387,10 +408,21 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
             stages = (3,)
         elif tier != "device" and plan.world > 1:
             stages = (1, 2, 3)
-        for stage in stages:
-            if not here.is_taken(plan.settings.device, stage, plan.world):
-                continue
-            yield filling(with_recipe(plan, here.on(plan.settings.device, stage), stage))
+        taken = [stage for stage in stages if here.is_taken(plan.settings.device, stage, plan.world)]
+        runs = [with_recipe(plan, here.on(plan.settings.device, stage), stage) for stage in taken]
+        yield from map(in_memory_first if param_tier == "nvme" else filling, _roomy_first(runs))
+
+
+def _roomy_first(runs: Sequence[Plan]) -> Iterator[Plan]:
+    """Yields runs stage by stage; of those that send as much, the ones that nearly fill the device last."""
+    alike: list[list[Plan]] = []
+    for run in runs:
+        sent = run.traffic.sent_nbytes
+        if not alike or abs(sent - alike[-1][0].traffic.sent_nbytes) > _PADDING * sent:
+            alike.append([])
+        alike[-1].append(run)
+    for some in alike:
+        yield from sorted(some, key=lambda run: max(0, run.total - _NEAR * min(run.device_memory.values(), default=0)))
 
 
 def _fewer_activations(plan: Plan, seconds: _Seconds = None) -> Plan | None:
@@ -443,7 +475,7 @@ def _lora(plan: Plan) -> str | None:
         plan = replace(plan, recipe=replace(plan.recipe, keep="device"))
     for other in (plan.at(stage) for stage in ((0, 3) if plan.ranks > 1 else (0,)) if stage in plan.stages):
         nbytes = other.roles["parameters"] + max(0, other.total - other.states)
-        if not other.recipe.rests and nbytes < room:
+        if not other.recipe.rests and nbytes <= FILLED * room:
             where = f"at stage {other.stage}" if plan.ranks > 1 else "on one rank"
             what = "the frozen parameters" + (" and activations" if activated else "")
             taken = f"{gigabytes(nbytes)} of {gigabytes(room)} GB {where}{_uncounted(other)}"
@@ -478,7 +510,6 @@ def _summary(plan: Plan, asked: Plan) -> str:
     device = "" if name[:1].isdigit() else f" ({name.partition(' ')[0]})"
     stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
     said = f"{stage}{_ranks_of(plan)}, {gigabytes(plan.total)} of {gigabytes(most)} GB{device}{_uncounted(plan)}"
-    said += _next_stage(plan, most)
     for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
@@ -510,16 +541,9 @@ def _assumed(plan: Plan) -> str:
     for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "the disk", "--disk")):
         if plan.tiers.get(tier, 0) and tier != plan.settings.device and tier not in plan.budget:
             said.append(f"{called} is large enough (no {option})")
-    return "; ".join([*said, "nothing for the driver, NCCL and fragments of the allocator"])
-
-
-def _next_stage(plan: Plan, most: int) -> str:
-    """Names the next stage, which moves as much and takes less, if little room is left for what is not counted."""
-    if plan.ranks == 1 or plan.stage > 1 or plan.total < share_filled(plan) * most:
-        return ""
-    stage = plan.stage + 1
-    total = with_recipe(plan, plan.recipe.on(plan.settings.device, stage), stage).total
-    return f" (stage {stage} moves as much and takes {gigabytes(total)} GB)" if total < plan.total else ""
+    kept = f"{1 - FILLED:.0%} of the device is left to the driver, NCCL and fragments of the allocator"
+    kept += f", and {1 - FILLED:.0%} of host memory to other programs" if "cpu" in plan.budget else ""
+    return "; ".join([*said, kept])
 
 
 def _is_sharded(plan: Plan) -> bool:
@@ -542,9 +566,10 @@ def _code(plan: Plan) -> str:
     shard = f"{model}, stage={plan.stage}{rests}{recomputed})"
     tier = f", tier={said(plan.budgets, recipe.tier)}" if recipe.tier != "device" else ""
     options = ', update="device"' if recipe.streams(plan.settings.device) else ""
-    options += f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else ""
+    schedule = f"zk.{recipe.schedule!r}" if recipe.delays else f'"{recipe.schedule}"'
+    options += f", schedule={schedule}" if recipe.schedule != "sync" else ""
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
-    options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
+    options += f', master_format="{recipe.master_format}"' if recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
     lines = [shard] if _is_sharded(plan) else []
     if recipe.is_muon:

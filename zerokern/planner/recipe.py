@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zerokern.core.errors import got, whole_number
-from zerokern.core.units import AUTO, BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS, itemsize
+from zerokern.core.errors import did_you_mean, got, whole_number
+from zerokern.core.units import (
+    AUTO,
+    BLOCK,
+    MASTER_FORMATS,
+    MASTERS,
+    RING_NBYTES,
+    STATE_FORMATS,
+    itemsize,
+    master_of,
+    meant_tier,
+)  # fmt: skip
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
@@ -132,12 +142,16 @@ class Recipe:
             reduce_dtype = getattr(mp_policy, "reduce_dtype", None)
         name = "none" if optimizer is None else optimizer
         if name not in OPTIMIZERS:
-            raise ValueError(got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS))))
+            raise ValueError(
+                got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS)), did_you_mean(optimizer, OPTIMIZERS))
+            )
         there = OPTIMIZERS[name].state_formats
         if state_format not in there:
-            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, there))} with {name}"))
+            near = did_you_mean(state_format, there)
+            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, there))} with {name}", near))
         if master_format is not None and master_format not in MASTER_FORMATS:
-            raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
+            allowed = " | ".join(map(repr, (None, *MASTER_FORMATS)))
+            raise ValueError(got("master_format", master_format, allowed, did_you_mean(master_format, MASTER_FORMATS)))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
         state, state_ring, budgets = _tiers("tier", tier, auto=True)
@@ -147,9 +161,8 @@ class Recipe:
         if update is None:
             update = "device" if is_muon else "host"
         if update not in ("host", "device"):
-            do = (
-                "`zerokern plan --update auto --hardware NAME` says which of them is faster" if update == "auto" else ""
-            )
+            do = "`zerokern plan --update auto --hardware NAME` says which of them is faster"
+            do = do if update == "auto" else did_you_mean(update, ("host", "device"))
             raise ValueError(got("update", update, "'host' or 'device'", do))
         if update == "device" and state == "nvme" and not is_muon:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
@@ -347,13 +360,7 @@ class Recipe:
 
     def master_of(self, dtype: str) -> str:
         """Returns the master format of a parameter of this dtype; "own" where the parameter is its own master."""
-        default, allowed = MASTERS[dtype]
-        if default == "own" or self.master_format is None:
-            return default
-        if self.master_format not in allowed:
-            options = " | ".join(map(repr, allowed))
-            raise ValueError(got("master_format", self.master_format, f"{options} for {short(dtype)} parameters"))
-        return self.master_format
+        return master_of(dtype, self.master_format)
 
     def state_of(self, dtype: str, matrix: bool = False) -> list[StateRole]:
         """Returns what the optimizer keeps for a trainable parameter of this dtype. `matrix`: Muon updates it, if there
@@ -466,7 +473,8 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     for name, size in _named_sizes(mesh).items():
         if name not in _MESH_DIMS:
             apart = name in _EXPERT_DIMS or not isinstance(name, str)
-            do = "Experts that have a mesh of their own are not planned" if apart else "Give it as a dict"
+            do = did_you_mean(name, _MESH_DIMS) or "Give it as a dict"
+            do = "Experts that have a mesh of their own are not planned" if apart else do
             found_there = name if isinstance(name, str) else f"one for a {type(name).__name__}"
             raise ValueError(got("mesh", found_there, f"dimensions named {', '.join(_MESH_DIMS)}", do))
         count = whole_number(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on")
@@ -496,7 +504,8 @@ def dtype_of(argument: str, value: object) -> str:
     """
     name = str(value).removeprefix("torch.")
     if name not in _BY_NAME:
-        raise ValueError(got(argument, value, " | ".join(map(repr, _SHORT.values())) + ", or torch's dtypes"))
+        allowed = " | ".join(map(repr, _SHORT.values())) + ", or torch's dtypes"
+        raise ValueError(got(argument, value, allowed, did_you_mean(value, _BY_NAME)))
     return _BY_NAME[name]
 
 
@@ -533,4 +542,5 @@ def _tier(argument: str, tier: Any) -> tuple[str, int]:
         return "nvme", int(tier.ring_nbytes)
     if tier in ("device", "cpu", "nvme"):
         return str(tier), RING_NBYTES
-    raise ValueError(got(argument, tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path), as text 'nvme:/path'"))
+    allowed = "'device' | 'cpu' | 'nvme', or zk.Nvme(path), as text 'nvme:/path'"
+    raise ValueError(got(argument, tier, allowed, meant_tier(tier)))

@@ -6,11 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from zerokern.core.errors import got, whole_number
+from zerokern.core.errors import did_you_mean, got, whole_number
 
 __all__ = ["ATTENTIONS", "PRESETS", "Transformer", "Widths", "from_config", "named", "preset"]
 
@@ -419,8 +418,8 @@ def preset(
     124439808
     """
     if name not in PRESETS:
-        near = "".join(f"The nearest is {match!r}. " for match in get_close_matches(name.lower(), PRESETS, n=1))
-        do = f"{near}Any other is planned as a module, or by its config.json: --config, zerokern.planner.from_config"
+        other = "Any other is planned as a module, or by its config.json: --config, zerokern.planner.from_config"
+        do = f"{did_you_mean(name, PRESETS)} {other}".lstrip()
         raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION on the command line", do))
     return _transformer(name, name, PRESETS[name], batch=batch, seq=seq, ci=ci, attention=attention)
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import operator
 import sys
-import warnings
 import weakref
 from array import array
 from collections import Counter
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, adapter_of_caller, got
+from zerokern.core.errors import ShardError, StateError, adapter_of_caller, did_you_mean, got, warn
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
@@ -78,6 +77,7 @@ def reduce(value: object) -> str:
     """
     if value not in ("mean", "sum"):
         do = "'sum' is for losses that are divided by what all ranks have together, as by the tokens of the whole batch"
+        do = did_you_mean(value, ("mean", "sum")) or do
         raise ValueError(got("reduce", value, "'mean' or 'sum' of the ranks' gradients", do))
     return str(value)
 
@@ -154,11 +154,10 @@ def warn_of_large_units(units: Sequence[UnitSpec]) -> None:
         if 2 * nbytes <= total or nbytes - max(modules.values(), default=0) < LARGE:
             continue
         which = "the model" if len(units) == 1 else repr(unit.name) if unit.name else "what is in no ModuleList"
-        warnings.warn(
+        warn(
             f"{which} is one unit, so that all {nbytes / 2**20:.0f} MiB of it are gathered at once, and stage 3 needs "
             "that much more memory than its shards. Units are the children of ModuleLists, unless units= names others. "
-            "Name the modules to gather one at a time, as in units=lambda module: isinstance(module, torch.nn.Linear)",
-            stacklevel=4,
+            "Name the modules to gather one at a time, as in units=lambda module: isinstance(module, torch.nn.Linear)"
         )
 
 

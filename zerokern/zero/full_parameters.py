@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from zerokern.comm import during
-from zerokern.core.errors import ShardError
+from zerokern.core.errors import ShardError, warn
 from zerokern.kernels.formats import DTYPES
 from zerokern.kernels.triton.backend import capturing
 from zerokern.zero import hooks
@@ -129,10 +128,9 @@ def full_parameters(params: Sequence[nn.Parameter], write: bool) -> Iterator[Non
     lost = [one.lost for one in made if one.lost]
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        warnings.warn(
+        warn(
             f"what was written to {', '.join(map(repr, lost[:3]))}{more} within zk.gathered is gone: at stage 3 the "
-            "parameters there are copies. zk.gathered(..., write=True) keeps it; all ranks write the same values",
-            stacklevel=5,
+            "parameters there are copies. zk.gathered(..., write=True) keeps it; all ranks write the same values"
         )
 
 

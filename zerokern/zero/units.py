@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.comm import Group, MeshGroups
-from zerokern.core.errors import got
+from zerokern.core.errors import got, nearest
 from zerokern.zero.kinds import is_placed, largest_local_numel, local_of
 from zerokern.zero.partition import Member, work_of
 
@@ -103,10 +103,21 @@ def _chosen(module: nn.Module, units: Units) -> set[int]:
     named = list(units)
     for one in named:
         if not isinstance(one, nn.Module):
-            raise TypeError(got("units", one, "modules of the model, or a function of a module that says yes or no"))
+            raise TypeError(_no_unit(module, units if isinstance(units, str) else one))
         if id(one) not in everyone:
             raise ValueError(f"units has a {type(one).__name__} that is not part of the model; allowed: its submodules")
     return {id(one) for one in named}
+
+
+def _no_unit(module: nn.Module, given: object) -> str:
+    """Returns the message about what is no module, with the modules that text names: those of a class, or one."""
+    names = [name for name, _ in module.named_modules() if name]
+    kinds = {type(child).__name__ for child in module.modules()}
+    found = nearest(given, [*kinds, *names])
+    do = f"For the module {found!r}: units=[model.get_submodule({found!r})]" if found else ""
+    if found in kinds:
+        do = f"For each {found}: units=lambda module: type(module).__name__ == {found!r}"
+    return got("units", given, "modules of the model, or a function of a module that says yes or no", do)
 
 
 def _collect(
