@@ -223,7 +223,7 @@ def test_what_is_no_checkpoint_is_told_what_it_is(tmp_path: Path) -> None:
             open_checkpoint(path)
     (tmp_path / "ds" / "global_step1").mkdir(parents=True)
     (tmp_path / "ds" / "global_step1" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
-    with pytest.raises(IoError, match=r"ds_to_universal --input_folder"):
+    with pytest.raises(IoError, match=r"ds_to_universal --inject_missing_state --input_folder"):
         open_checkpoint(tmp_path / "ds")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(IoError, match=r"text\.pt was truncated or edited, or is something else"):

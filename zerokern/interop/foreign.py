@@ -548,7 +548,7 @@ def _refuse_unconverted(path: Path) -> None:
         raise file_error(
             path,
             f"is a checkpoint of DeepSpeed as its ranks wrote it ({shards[0].name}); it can be read once "
-            "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --input_folder PATH "
-            "--output_folder OTHER",
+            "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+            "--input_folder PATH --output_folder OTHER",
             errno.EINVAL,
         )
