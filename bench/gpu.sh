@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Builds, tests and measures zerokern on the GPU of this machine, and leaves JSON and logs in a folder.
 #
-#   bench/gpu.sh OUT [SECTION]             all sections in nine minutes, in order of value, or one of them
+#   bench/gpu.sh OUT [SECTION]             all sections, in order of value, or one of them
 #   bench/gpu.sh --rehearse OUT [SECTION]  the same code on a CPU at toy sizes, on the package that is there; measures nothing
 #   bench/gpu.sh --check FILE...           is each of these files a result that can be kept?
 #
-# WITHIN=540 seconds for all of it, build included. WHEELS=FOLDER: other libraries to compare with, as *.whl files, which
-# are unpacked beside the environment and not into it; zerokern's own, if it is of these sources, saves the build. Needs python3 (or $PYTHON) with torch and triton, cmake and a C++
+# WITHIN=540 seconds for all of it, build included: each section gets what it wants or what is left, so that a short run
+# keeps the first ones; all of them want 2,700. What bench/gpu_pack.sh made is found in build/gpu-pack. WHEELS=FOLDER:
+# other libraries to compare with, as *.whl files, which are unpacked beside the environment and not into it; zerokern's
+# own, if it is of these sources, saves the build. Needs python3 (or $PYTHON) with torch and triton, cmake and a C++
 # compiler; no network. Where pip cannot install (no scikit-build-core, say), the library is built by cmake alone and
 # used from a folder. What else is missing is named in one line, and the rest runs. Whatever stops it, OUT/gpu.json holds
 # what was known a second before. A result is never overwritten: OUT is a new folder, or one without such a file.
@@ -45,6 +47,8 @@ export PATH=$PATH:/usr/local/cuda/bin
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 # all ranks are on this machine, which may have no name that resolves
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+# a cache of Triton serves only in the folder where it was made, so that is the same one on all machines
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/var/tmp/zerokern-triton}
 
 installed() { # the package of this tree, into the environment of $python
     timeout 240 "$python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall "$root"
@@ -111,6 +115,8 @@ build() { # zerokern for $python
 
 site='' log=$out/build.log
 [[ ! -e $log ]] || log=$out/build-${section:-all}.log
+pack=$root/build/gpu-pack
+[[ ! -d $pack/wheels || -n ${WHEELS-} || ${#rehearse[@]} -gt 0 ]] || WHEELS=$pack/wheels
 [[ -z ${WHEELS-} ]] || unpack "$(cd "$WHEELS" && pwd)"
 if ((${#rehearse[@]})); then
     # the interpreter of Triton decides when it is imported, so for the whole process; toy sizes need one thread, and
@@ -130,4 +136,4 @@ fi
 
 # Away from the sources, which `python -m` would put before what is installed.
 cd "$out"
-exec "$python" -m zerokern.bench.gpu "${rehearse[@]}" --tree "$root" --within $((within - SECONDS)) "$out" ${section:+"$section"}
+exec "$python" -m zerokern.bench.gpu "${rehearse[@]}" --tree "$root" --pack "$pack" --within $((within - SECONDS)) "$out" ${section:+"$section"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -16,6 +17,9 @@ from zerokern.core import env, native
 from .buffers import huge_page_setting
 from .measure import Measurement
 
+SOURCES = {".py", ".c", ".cpp", ".h", ".def", ".cu", ".cuh", ".sh", ".txt"}
+NO_TREE = "unknown: no source tree of this package is at hand"
+PACKED = "build/gpu-pack/COMMIT"
 PACKAGES = ("zerokern", "torch", "numpy", "deepspeed", "torchao", "bitsandbytes")
 
 
@@ -94,11 +98,45 @@ def today() -> str:
 
 
 def commit() -> str:
-    """The commit of the source tree that runs, marked where it has changes; "" where no tree is at hand."""
+    """The commit of the source tree that runs, marked where it has changes; where none is at hand, that in words."""
     here = Path(__file__).resolve().parent
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
-        return _described(here)
-    return _described(Path.cwd()) if _is_copy_of(Path.cwd()) else ""
+        return _described(here) or NO_TREE
+    return (_is_copy_of(Path.cwd()) and _described(Path.cwd())) or NO_TREE
+
+
+def commit_of(tree: Path | None) -> str:
+    """The commit of the source tree that an installed package was made of; where there is none, why, in words.
+
+    A copy without .git has the file that `bench/gpu_pack.sh` writes: the commit, and a digest of what was packed.
+    """
+    if tree is None:
+        return commit()
+    if _git(tree, "ls-files", "--error-unmatch", "bench/machine.py"):
+        return _described(tree)
+    packed = _lines(str(tree / PACKED))
+    if len(packed) < 2:
+        return f"unknown: there was neither .git nor {PACKED} in the source tree"
+    return packed[0] if packed[1] == digest(tree) else f"{packed[0]}, and changed since it was packed"
+
+
+def digest(tree: Path) -> str:
+    """SHA-256 over the sources of a tree: what is compiled, run or measured with."""
+    found = hashlib.sha256()
+    for name in sorted(sources(tree)):
+        found.update(name.encode() + b"\0" + (tree / name).read_bytes())
+    return found.hexdigest()
+
+
+def sources(tree: Path) -> list[str]:
+    """The names of these files. What was built beside them is none."""
+    built = {"lib", "include", "__pycache__"}
+    return [
+        path.relative_to(tree).as_posix()
+        for folder in ("zerokern", "bench", "examples", "cpu", "cuda", "tests")
+        for path in (tree / folder).rglob("*")
+        if path.suffix in SOURCES and not built & set(path.relative_to(tree).parts)
+    ]
 
 
 def _is_copy_of(tree: Path) -> bool:
@@ -127,3 +165,7 @@ def _output(*command: str, folder: Path | None = None) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+if __name__ == "__main__":  # what `bench/gpu_pack.sh` writes into PACKED, in the source tree
+    print(commit_of(Path.cwd()), digest(Path.cwd()), sep="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ def ratio_text(ratio: Estimate) -> str:
     """
     >>> ratio_text(Estimate(1.14, 1.12, 1.153))
     '1.14x [1.12 1.15]'
+    >>> ratio_text(Estimate(1.14, math.nan, math.nan))  # too few rounds for an interval
+    '1.14x'
     """
+    if math.isnan(ratio.low):
+        return f"{ratio.median:.2f}x"
     return f"{ratio.median:.2f}x [{ratio.low:.2f} {ratio.high:.2f}]"
 
 

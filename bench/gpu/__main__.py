@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zerokern.core.errors import got
 
+from . import triton_cache
 from .runner import Run
 from .schema import check
 from .sections import ALONE, BUILD_S, SECTIONS, WITHIN_S
@@ -28,6 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on a CPU at toy sizes; nothing is measured")
     parser.add_argument("--tree", type=Path, metavar="FOLDER", help="the sources, for their tests")
     parser.add_argument(
+        "--pack", type=Path, metavar="FOLDER", help="what bench/gpu_pack.sh made: a Triton cache, earlier results"
+    )
+    parser.add_argument(
         "--within", type=float, default=WITHIN_S - BUILD_S, metavar="S", help="seconds for all sections (%(default).0f)"
     )
     args = parser.parse_args(arguments)
@@ -39,11 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(got("section", args.section, ", ".join(names)))
     if args.out is None or not args.out.is_dir():
         parser.error(f"{args.out}: there is no such folder")
-    settings = Settings(args.rehearse, args.tree)
+    settings = Settings(args.rehearse, args.tree, args.pack)
     chosen = [args.section] if args.section else everything
     words = ["bench/gpu.sh", "OUT", *chosen[: len(chosen) == 1], *(["--rehearse"] if args.rehearse else [])]
+    key = ""
+    if not args.rehearse:
+        key = triton_cache.key()
+        print(triton_cache.load((args.pack or args.out) / triton_cache.NAME, key), flush=True)
     try:
-        return Run(args.out.resolve(), chosen, settings, args.within, shlex.join(words)).run()
+        return Run(args.out.resolve(), chosen, settings, args.within, shlex.join(words), key).run()
     except FileExistsError as error:
         parser.error(f"{error.filename} exists already, and a result is never overwritten; name another folder")
 

@@ -32,7 +32,8 @@ class Asked:
 
 
 ASKED = (
-    Asked("ranks.fsdp2", "two GPUs, stage 2 vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("ranks.fsdp2_stage2", "two GPUs, stage 2 vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("ranks.fsdp2_stage3", "two GPUs, stage 3 vs FSDP2, gathered twice", "x", 1.0),
     Asked("ranks.ddp", "two GPUs, stage 2 vs DDP", "x", 1.0),
     Asked("update.copy_share", "every update format, one flat span: share of the copy bandwidth, the worst", "", 0.92),
     Asked("optim.flat", "fp32 AdamW, one flat span, vs torch fused", "x", 1.0),
@@ -55,14 +56,34 @@ ASKED = (
     Asked("zero.overhead", "zk.shard on one rank, stages 0 to 3: step beyond that of plain parameters", " %", most=2.0),
     Asked("zero.reserved", "stage 3, steps of odd sizes: most reserved over most allocated", "x", most=1.3),
     Asked("step1b.ms", "exact step of 1B parameters", " ms", most=6.6),
-    Asked("zero.fsdp2", "1B, 16k tokens, stage 2 through NCCL on one rank vs FSDP2", "x", 1.0),
+    Asked("zero.fsdp2_stage2", "1B, 16k tokens, stage 2 through NCCL vs FSDP2, gathered until backward", "x", 1.0),
+    Asked("zero.fsdp2_stage3", "1B, 16k tokens, stage 3 through NCCL vs FSDP2, gathered twice", "x", 1.0),
     Asked("offload.delayed", "1B, int8 on the host, Delayed: share of no offload from 16k tokens a step on", "", 0.95),
     Asked("offload.overlap", "the same with overlap, from 32k tokens on", "", 0.90),
     Asked("offload.deepspeed", "1B, exact, overlap vs DeepSpeed's offload", "x", 1.5),
     Asked("offload.fsdp2", "1B, exact, overlap vs FSDP2's CPUOffloadPolicy", "x", 1.5),
     Asked("offload.exposed", "1B, exact, overlap: exposed time from 16k tokens on", " %", most=5.0),
     Asked("offload.host_syncs", "host syncs of a step that a deeper model has more", "", most=0.0),
+    Asked("stage3.fsdp2", "152M, 8k tokens, stage 3 through NCCL vs FSDP2, gathered twice", "x", 1.0),
+    Asked("exact.bits", "1B, exact: elements and losses that differ, overlap vs sync, 4 clipped steps", "", most=0.0),
+    Asked("exact.delayed", "1B, exact, 16k tokens: Delayed, share of no offload", "", 0.95),
+    Asked("exact.overlap", "the same with overlap", "", 0.95),
+    Asked("exact.budget", "the same with overlap and 8 GiB of state on the GPU", "", 0.95),
+    Asked("exact.update_device", 'the same with overlap and update="device"', "", 0.95),
+    Asked("muon.torch", "zk.Muon, 78 matrices of 3.7M, vs torch.optim.Muon", "x", 1.0),
+    Asked("muon.dion", "the same vs dion", "x", 1.0),
+    Asked("graphs.loss", "CUDA graphs under zk.shard: largest difference of a loss", "", most=0.0),
+    Asked("keep.cpu", "keep='cpu': largest difference of a loss", "", most=0.0),
+    Asked("keep.disk", "keep=zk.Nvme: the same", "", most=0.0),
+    Asked("soak.grown", "memory that a soak takes more at its end", " GB", most=0.05),
     Asked("eight.exact", "exact, state on the host, trained on one GPU and its host", "B", 8.0),
+    Asked("infinity.share", "1B, parameters on the host: share of parameters on the device, 16k tokens", "", 0.97),
+    Asked("infinity.loss", "loss after 4 steps against parameters on the device, 1B", " %", most=1.0),
+    Asked("infinity.state_disk", "exact, parameters on the device and state on the disk, 4 steps on one GPU", "B", 8.0),
+    Asked("infinity.host", "exact, parameters and state on the host, 4 steps on one GPU", "B", 8.0),
+    Asked("infinity.disk", "exact, parameters on the disk and state on the host, the same", "B", 8.0),
+    Asked("infinity.int8", "int8 states with split8, parameters and state on the host, the same", "B", 15.0),
+    Asked("infinity.int8_disk", "int8 states with split8, parameters and state on the disk, the same", "B", 8.0),
 )
 ASKED_ALONE = (  # of sections that a run of everything does without
     Asked(
@@ -74,13 +95,6 @@ ASKED_ALONE = (  # of sections that a run of everything does without
     Asked("offloadmax.exact_bytes", "host memory of it at most, exact, per parameter", " B", most=14.2),
     Asked("offloadmax.int8_bytes", "host memory of it at most, int8 with split8, per parameter", " B", most=7.3),
     Asked("offloadmax.loss", "loss after 10 steps against no offload, at a size that fits", " %", most=1.0),
-    Asked("infinity.share", "1B, parameters on the host: share of parameters on the device, 16k tokens", "", 0.97),
-    Asked("infinity.loss", "loss after 4 steps against parameters on the device, 1B", " %", most=1.0),
-    Asked("infinity.state_disk", "exact, parameters on the device and state on the disk, 4 steps on one GPU", "B", 8.0),
-    Asked("infinity.host", "exact, parameters and state on the host, 4 steps on one GPU", "B", 8.0),
-    Asked("infinity.disk", "exact, parameters on the disk and state on the host, the same", "B", 8.0),
-    Asked("infinity.int8", "int8 states with split8, parameters and state on the host, the same", "B", 15.0),
-    Asked("infinity.int8_disk", "int8 states with split8, parameters and state on the disk, the same", "B", 8.0),
 )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import zerokern
 
-from ..machine import commit, cpu_model, memory_gib, today, versions
+from ..machine import commit_of, cpu_model, memory_gib, today, versions
 
-PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "torchao", "bitsandbytes", "flashoptim")
-PEERS = ("torchao", "bitsandbytes", "flashoptim", "deepspeed")
+PEERS = ("torchao", "bitsandbytes", "flashoptim", "deepspeed", "dion")
+PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", *PEERS)
 QUERY = (
     "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max,"
     "ecc.mode.current"
@@ -83,13 +83,13 @@ def packages() -> dict[str, str]:
     return found
 
 
-def birth(command: str) -> dict[str, Any]:
+def birth(command: str, tree: Path | None) -> dict[str, Any]:
     """When, where and of what a GPU result was made; `absent` are the peers that are not installed there."""
     there = packages()
     return {
         "op": "gpu",
         "date": today(),
-        "commit": commit(),
+        "commit": commit_of(tree),
         "sources_sha256": sources_digest(),
         "command": command,
         "machine": {"cpu": cpu_model(), "memory_gib": memory_gib(), "gpu": gpu()},

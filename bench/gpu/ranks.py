@@ -86,8 +86,9 @@ def main(arguments: Sequence[str]) -> None:
         tokens = TOY_TOKENS if settings.rehearse else TOKENS
         outcome = desk.contest(contest(stage, tokens))
         tell_speeds(desk, "ranks: two GPUs", outcome, stage.shape, tokens)
-        for peer in (plain_training.FSDP2, DDP):
-            desk.ratio_to_fastest(f"ranks.{peer}", outcome, name_of(COMPARED), [peer])
+        for number, peer in plain_training.FSDP2.items():
+            desk.ratio_to_fastest(f"ranks.fsdp2_stage{number}", outcome, name_of(number), [peer])
+        desk.ratio_to_fastest("ranks.ddp", outcome, name_of(COMPARED), [DDP])
     finally:
         dist.destroy_process_group()
 
@@ -111,9 +112,9 @@ def contest(stage: Stage, tokens: int) -> Contest:
     ours = {name_of(n): of(name_of(n), functools.partial(sharded, number=n), BYTES) for n in STAGES}
     wide = 4 * plain_training.PER_ELEMENT
     peers = {
-        plain_training.FSDP2: of(
-            plain_training.FSDP2, plain_training.fsdp2, wide, wiring=plain_training.WIRINGS[plain_training.FSDP2]
-        ),
+        name: of(name, functools.partial(plain_training.fsdp2, number=n), wide, wiring=plain_training.WIRINGS[name])
+        for n, name in plain_training.FSDP2.items()
+    } | {
         DDP: of(DDP, ddp, wide, wiring=f"fp32 under autocast, buckets of 25 MB as views, {plain_training.FUSED}"),
     }
     title = f"step of a bf16 GPT, {stage.shape.numel:,} parameters, {tokens:,} tokens, {dist.get_world_size()} ranks"

@@ -52,10 +52,9 @@ class Desk:
         """A figure that something is asked of."""
         found: dict[str, Any] = {"key": key, "of": of}
         if not self.settings.rehearse:
-            if isinstance(value, Estimate):
-                found |= {"value": round(value.median, 4), "low": round(value.low, 4), "high": round(value.high, 4)}
-            else:
-                found["value"] = round(value, 4)
+            found["value"] = round(value.median if isinstance(value, Estimate) else value, 4)
+            if isinstance(value, Estimate) and not math.isnan(value.low):
+                found |= {"low": round(value.low, 4), "high": round(value.high, 4)}
         self._keep("figure", found)
 
     def fact(self, name: str, value: object) -> None:
@@ -117,9 +116,16 @@ def outcome_json(outcome: Outcome, rehearsal: bool) -> dict[str, Any]:
     for row in rows:
         if math.isnan(row["roof_share"]):
             row["roof_share"] = None
+        row["ns_interval"] = _known(row["ns_interval"])
+        row["ratio_interval"] = {peer: _known(interval) for peer, interval in row["ratio_interval"].items()}
         if rehearsal:
             for name in TIMES:
                 del row[name]
     if rehearsal:
         about["roof_gb_s"] = dict.fromkeys(about["roof_gb_s"])
     return {"contest": about, "rows": rows}
+
+
+def _known(interval: list[float]) -> list[float] | None:
+    """An interval, or None where there were too few rounds for one."""
+    return None if any(map(math.isnan, interval)) else interval

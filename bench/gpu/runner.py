@@ -7,9 +7,11 @@ JSON is written anew each second, so that whatever ends the run leaves a file th
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -24,19 +26,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import asked, lines, machine, warm
+from . import asked, lines, machine, minutes, triton_cache, warm
 from .clock import Budget, EventClock, RehearsalClock
+from .minutes import TO_CONCLUDE_S
 from .report import Desk
 from .schema import SCHEMA, check
 from .sections import ALONE, SECTIONS, Section
 from .sections.commands import die_with_parent
 from .settings import Settings
 
-GRACE = 1.5  # a section that is late does fewer rounds; one that is later than this is stopped
+GRACE = 1.25  # a section that is late does fewer rounds; one that is later than this is stopped
 WARM_S = 90.0
 TRACEBACK_S = 0.5
 WRITTEN_EVERY_S = 1.0
-TO_CONCLUDE_S = 3.0
 REHEARSAL = "REHEARSAL on a CPU: nothing here is a measurement"
 
 
@@ -62,8 +64,11 @@ class Running:
 class Run:
     """One call of `bench/gpu.sh`: `out` gets `<stem>.json`, `<stem>.txt` and the logs of the sections."""
 
-    def __init__(self, out: Path, names: Sequence[str], settings: Settings, within_s: float, command: str) -> None:
-        self.out, self.settings, self.command = out, settings, command
+    def __init__(
+        self, out: Path, names: Sequence[str], settings: Settings, within_s: float, command: str, cache: str = ""
+    ) -> None:
+        """`cache`: the key of Triton's cache, which is kept in `out`; "" for none."""
+        self.out, self.settings, self.command, self.cache = out, settings, command, cache
         self.sections = [one for one in (*SECTIONS, *ALONE) if one.name in names]
         self.all = Budget(within_s)
         stem = "rehearsal" if settings.rehearse else "gpu"
@@ -76,6 +81,7 @@ class Run:
         self.running: list[Running] = []
         self.interrupted = ""
         self.failed = False
+        self.warmed = False
 
     @property
     def path(self) -> Path:
@@ -88,7 +94,8 @@ class Run:
 
     def run(self) -> int:
         """All sections; returns 0 where each ran to its end."""
-        self.birth = machine.birth(self.command)
+        self.birth = machine.birth(self.command, self.settings.tree)
+        self.birth["digests"] = minutes.digests(self.sections, self.settings.tree, self.birth["versions"])
         self._write(new=True)
         if self.settings.rehearse:
             self.say(REHEARSAL)
@@ -109,15 +116,47 @@ class Run:
 
     def _run_all(self, folder: Path) -> None:
         sections = [one for one in self.sections if self._has_gpus(one)]
-        self._side_by_side([one for one in sections if not one.timed], folder)
-        timed = [one for one in sections if one.timed]
-        for i, one in enumerate(timed):
-            share = one.seconds / sum(section.seconds for section in timed[i:])
-            most = 2 * one.seconds if len(self.sections) > 1 else self.all.left - 2 * TO_CONCLUDE_S
-            seconds = min(most, self.all.left * share)
-            started = self._start(one, seconds, self.all.left - TO_CONCLUDE_S, folder)
-            if started is not None:
-                self._end(started)
+        if len(self.sections) == 1:  # asked for by name: it runs, known or not, and has all the time
+            sections = [minutes.alone(one) for one in sections]
+        else:
+            sections = [one for one in sections if not self._is_known(one)]
+        if self.settings.rehearse:
+            sections = [dataclasses.replace(one, least=-math.inf) for one in sections]
+
+        def start(section: Section, seconds: float) -> None:
+            following = sections[sections.index(section) :]
+            if section.timed and getattr(section_module(section), "warmers", None):
+                self._warm(following, min(WARM_S, 0.3 * self.all.left))
+                seconds = min(seconds, self.all.left - TO_CONCLUDE_S)
+            started = self._start(section, seconds, self.all.left - TO_CONCLUDE_S, folder)
+            if not section.timed:
+                self._warm(following, seconds)
+            self._end(started)
+
+        minutes.in_order(sections, lambda: self.all.left, start, self._refuse)
+
+    def _refuse(self, section: Section, left_s: float) -> None:
+        self._could_not(section.name, f"{max(0.0, left_s):.0f} s were left for it, and it needs {section.least:.0f}")
+
+    def _is_known(self, section: Section) -> bool:
+        if self.settings.rehearse:
+            return False
+        device = self.birth["machine"]["gpu"].get("name", "")
+        file = minutes.known(minutes.kept(self.settings.tree, self.settings.pack), device, self.birth["digests"]).get(
+            section.name
+        )
+        if file is not None:
+            self._skip(section.name, f"known: {file} has it of this GPU and of the same sources")
+        return file is not None
+
+    def _warm(self, sections: Sequence[Section], limit_s: float) -> None:
+        """Compiles, once, what those of these sections need that will find time."""
+        if self.warmed:
+            return
+        self.warmed = True
+        names = [name for name, _ in minutes.schedule(sections, self.all.left)]
+        if jobs := warm.jobs(names, self.settings):
+            self.say(warm.compile_all(jobs, self.settings.sizes.compilers, limit_s))
 
     def _has_gpus(self, section: Section) -> bool:
         if section.gpus == 1 or self.settings.rehearse:
@@ -127,33 +166,7 @@ class Run:
             self._skip(section.name, f"this machine has {there} GPU{'s'[: there != 1]}, and it needs {section.gpus}")
         return there >= section.gpus
 
-    def _side_by_side(self, sections: Sequence[Section], folder: Path) -> None:
-        """Sections that nobody measures, while the kernels of those that follow are compiled."""
-        share = 0.3 if any(one.timed for one in self.sections) else 1.0
-        alone = len(self.sections) == 1
-        started = [
-            self._start(
-                one,
-                self.all.left - 2 * TO_CONCLUDE_S if alone else min(one.seconds, self.all.left * share),
-                self.all.left - TO_CONCLUDE_S,
-                folder,
-            )
-            for one in sections
-        ]
-        jobs = warm.jobs([one.name for one in self.sections], self.settings)
-        if jobs:
-            limit_s = min(WARM_S, self.all.left * 0.3)
-            self.say(warm.compile_all(jobs, self.settings.sizes.compilers, limit_s))
-        for one in started:
-            if one is not None:
-                self._end(one)
-
-    def _start(self, section: Section, seconds: float, most: float, folder: Path) -> Running | None:
-        if seconds < section.least and not self.settings.rehearse:
-            self._could_not(
-                section.name, f"{max(0.0, seconds):.0f} s were left for it, and it needs {section.least:.0f}"
-            )
-            return None
+    def _start(self, section: Section, seconds: float, most: float, folder: Path) -> Running:
         self.say(f"\n=== {section.name}: {section.what} ({seconds:.0f} s)")
         file = folder / f"{section.name}.jsonl"
         file.touch()
@@ -238,6 +251,8 @@ class Run:
 
     def _conclude(self) -> None:
         self._write()
+        if self.cache and not self.interrupted:
+            self.say(triton_cache.save(self.out, self.cache))
         found = self.content()
         told = ["", *asked.verdict_lines(found["asked"]), ""]
         told += [f"could not run {entry['key']}: {entry['why']}" for entry in found["could_not"]]
@@ -265,6 +280,10 @@ def _stoppable() -> Iterator[None]:
             signal.signal(one, before)
 
 
+def section_module(section: Section) -> Any:
+    return importlib.import_module(f"{__package__}.sections.{section.name}")
+
+
 def _section(section: Section, settings: Settings, seconds: float, file: Path, log: Path, out: Path) -> None:
     """The child: what it says goes to the terminal and the log, what its libraries write to the log alone."""
     os.setsid()
@@ -286,7 +305,7 @@ def _section(section: Section, settings: Settings, seconds: float, file: Path, l
     clock = RehearsalClock() if settings.rehearse or not section.timed else EventClock(settings.device)
     desk = Desk(settings, clock, Budget(seconds), file, say, log)
     try:
-        module = importlib.import_module(f"{__package__}.sections.{section.name}")
+        module = section_module(section)
         module.run(desk) if section.timed else module.run(desk, out)
         if section.timed and not settings.rehearse:
             desk.fact(f"gpu after {section.name}", machine.gpu_state())

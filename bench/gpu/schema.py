@@ -12,17 +12,18 @@ from typing import Any, NoReturn
 
 from . import asked
 from .lines import LISTS
-from .sections import NAMES
+from .sections import NAMES, OFFLOADING
+from .turns import LEAST_ROUNDS
 
-SCHEMA = 2
+SCHEMA = 3
 TEXT, NUMBER = (str,), (int, float)
 TOP: Mapping[str, tuple[type, ...]] = {
-    "date": TEXT, "commit": (str, type(None)), "sources_sha256": TEXT, "command": TEXT, "machine": (dict,),
+    "date": TEXT, "commit": TEXT, "sources_sha256": TEXT, "digests": (dict,), "command": TEXT, "machine": (dict,),
     "tools": (dict,), "versions": (dict,), "absent": (list,), "sections": (list,), "took": (dict,), "asked": (list,),
     "figures": (dict,), **dict.fromkeys(LISTS, (list,)),
 }  # fmt: skip
 ROW: Mapping[str, tuple[type, ...]] = {
-    "contest": TEXT, "name": TEXT, "ns": NUMBER, "ns_interval": (list,), "bytes": NUMBER, "gb_s": NUMBER,
+    "contest": TEXT, "name": TEXT, "ns": NUMBER, "ns_interval": (list, type(None)), "bytes": NUMBER, "gb_s": NUMBER,
     "roof_share": (int, float, type(None)), "lossy": TEXT, "peer": (bool,), "ratio": (dict,), "ratio_interval": (dict,),
 }  # fmt: skip
 CONTEST: Mapping[str, tuple[type, ...]] = {"name": TEXT, "rounds": (int,), "missing": (dict,), "peers": (dict,)}
@@ -58,7 +59,7 @@ def problems(content: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with it, one line each; nothing where it is a result.
 
     >>> list(problems({"op": "gpu", "schema": 1}))
-    ['schema=1; allowed: 2']
+    ['schema=1; allowed: 3']
     """
     if content.get("op") != "gpu":
         yield f"op={content.get('op')!r}; allowed: 'gpu'"
@@ -85,6 +86,8 @@ def _machine(content: Mapping[str, Any]) -> Iterator[str]:
         datetime.date.fromisoformat(content["date"][:10])
     except ValueError:
         yield f"date={content['date']!r}; allowed: a date such as 2026-11-26"
+    if not re.match(r"[0-9a-f]{7,}|unknown: .", content["commit"]):
+        yield f"commit={content['commit']!r}; allowed: what `git describe` says of it, or 'unknown: ' and why"
     if not re.fullmatch("[0-9a-f]{64}", content["sources_sha256"]):
         yield f"sources_sha256={content['sources_sha256']!r}; allowed: 64 hexadecimal digits"
     gpu = content["machine"].get("gpu")
@@ -114,6 +117,7 @@ def _cut_short(content: Mapping[str, Any]) -> bool:
 
 def _contests(content: Mapping[str, Any]) -> Iterator[str]:
     names = []
+    few = {about.get("name") for about in content["contests"] if _few(about.get("rounds"))}
     for about in content["contests"]:
         yield from _typed(about, CONTEST, f"contest {about.get('name')!r}")
         names.append(about.get("name"))
@@ -127,11 +131,18 @@ def _contests(content: Mapping[str, Any]) -> Iterator[str]:
             continue
         if row["contest"] not in names:
             yield f"{where} is of a contest that is not there: {row['contest']!r}"
-        low, high = (*row["ns_interval"], math.nan, math.nan)[:2]
+        low, high = (row["ns"],) * 2 if row["ns_interval"] is None else (*row["ns_interval"], math.nan, math.nan)[:2]
         if not 0 < low <= row["ns"] <= high:
             yield f"{where}: ns={row['ns']} with ns_interval={row['ns_interval']}; allowed: 0 < low <= ns <= high"
+        told = [row["ns_interval"], *row["ratio_interval"].values()]
+        if row["contest"] in few and any(interval is not None for interval in told):
+            yield f"{where} has intervals of fewer than {LEAST_ROUNDS} rounds"
         if set(row["ratio"]) != set(row["ratio_interval"]):
             yield f"{where}: ratio and ratio_interval tell of others: {set(row['ratio']) ^ set(row['ratio_interval'])}"
+
+
+def _few(rounds: object) -> bool:
+    return isinstance(rounds, int) and rounds < LEAST_ROUNDS
 
 
 def _rows_of(content: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[Any]:
@@ -146,6 +157,10 @@ def _figures(content: Mapping[str, Any]) -> Iterator[str]:
             return
         if "low" in figure and not figure["low"] <= value <= figure["high"]:
             yield f"figure {key}: {value} is not between {figure['low']} and {figure['high']}"
+    told = {fact.get("name") for fact in content["facts"]}
+    for section in OFFLOADING:
+        if any(key.startswith(f"{section}.") for key in content["figures"]) and f"host memory: {section}" not in told:
+            yield f"section {section} has figures, and no fact 'host memory: {section}': what bounds them is unknown"
     why_not = {entry["key"]: entry["why"] for entry in content["could_not"] if {"key", "why"} <= set(entry)}
     if content["asked"] != asked.verdicts(content["figures"], why_not, content["sections"], False):
         yield "asked is not what this version asks of these figures: it was edited, or is of another version"

@@ -49,11 +49,13 @@ TOY = Sizes(
 class Settings:
     """Where a run happens and how large it is. `impl` is what the ops are told, None where the device decides.
 
-    `tree`: the sources, whose tests are run; the package itself may be installed anywhere.
+    `tree`: the sources, whose tests are run; the package itself may be installed anywhere. `pack`: what
+    `bench/gpu_pack.sh` made.
     """
 
     rehearse: bool = False
     tree: Path | None = None
+    pack: Path | None = None
 
     @property
     def sizes(self) -> Sizes:

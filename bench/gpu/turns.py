@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 from ..contest import Missing, Provider, WrongResult
 from ..run import Outcome, Row
-from ..timers import median_estimate, paired_ratio
+from ..timers import Estimate, median_estimate
 from .clock import Budget, Clock, repeats_for
 from .settings import Settings
 
 COPY = (1, 0, 1)
-LEAST_ROUNDS = 7  # fewer give no 95 % interval
+LEAST_ROUNDS = 7  # of fewer no interval is told
 FEWEST_ROUNDS = 3  # of a contest that is so late that others lose their time
 VERY_LATE = 0.3  # of its time, beyond it
 KEPT_EVERY_S = 3.0
@@ -206,14 +206,27 @@ def _row(
     shares = [provider.nbytes / time / rate for time, rate in zip(ns, roof, strict=True)] if roof else [float("nan")]
     return Row(
         name=name,
-        ns=median_estimate(ns),
+        ns=estimate(ns),
         nbytes=provider.nbytes,
         numel=contest.numel,
         lossy=provider.lossy,
         roof_share=median_estimate(shares).median,
-        ratio={peer: paired_ratio(times, ns) for peer, times in theirs.items()},
+        ratio={
+            peer: estimate([their / own for their, own in zip(times, ns, strict=True)])
+            for peer, times in theirs.items()
+        },
         is_peer=is_peer,
     )
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median with its 95 % interval; without one, as NaN, where there are fewer than LEAST_ROUNDS values.
+
+    >>> estimate([3.0, 1.0, 2.0])
+    Estimate(median=2.0, low=nan, high=nan)
+    """
+    found = median_estimate(values)
+    return found if len(values) >= LEAST_ROUNDS else Estimate(found.median, math.nan, math.nan)
 
 
 def in_turn(providers: Sequence[Provider]) -> Provider:

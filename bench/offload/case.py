@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerokern.examples.model import Shape
+from zerokern.examples.model import VOCABULARY, Shape
 
 from . import device
 
@@ -36,10 +36,15 @@ class Case:
     tokens: tuple[int, ...]
     steps: int
     on: str = "cuda"
+    words: int = VOCABULARY
 
     @property
     def shape(self) -> Shape:
         return Shape(self.layers, self.width, self.context)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel + (self.words - VOCABULARY) * self.width
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -98,14 +103,15 @@ def main(text: str, case_of: Callable[[str], Case] = Case.from_json, trainer: Ma
     case = case_of(text)
     where = torch.device(case.on)
     # code, context and threads of libraries count for nobody
-    warm = dataclasses.replace(case, layers=WARM.layers, width=WARM.width, context=WARM.context)
+    small = {"layers": WARM.layers, "width": WARM.width, "context": WARM.context, "words": VOCABULARY}
+    warm = dataclasses.replace(case, **small)
     stage = device.Stage(where, WARM)
     made = trainer(stage, warm)
     made.step(*stage.batch(WARM.context))
     made.settle()
     del made
-    ask(ready=case.shape.numel)
-    train(case, device.Stage(where, case.shape), trainer)
+    ask(ready=case.numel)
+    train(case, device.Stage(where, case.shape, words=case.words), trainer)
     ask(ended=True)
 
 

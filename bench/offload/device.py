@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerokern as zk
-from zerokern.examples.model import GPT, Shape
+from zerokern.examples.model import GPT, VOCABULARY, Shape
 from zerokern.examples.text import Batches, read_text
 
 from .ours import DELAYED, OVERLAP, RESIDENT, SYNC, keywords, settle
@@ -45,6 +45,7 @@ class Stage:
     device: torch.device
     shape: Shape
     recompute: bool = True
+    words: int = VOCABULARY
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> GPT:
         """The same values for everyone, which bf16 holds exactly; made where they will lie."""
@@ -54,6 +55,9 @@ class Stage:
             with torch.random.fork_rng(), torch.device(self.device):
                 torch.manual_seed(0)
                 model = GPT(self.shape)
+                if self.words != VOCABULARY:  # the same text, of words that it has few of
+                    model.tokens = nn.Embedding(self.words, self.shape.width)
+                    nn.init.normal_(model.tokens.weight, std=0.02)
         finally:
             torch.set_default_dtype(before)
         return recomputing(model.to(dtype)) if self.recompute else model.to(dtype)
@@ -94,15 +98,19 @@ def plain_loop(model: nn.Module, update: Update) -> Callable[[Tensor, Tensor], T
     return step
 
 
-def ours(stage: Stage, name: str, form: str, **more: Any) -> Trainer:
+def ours(
+    stage: Stage, name: str, form: str, seen: Callable[[nn.Module, Any], object] | None = None, **more: Any
+) -> Trainer:
     """zk.AdamW with its state on the device, or on the host in one of the schedules; with `more` of its arguments.
 
     Under zk.shard, where a block's forward waits for its own parameters: plain ones are complete when step() returns.
+    `seen` gets the model and its optimizer.
     """
     model = stage.model() if name == RESIDENT else zk.shard(stage.model(), stage=SHARDED)
-    optimizer: Any = zk.AdamW(
-        model.parameters(), max_grad_norm=MAX_NORM, **FORMATS[form], **keywords(name), **HYPER, **more
-    )  # fmt: skip
+    given = {"max_grad_norm": MAX_NORM, **FORMATS[form], **keywords(name), **HYPER, **more}
+    optimizer: Any = zk.AdamW(model.parameters(), **given)
+    if seen is not None:
+        seen(model, optimizer)
 
     def update() -> None:
         optimizer.step()

@@ -245,7 +245,7 @@ def test_lossy_rows_are_marked() -> None:
     assert any("lossy" in line for line in lines[2:])
 
 
-@each("changed, commit", [(False, "0123abc"), (True, "")])
+@each("changed, commit", [(False, "0123abc"), (True, "unknown: no source tree of this package is at hand")])
 def test_an_installed_package_knows_the_tree_it_was_made_of(
     changed: bool, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

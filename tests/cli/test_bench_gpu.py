@@ -27,7 +27,7 @@ asked, machine, report, runner, sections, settings, tests = (
 
 MEASURED = {*report.TIMES, "value", "low", "high"}
 # A rehearsal cannot run what needs CUDA itself, and what is not installed.
-EXPECTED = ("batch.engine", "copies.engine", "eightbit.", "offload.deepspeed")
+EXPECTED = ("batch.engine", "copies.engine", "eightbit.", "offload.deepspeed", "muon.dion")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,7 @@ class TestRehearsal:
         self.every_section_runs_to_its_end(found)
         self.every_contestant_but_those_not_installed_is_right(found)
         self.the_library_moves_what_one_rank_would_leave_out(found)
+        self.what_bounds_an_offload_is_measured_beside_it(found)
         self.every_line_that_is_asked_for_is_there(found)
         self.nothing_in_it_can_be_taken_for_a_measurement(found, shown)
 
@@ -105,11 +106,16 @@ class TestRehearsal:
         (counts,) = [fact["found"] for fact in found["facts"] if "collectives of gloo" in fact["name"]]
         assert all(counts[kind] > 0 for kind in zero.MOVES)
 
+    def what_bounds_an_offload_is_measured_beside_it(self, found: dict) -> None:
+        told = {fact["name"] for fact in found["facts"]}
+        offloading = set(sections.OFFLOADING) - {one.name for one in sections.ALONE}
+        assert {f"host memory: {name}" for name in offloading} <= told
+
     def every_line_that_is_asked_for_is_there(self, found: dict) -> None:
         told = {line["key"]: line["measured"] for line in found["asked"]}
         assert list(told) == [one.key for one in asked.ASKED]
         rehearsed = {key for key, measured in told.items() if measured == "rehearsed"}
-        peers = {"eightbit.bitsandbytes", "eightbit.flashoptim", "eightbit.torchao", "offload.deepspeed"}
+        peers = {"eightbit.bitsandbytes", "eightbit.flashoptim", "eightbit.torchao", "offload.deepspeed", "muon.dion"}
         assert set(told) - rehearsed <= peers
 
     def nothing_in_it_can_be_taken_for_a_measurement(self, found: dict, shown: str) -> None:
@@ -204,7 +210,7 @@ for name in ("is_available", "device_count", "_lazy_init", "init", "current_devi
 from zerokern.bench.gpu import machine, runner, settings, warm
 from zerokern.bench.gpu.sections import ALONE, SECTIONS
 print(len(warm.jobs([one.name for one in (*SECTIONS, *ALONE)], settings.Settings(False))), machine.gpus())
-machine.birth("test")
+machine.birth("test", None)
 """
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
         assert ran.returncode == 0, ran.stderr

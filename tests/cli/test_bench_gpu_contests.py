@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from importlib import import_module
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from tables import each
 
-asked, clock, lists, problem, settings, turns = (
-    import_module(f"zerokern.bench.gpu.{name}") for name in ("asked", "clock", "lists", "problem", "settings", "turns")
+asked, clock, lists, problem, report, settings, turns = (
+    import_module(f"zerokern.bench.gpu.{name}")
+    for name in ("asked", "clock", "lists", "problem", "report", "settings", "turns")
 )
 adam, contest, step, timers = (
     import_module(f"zerokern.bench.{name}") for name in ("ops.adam", "contest", "step", "timers")
@@ -46,8 +48,22 @@ class TestTurns:
         peers = {"torch": lambda: [provider("torch", "slow"), provider("torch", "quick")]}
         found, _ = measured({"a": 10.0, "slow": 50.0, "quick": 20.0}, {"a": lambda: [provider("a")]}, peers)
         assert found.chosen == {"torch": {"wiring": "quick"}}
-        assert found.rows[0].ratio["torch"] == timers.Estimate(2.0, 2.0, 2.0)
+        assert found.rows[0].ratio["torch"].median == 2.0
         assert {row.name for row in found.rows if row.is_peer} == {"torch, slow", "torch, quick"}
+
+    @each("rounds, told", [(3, False), (6, False), (7, True)])
+    def test_fewer_rounds_than_seven_have_no_interval(
+        self, rounds: int, told: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The lowest and the highest of 3 rounds were printed as one."""
+        monkeypatch.setattr(settings, "TOY", dataclasses.replace(settings.TOY, rounds=rounds))
+        peers = {"torch": lambda: [provider("torch", "fused")]}
+        found, _ = measured({"a": 10.0, "fused": 20.0}, {"a": lambda: [provider("a")]}, peers)
+        (line,) = [one for one in report.outcome_lines(found, False) if one.strip().startswith("a ")]
+        assert ("2.00x [2.00 2.00]" in line) == told and "2.00x" in line
+        row = report.outcome_json(found, False)["rows"][0]
+        assert row["ns_interval"] == ([10.0, 10.0] if told else None)
+        assert row["ratio_interval"] == {"torch": [2.0, 2.0] if told else None}
 
     def test_shares_are_of_the_fastest_copy(self) -> None:
         def roofs() -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tables import each
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 asked, main, schema = (import_module(f"zerokern.bench.gpu.{name}") for name in ("asked", "__main__", "schema"))
+bench_machine = import_module("zerokern.bench.machine")
 
 # Runs two sections that are functions; the second, which has a child, never ends.
 ENDLESS = """
@@ -117,8 +119,9 @@ def result(**more: Any) -> dict[str, Any]:
     """A whole result of one section."""
     figures = {"step1b.ms": {"of": "zk", "value": 6.5}}
     content = {
-        "schema": 2, "op": "gpu", "date": "2026-11-26T10:00:00+00:00", "commit": "", "sources_sha256": "0" * 64,
-        "command": "bench/gpu.sh OUT step1b", "machine": {"cpu": "x", "gpu": {"name": "NVIDIA H100"}}, "tools": {},
+        "schema": 3, "op": "gpu", "date": "2026-11-26T10:00:00+00:00", "commit": "0123456789ab",
+        "sources_sha256": "0" * 64, "digests": {}, "command": "bench/gpu.sh OUT step1b",
+        "machine": {"cpu": "x", "gpu": {"name": "NVIDIA H100"}}, "tools": {},
         "versions": {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}, "absent": ["torchao"],
         "sections": ["step1b"], "took": {"step1b": "9 s"}, "asked": asked.verdicts(figures, {}, ["step1b"], False),
         "figures": figures, "rows": [dict(ROW)], "contests": [{"name": "c", "rounds": 31, "missing": {}, "peers": {}}],
@@ -145,10 +148,15 @@ class TestSchema:
         "more, why",
         [
             ({"op": "adam"}, "op='adam'; allowed: 'gpu'"),
-            ({"schema": 1}, "schema=1; allowed: 2"),
+            ({"schema": 1}, "schema=1; allowed: 3"),
             ({"rehearsal": "on a CPU"}, "a rehearsal on a CPU, which measures nothing"),
             ({"took": None}, "took=None; allowed: dict"),
             ({"date": "today"}, "date='today'"),
+            ({"commit": ""}, "commit=''; allowed: what `git describe` says"),
+            (
+                {"contests": [{"name": "c", "rounds": 3, "missing": {}, "peers": {}}]},
+                "intervals of fewer than 7 rounds",
+            ),
             ({"sources_sha256": "abc"}, "sources_sha256='abc'"),
             ({"machine": {"gpu": {}}}, "nobody knows what was measured"),
             ({"versions": {"torch": "2.11"}}, "versions has no triton"),
@@ -162,6 +170,7 @@ class TestSchema:
             ({"rows": [{**ROW, "contest": "d"}]}, "of a contest that is not there: 'd'"),
             ({"rows": [{**ROW, "ratio": {}}]}, "ratio and ratio_interval tell of others: {'torch'}"),
             ({"contests": [{"name": "c", "rounds": 0, "missing": {}, "peers": {}}]}, "has times and no round"),
+            ({"figures": {"exact.delayed": {"of": "zk", "value": 0.9}}}, "no fact 'host memory: exact'"),
             ({"figures": {"step1b.ms": {"of": "zk", "value": None}}}, "value=None; allowed: a number"),
             ({"figures": {"step1b.ms": {"of": "zk", "value": 5.0}}}, "asked is not what this version asks"),
             ({"figures": {"step1b.ms": {"value": 5.0, "low": 6.0, "high": 7.0}}}, "5.0 is not between 6.0 and 7.0"),
@@ -177,6 +186,40 @@ class TestSchema:
         accepted, said = schema.check(file)
         assert not accepted and why in said
         assert schema.check(tmp_path / "none.json")[0] is False
+
+
+class TestCommit:
+    """It was "" in all three results of the first GPU: a run is made in OUT, where git knows nothing of the tree."""
+
+    def test_a_run_elsewhere_names_the_commit_of_the_tree(self, tmp_path: Path) -> None:
+        package, out = tmp_path / "installed" / "zerokern", tmp_path / "out"
+        shutil.copytree(ROOT / "zerokern", package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "bench", package / "bench", ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / "examples", package / "examples")
+        out.mkdir()
+        program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from zerokern.bench.gpu import __main__ as m; "
+        arguments = ["--rehearse", "--tree", str(ROOT), str(out), "step1b"]
+        ran = subprocess.run(
+            [sys.executable, "-c", f"{program}sys.exit(m.main())", str(package.parent), *arguments],
+            cwd=out, capture_output=True, text=True,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+        said = json.loads((out / "rehearsal-step1b.json").read_text())["commit"]
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        assert said[:12] == head[:12] or (not head and said.startswith("unknown: "))
+
+    def test_without_git_the_pack_names_it_or_words_say_why_not(self, tmp_path: Path) -> None:
+        (tmp_path / "bench").mkdir()
+        (tmp_path / "bench" / "machine.py").write_text("one")
+        assert bench_machine.commit_of(tmp_path).startswith("unknown: there was neither .git nor build/gpu-pack/COMMIT")
+        assert bench_machine.commit_of(None)
+        packed = tmp_path / bench_machine.PACKED
+        packed.parent.mkdir(parents=True)
+        packed.write_text(f"0123456789ab\n{bench_machine.digest(tmp_path)}\n")
+        assert bench_machine.commit_of(tmp_path) == "0123456789ab"
+        (tmp_path / "bench" / "machine.py").write_text("two")
+        assert bench_machine.commit_of(tmp_path) == "0123456789ab, and changed since it was packed"
 
 
 def wheel(folder: Path, name: str, text: str = "") -> Path:

@@ -181,3 +181,17 @@ def test_the_slowest_stage_is_told_of() -> None:
     assert desk.facts == {
         "zero: overhead in % of the step, vs zk.AdamW": dict(zip(NAMES, (0.0, 1.01, 25.0, -9.09), strict=True))
     }
+
+
+def test_each_stage_is_judged_against_the_fsdp2_that_gathers_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 3, which gathers twice, stood beside an FSDP2 that gathers once, and had no figure."""
+    for key in ("zero", "ranks"):
+        assert {f"{key}.fsdp2_stage{number}" for number in (2, 3)} <= {one.key for one in asked.ASKED}
+    where = device.Stage(torch.device("cpu"), zero.TOY, recompute=False)
+    contest_ = zero._at_scale(where, None, "gloo", 128)
+    assert set(plain.FSDP2.values()) <= set(contest_.peers)
+    made: list = []
+    monkeypatch.setattr(plain, "fully_shard", lambda module, **how: made.append(how.get("reshard_after_forward")))
+    for number in plain.FSDP2:
+        plain.fsdp2(where, number)
+    assert made == [*[False] * zero.TOY.layers, None, *[True] * zero.TOY.layers, None]  # None: the root

@@ -183,6 +183,31 @@ def failing_gather(world: World) -> tuple[str, UnitState, UnitState, UnitState]:
     return said, failed, again, unit.state
 
 
+@ranked
+def failing_allocation(world: World) -> tuple[UnitState, UnitState, Tensor | None]:
+    _model, unit = unit_of(world)
+    allocate = unit.memories[0].allocate
+
+    def broken() -> Any:
+        raise torch.OutOfMemoryError("no")
+
+    unit.memories[0].allocate = broken  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        unit.unshard()
+    failed = unit.state
+    unit.memories[0].allocate = allocate  # type: ignore[method-assign]
+    move(unit, "unshard", "wait_for_unshard")
+    return failed, unit.state, unit.entries[0].full.detach().clone() if memory_of(unit) else None
+
+
+def test_memory_that_could_not_be_allocated_is_asked_for_again() -> None:
+    """A unit that is GATHERING without its memory, as after Ctrl-C, is gathered by who next needs it."""
+    expected = built(lambda: nn.Sequential(nn.Linear(NUMEL, NUMEL), nn.Linear(NUMEL, NUMEL)))[0].weight
+    for failed, then, full in on_threads(2, failing_allocation):
+        assert (failed, then) == (GATHERING, WHOLE)
+        assert full is not None and torch.equal(full, expected)
+
+
 def test_a_gather_that_could_not_be_launched_is_ended_by_reshard() -> None:
     for said, failed, again, then in on_threads(2, failing_gather):
         assert (said, failed, again, then) == ("no", GATHERING, SHARDED, WHOLE)

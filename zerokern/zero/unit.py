@@ -135,8 +135,8 @@ class Unit:
         """Launch the gathers of the full parameters: SHARDED -> GATHERING."""
         self.active.add(self.number)
         self.wait_for_update()
-        if self.state is GATHERING:  # no update has come since that began
-            return
+        if self.state is GATHERING and all(memory.gathered for memory in self.sharded):
+            return  # no update has come since that began
         self._count_updates()
         if self.state is WHOLE:
             return

@@ -13,13 +13,15 @@ import zerokern as zk
 from ...offload import device
 from ...offload.device import HYPER, MAX_NORM, Stage, Trainer, plain_loop
 
-OURS, AUTOCAST, NARROW, FSDP2 = "zk.AdamW", "torch fused, fp32", "torch fused, bf16", "fsdp2"
+OURS, AUTOCAST, NARROW = "zk.AdamW", "torch fused, fp32", "torch fused, bf16"
+# by the stage whose policy it has: whether what forward has gathered stays until backward, or is gathered again
+FSDP2 = {2: "fsdp2, gathered until backward", 3: "fsdp2, gathered twice"}
 FUSED = "clip_grad_norm_ and torch.optim.AdamW(fused=True)"
 WIRINGS = {
     OURS: "plain parameters",
     AUTOCAST: f"{FUSED}, under autocast",
     NARROW: FUSED,
-    FSDP2: f"fully_shard of each block and the root, gathered until backward, {FUSED}",
+    **{name: f"fully_shard of each block and the root, {name.partition(', ')[2]}, {FUSED}" for name in FSDP2.values()},
 }
 # that an optimizer of torch moves: gradients are read for the norm, read and written by the clip, read by the update
 PER_ELEMENT = 7 + 3
@@ -49,13 +51,16 @@ def fused(stage: Stage, dtype: torch.dtype) -> Trainer:
     return Trainer(autocast)
 
 
-def fsdp2(stage: Stage) -> Trainer:
-    """FSDP2 on the default group: fp32 shards that compute in bf16. What forward has gathered stays until backward."""
+def fsdp2(stage: Stage, number: int) -> Trainer:
+    """FSDP2 on the default group: fp32 shards that compute in bf16, and blocks that reshard where our stage does.
+
+    What the root itself has stays until backward in both, which is FSDP2's default.
+    """
     model = stage.model(torch.float32)
-    how: Any = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": False}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
-        fully_shard(block, **how)
-    fully_shard(model, **how)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=number == 3)
+    fully_shard(model, mp_policy=policy)
     return Trainer(plain_loop(model, clipped(model)))
 
 

@@ -14,6 +14,7 @@ from zerokern.memory import Copies, CudaDriver
 
 from ...contest import Provider, WrongResult
 from ...run import Outcome
+from .. import host_rate
 from ..clock import Run
 from ..host_memory import HostMemory
 from ..peers import host_spans
@@ -74,6 +75,7 @@ class Spans:
 
 def run(desk: Desk) -> None:
     settings = desk.settings
+    host_rate.tell(desk, "copies")
     if settings.rehearse:
         desk.could_not("copies.engine", "a rehearsal: copies of host memory stand in for the copy engines")
     nbytes = settings.sizes.copy_nbytes

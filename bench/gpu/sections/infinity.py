@@ -21,6 +21,7 @@ from ...infinity import device
 from ...infinity.device import DEVICE, DISK, HOST, STAGE, Resting
 from ...offload.device import FORMATS
 from ...offload.watch import Found, run_case
+from .. import host_rate
 from ..report import Desk
 from .offload import SHAPE, TOY
 from .offload7b import LEAST_S, tell
@@ -43,6 +44,7 @@ LARGE: Mapping[str, tuple[str, str, str, Shape]] = {
 def run(desk: Desk, out: Path) -> None:
     """What rests on disk lies in a folder in `out`, which is removed after each case: two may not fit side by side."""
     rehearse = desk.settings.rehearse
+    host_rate.tell(desk, "infinity")
     log = out / f"{'rehearsal-' if rehearse else ''}infinity-cases.log"
 
     known: dict[Resting, Found] = {}  # at toy size several are the same

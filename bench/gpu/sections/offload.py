@@ -22,6 +22,7 @@ from ...offload.ours import RESIDENT
 from ...peers import deepspeed_offload, fsdp2_offload, torchao_offload
 from ...run import Outcome
 from ...timers import Estimate
+from .. import host_rate
 from ..report import Desk
 from ..settings import Settings
 from ..training import Entrant, Settled, tell_speeds
@@ -41,6 +42,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 def run(desk: Desk) -> None:
     settings = desk.settings
+    host_rate.tell(desk, "offload")
     os.environ.update(ALONE)  # DeepSpeed asks for them
     backend = "gloo" if settings.rehearse else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -15,6 +15,7 @@ from ...offload import device
 from ...offload.case import COMPUTE, Case
 from ...offload.ours import RESIDENT
 from ...offload.watch import Found, run_case
+from .. import host_rate
 from ..report import Desk
 from .offload import SHARES, TOKENS, TOY, TOY_TOKENS
 
@@ -27,6 +28,7 @@ LEAST_S = 30.0
 
 def run(desk: Desk, out: Path) -> None:
     settings = desk.settings
+    host_rate.tell(desk, "offload7b")
     log = out / f"{'rehearsal-' if settings.rehearse else ''}offload7b-cases.log"
     found = {}
     for name in ORDER[:3] if settings.rehearse else ORDER:

@@ -16,6 +16,7 @@ from ...offload import device
 from ...offload.case import Case
 from ...offload.ours import RESIDENT
 from ...offload.watch import Found, run_case
+from .. import host_rate
 from ..report import Desk
 from .eight import BESIDE, HOST_BYTES
 from .offload import SHAPE, TOY
@@ -34,6 +35,7 @@ Train = Callable[[Case], Found]
 
 def run(desk: Desk, out: Path) -> None:
     rehearse = desk.settings.rehearse
+    host_rate.tell(desk, "offloadmax")
     log = out / f"{'rehearsal-' if rehearse else ''}offloadmax-cases.log"
     known: dict[Case, Found] = {}  # at toy size several are the same
 

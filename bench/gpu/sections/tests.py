@@ -1,16 +1,20 @@
 """`pytest -m gpu` on the installed package, in as many processes as pytest-xdist gives, else in one.
 
-Only files that have such tests are collected, and those whose failure would make all figures worthless come first:
-kernels, then optimizers, then shards and collectives, then all others.
+Only files that have such tests are collected. What no kept result of this GPU has as passed comes first; then those
+whose failure would make all figures worthless: kernels, then optimizers, then shards and collectives, then all others.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from .. import machine, minutes, open_first
 from ..report import Desk
 from .commands import run_logged
 
@@ -33,7 +37,25 @@ def run(desk: Desk, out: Path) -> None:
     files = chosen(tree / "tests")
     if desk.settings.rehearse:
         files = files[:1]
-    words = ["-c", PYTEST, *map(str, files), "-m", "gpu", "-v", "-p", "no:cacheprovider", "--durations=10", "-rfE"]
+    before = out / f".{'rehearsal-' if desk.settings.rehearse else ''}passed.json"
+    before.write_text(
+        json.dumps(passed_before(minutes.kept(tree, desk.settings.pack), machine.gpu().get("name", ""))),
+        encoding="utf-8",
+    )
+    plugin = ["-p", open_first.__name__, open_first.OPTION, str(before)]
+    words = [
+        "-c",
+        PYTEST,
+        *plugin,
+        *map(str, files),
+        "-m",
+        "gpu",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "--durations=10",
+        "-rfE",
+    ]
     if importlib.util.find_spec("xdist") is not None and not desk.settings.rehearse:
         # one test at a time to each process: they begin in the order of the files
         words += ["-n", str(PROCESSES), "--dist", "load", "--maxschedchunk", "1"]
@@ -41,9 +63,12 @@ def run(desk: Desk, out: Path) -> None:
         words += ["--collect-only", "-q"]
     log = out / f"{'rehearsal-' if desk.settings.rehearse else ''}pytest.log"
     code, lines = run_logged(words, log, desk.budget.left, cwd=tree)
+    before.unlink()
     counts = counted(lines)
     desk.say(f"tests: {counts or (lines or ['no output'])[-1]}")
     desk.fact("tests", {"exit": code, "counts": counts, "files": [file.name for file in files]})
+    if not desk.settings.rehearse:
+        desk.fact("tests: passed", passed(lines))
     for line in lines:
         if line.startswith(("FAILED", "ERROR")):
             desk.say(f"  {line[:300]}")
@@ -77,3 +102,24 @@ def counted(lines: list[str]) -> dict[str, int]:
             return {name: int(number) for number, name in found}
     told = Counter(WORD[match[1]] for line in lines if "::" in line and (match := OUTCOME.search(line)))
     return dict(told)
+
+
+def passed(lines: list[str]) -> list[str]:
+    """The tests that passed, by pytest's names, as one process says it or several.
+
+    >>> passed(["[gw0] [  3%] PASSED a.py::test_x[1 b]", "a.py::test_y PASSED [ 6%]", "a.py::test_z FAILED [ 9%]"])
+    ['a.py::test_x[1 b]', 'a.py::test_y']
+    """
+    told = (line.partition(" PASSED")[::2] for line in lines if "::" in line and " PASSED" in line)
+    return sorted(after.strip() if "::" in after else before.strip() for before, after in told)
+
+
+def passed_before(results: Mapping[str, Mapping[str, Any]], gpu: str) -> list[str]:
+    """What the kept results of this GPU have as passed."""
+    facts = [
+        fact
+        for content in results.values()
+        for fact in content["facts"]
+        if content["machine"]["gpu"].get("name") == gpu and fact["name"] == "tests: passed"
+    ]
+    return sorted({name for fact in facts for name in fact["found"]})
