@@ -1,4 +1,4 @@
-"""Pages of the site that lie elsewhere in the repository, links between pages and files, and pictures of results.
+"""Pages and tables that lie elsewhere in the repository, links between pages and files, and pictures of results.
 
 A link of a page leads to another page of the site where there is one, and else to the file in the repository.
 """
@@ -21,6 +21,7 @@ ELSEWHERE = {
     "facts.md": "bench/FACTS.md",
 }
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+PART = re.compile(r"^<!-- from (\S+): (\w+) -->$", re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -43,10 +44,23 @@ def inside(markdown: str, source: str) -> str:
     return "".join(part if part.startswith("```") else LINK.sub(led, part) for part in parts)
 
 
+def included(markdown: str) -> str:
+    """The text with parts of other files, which stand between markers there: one table is kept in one place."""
+
+    def part(wanted: re.Match[str]) -> str:
+        text = (ROOT / wanted[1]).read_text(encoding="utf-8")
+        found = re.search(f"<!-- {wanted[2]}:begin -->\n(.*?)<!-- {wanted[2]}:end -->", text, re.DOTALL)
+        if found is None:
+            raise ValueError(f"{wanted[1]} has no part between <!-- {wanted[2]}:begin --> and <!-- {wanted[2]}:end -->")
+        return inside(found[1], wanted[1])
+
+    return PART.sub(part, markdown)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """A hook of MkDocs, called for each page."""
     path = page.file.src_uri
-    return inside(markdown, ELSEWHERE.get(path, f"docs/{path}"))
+    return included(inside(markdown, ELSEWHERE.get(path, f"docs/{path}")))
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
