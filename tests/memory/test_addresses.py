@@ -137,7 +137,7 @@ def test_the_python_path_finds_the_same() -> None:
     params = make(torch.bfloat16)
     opt = zk.AdamW(params)
     opt.step()
-    survey = opt.holdings.bound.binding.survey
+    survey = opt.holdings.binding.survey
     native = survey.pointers(opt.param_groups)
     survey._reader._calls = None
     assert survey.pointers(opt.param_groups) == native is not None

@@ -10,7 +10,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = (
     Mutant(
         "steps_behind_a_capture_go_on_with_its_table",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "if not capturing and not self._in_graph:",
         "if not capturing:",
         "Steps outside fill the table that a CUDA graph replays: a replay reads what the last of them has set.",
@@ -18,7 +18,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_graph_outlives_what_it_reads",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "            decision.graphs.append((self._rows, self.table, self._sums, control))\n",
         "            pass\n",
         "Tables that a CUDA graph reads are freed with the next step outside of it.",
@@ -26,7 +26,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_launch_that_fails_counts_as_the_last_one",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "self._done, self.table.begun = False, False",
         "self.table.begun = False",
         "A step that could not be launched is counted as made where one before it was.",
@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "launches_that_broke_off_count_as_none",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "return self.table.begun and not self._done",
         "return False",
         "After a launch that was refused half way the optimizer goes on with parameters and state of different steps.",
@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_step_that_was_never_sent_tears",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "return self.table.begun and not self._done",
         "return not self._done",
         "Where memory is lacking before the first launch, a step that has changed nothing asks for a checkpoint.",
@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_launch_from_before_tears_the_step_at_hand",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "self._done, self.table.begun = False, False",
         "self._done = False",
         "A step that could not be sent counts as one that was broken off, for the step before it was launched.",
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "saved_counters_go_on_counting",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         'entry["step"] = step\n',
         'entry["step"] = entry["step"]\n',
         "Step counts in a state_dict() from a GPU count the steps that come after it.",
@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "the_norm_is_of_the_first_gradients",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "        if pointers != self._known:\n",
         "        if self._known is None:\n",
         "On a GPU the norm is measured where the gradients of the first step lay.",
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_moment_may_begin_late_on_a_gpu",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         'if begins and entry.get("step") is not None and float(entry["step"]):',
         "if False:",
         "SGD's momentum that begins after some steps begins with zeros on a GPU, and not with the gradient.",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_moment_that_nothing_started_counts_as_zeros",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "if before is not None and before.first and row.layout is before.layout:",
         "if before is not None and before.first and row.layout is not before.layout:",
         "Where all steps were skipped until entries were exchanged, SGD's momentum begins with zeros.",
@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "moments_are_saved_before_they_begin",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "for key in tier.algorithm.optional if counts[id(row.param)] == 0 else ():",
         "for key in ():",
         "A checkpoint has zeros for momentum that no step has begun, and a load takes them for begun.",
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "counters_begin_anew_where_parameters_change",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "book = DeviceSteps(self.place, everyone, book)",
         "book = DeviceSteps(self.place, everyone, None)",
         "That a CUDA graph counts steps wrongly, since parameters were added, is not told.",
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks_add_up_squares_of_the_last_share",
-        "zerokern/optim/device_compute.py",
+        "zerokern/optim/compute.py",
         "sums[share] = sums[share] + one",
         "sums[share] = one",
         "On a GPU, of gradients in two dtypes the norm over all ranks counts one.",
@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients_go_with_the_optimizer_that_fetched_them",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "            bucket.bring_back()\n",
         "            pass\n",
         "p.grad of parameters whose optimizer was closed reads host memory that has gone.",
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_gradient_is_used_before_it_is_back",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "ticket.gate() if targets[0].is_cuda else ticket.wait()",
         "ticket.gate() if targets[0].is_cuda else None",
         "Whoever uses a gradient that had left the device reads its memory before the copy has arrived.",
@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "nothing_waits_for_gradients_to_leave",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "or len(self._going) > most):",
         "):",
         "Where the link is slower than backward, all gradients lie on the device at once.",
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "one_bucket_more_on_its_way",
-        "zerokern/optim/releasing.py",
+        "zerokern/optim/leaving.py",
         "or len(self._going) > most):",
         "or len(self._going) > most + 1):",
         "One more bucket of gradients than planned lies on the device.",
@@ -146,8 +146,8 @@ MUTANTS = (
     ),
     Mutant(
         "a_bucket_of_two_optimizers_leaves_for_one",
-        "zerokern/optim/releasing.py",
-        "mine = len(part.members) == len(bucket.entries) and len(bucket.shown.listeners) <= 1",
+        "zerokern/optim/leaving.py",
+        "mine = len(part.members) == len(bucket.entries) and len(shown.listeners) <= 1",
         "mine = True",
         "A bucket of which another optimizer updates a part is given back while that one reads it.",
         ("tests/optim/test_gradients_released.py::test_another_optimizer_may_step_the_same_gradients",),
@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "a_broken_write_leaves_all_whole",
         "zerokern/optim/holdings.py",
-        "        if kind is None:\n            self._holdings.outcome = self._before",
-        "        self._holdings.outcome = self._before",
+        "        yield\n        self.outcome = before\n",
+        "        try:\n            yield\n        finally:\n            self.outcome = before\n",
         "After a publication that was broken off the optimizer goes on with parameters of different steps.",
         (
             "tests/optim/test_offload_bad_input.py::"
@@ -270,8 +270,8 @@ MUTANTS = (
     Mutant(
         "a_slot_is_filled_while_it_is_emptied",
         "zerokern/optim/transit.py",
-        "free = None if before is None else before.emptied",
-        "free = None if before is None else before.filled",
+        "ready=self._ready, after=free, checked=checked",
+        "ready=self._ready, after=None, checked=checked",
         "State of a later piece is written into a slot from which that of an earlier one is still on its way back.",
         ("tests/optim/test_update_device.py::test_parameters_on_a_device",),
     ),
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "later_pieces_read_the_first_gradients",
-        "zerokern/optim/row_table.py",
+        "zerokern/optim/compute.py",
         "shifts = [start * survey.grad_dtypes[i].itemsize for",
         "shifts = [0 for",
         "State of a large parameter that is cut into pieces is updated with the gradient of the first piece.",
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_gradient_is_stepped_through_as_its_parameter",
-        "zerokern/optim/row_table.py",
+        "zerokern/optim/compute.py",
         "shifts = [start * survey.grad_dtypes[i].itemsize for",
         "shifts = [start * survey.param_dtypes[i].itemsize for",
         "Where a gradient has another dtype than its parameter, later pieces read other elements of it.",
@@ -357,7 +357,7 @@ MUTANTS = (
     ),
     Mutant(
         "moments_begin_with_each_streamed_step",
-        "zerokern/optim/row_table.py",
+        "zerokern/optim/compute.py",
         "            group.step += 1\n            group.first = False\n        return started",
         "            group.step += 1\n        return started",
         "SGD's momentum begins anew with each update.",
@@ -374,16 +374,16 @@ MUTANTS = (
     Mutant(
         "records_of_a_step_that_failed_are_under_way",
         "zerokern/optim/transit.py",
-        "self._under_way.popitem()[1].emptied.wait()",
+        "self._under_way.popitem()[1].wait()",
         "self._under_way.popitem()",
         "After a failed step a device writes to memory that is given to others.",
-        ("tests/optim/test_muon_device_disk.py::test_a_failed_transfer_in_the_middle_tears_and_a_load_heals",),
+        ("tests/optim/test_muon_device_disk.py::test_a_failed_step_has_waited_for_what_the_device_writes",),
     ),
     Mutant(
         "a_record_is_stored_before_it_is_back",
         "zerokern/optim/transit.py",
-        "            passed.emptied.wait()\n\n    def wait(self)",
-        "            passed.updated.wait()\n\n    def wait(self)",
+        "            emptied.wait()\n\n    def wait(self)",
+        "            pass\n\n    def wait(self)",
         "A record is written to the disk as it was, while its update is on its way back from the device.",
         ("tests/optim/test_muon_device_disk.py::test_records_pass_beside_each_other_and_the_host_multiplies_nothing",),
     ),

@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "records_of_later_slices_begin_at_the_first",
         "zerokern/optim/records.py",
-        "yield Content((RecordSpan(number, start + begin, count, 0, slots, **of_pass),), nbytes)",
-        "yield Content((RecordSpan(number, begin, count, 0, slots, **of_pass),), nbytes)",
+        "yield (RecordSpan(number, start + begin, count, 0, slots, **of_pass),), nbytes",
+        "yield (RecordSpan(number, begin, count, 0, slots, **of_pass),), nbytes",
         "At stage 3 records of a large fused matrix hold the state of its first slice, whichever they are for.",
         ("tests/optim/test_record_rounds.py::test_what_shares_records",),
     ),

@@ -28,7 +28,7 @@ from zerokern.core.errors import IoError
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory.here import Here
-from zerokern.optim.disk import RecordWriter
+from zerokern.optim.disk import records_to_fill
 from zerokern.optim.formats import Slot
 from zerokern.optim.state import begin
 from zerokern.schedule.passes import Prefetch, moves_before
@@ -266,7 +266,7 @@ class OnItsWay:
 
 
 class Rack:
-    """A disk as `RecordWriter` knows it: slots, and what is on its way from each of them."""
+    """A disk as `records_to_fill` knows it: slots, and what is on its way from each of them."""
 
     def __init__(self, count: int) -> None:
         self.ring = SimpleNamespace(slots=[SimpleNamespace(index=index) for index in range(count)])
@@ -297,7 +297,7 @@ def test_a_load_fills_no_slot_that_is_still_written_out() -> None:
     places = [Anything(record=Anything(unsettled=set()), begun=False) for _ in range(7)]
     disk = Rack(4)
     owner: Any = Anything(places=places, cells=lambda place, cell: {}, kept=False)
-    rounds = list(RecordWriter(disk, [owner]).rounds())  # type: ignore[arg-type]
+    rounds = list(records_to_fill(disk, [owner]))  # type: ignore[arg-type]
     assert [len(parts) for parts in rounds] == [2, 2, 2, 1]
     assert all(place.begun for place in places) and all(one.was_awaited for one in disk.leaving.values())
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zerokern.kernels.cpu import UpdateTable, sumsq_pointers
 from zerokern.kernels.triton.upload import upload
-from zerokern.optim import device, device_compute
+from zerokern.optim import compute, device
 from zerokern.optim.survey import added
 
 
@@ -45,7 +45,7 @@ class Double:
                 patch.setattr(device, "kernels", self._kernels)
                 patch.setattr(device, "capturing", lambda place: self.graph is not None)
                 patch.setattr("zerokern.kernels.triton.backend.check_device", lambda place: None)
-                for module in (device_compute, device):
+                for module in (compute, device):
                     patch.setattr(module, "upload", self._upload)
             yield
 

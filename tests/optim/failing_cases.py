@@ -55,8 +55,8 @@ class Refusals:
 
         `held`: it fails no sooner than this is set.
         """
-        table = id(optimizer.holdings.bound.binding.compute.table)
+        table = id(optimizer.holdings.binding.compute.table)
         self._left[table], self._delays[table], self._held[table] = after, delay_s, held
 
     def has_come(self, optimizer: Any) -> bool:
-        return id(optimizer.holdings.bound.binding.compute.table) not in self._left
+        return id(optimizer.holdings.binding.compute.table) not in self._left

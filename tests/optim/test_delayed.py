@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -87,6 +89,16 @@ def test_parameters_that_sometimes_have_no_gradient() -> None:
         optimizer: Any = ByHand(row, world, 0, model) if by_hand else delayed(row, model)
         traces.append(trained_with_gaps(world, row, model, optimizer))
     agree(traces[1], traces[0], ahead=True)
+
+
+def test_a_load_keeps_nothing_of_the_update_that_waits() -> None:
+    seen = Seen(after=0)
+    for _ in range(2):
+        seen.step(1.0)
+    last = weakref.ref(seen.optimizer.holdings.binding)
+    seen.optimizer.load_state_dict(seen.optimizer.state_dict())
+    gc.collect()
+    assert last() is None
 
 
 def delayed(row: Row, model: torch.nn.Module, after: int = 0) -> Any:

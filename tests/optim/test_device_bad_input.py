@@ -82,13 +82,13 @@ def test_a_gradient_on_another_device_is_not_followed(monkeypatch: pytest.Monkey
     looked = []
     monkeypatch.setattr(survey, "_index_of", lambda tensor: looked.append(tensor) or (1 if tensor is bad else -1))
     bad = None
-    assert optimizer.holdings.bound.binding.survey.pointers(optimizer.param_groups) is not None
+    assert optimizer.holdings.binding.survey.pointers(optimizer.param_groups) is not None
     assert not looked, "at the same addresses"
     old = [param.grad for param in params]
     set_grads(params)
     bad = params[3].grad
     assert bad is not old[3]
-    assert optimizer.holdings.bound.binding.survey.pointers(optimizer.param_groups) is None
+    assert optimizer.holdings.binding.survey.pointers(optimizer.param_groups) is None
     assert len(looked) == 1 + len(params)
 
 

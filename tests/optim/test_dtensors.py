@@ -127,9 +127,9 @@ def values_may_move_and_state_stays(rank: int) -> None:
     pair.train([2])
     pair.agree()
     assert all(pair.ours.state[param]["exp_avg"] is one for param, one in zip(pair.params, moments, strict=True))
-    bound = pair.ours.holdings.bound.binding
+    bound = pair.ours.holdings.binding
     pair.train([3])
-    assert pair.ours.holdings.bound.binding is bound  # nothing moved: nothing is looked for again
+    assert pair.ours.holdings.binding is bound  # nothing moved: nothing is looked for again
 
 
 def parameters_may_be_exchanged_until_the_first_step(rank: int) -> None:

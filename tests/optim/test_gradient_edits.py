@@ -120,7 +120,7 @@ def trained(
         model(torch.randn(4, 24)).square().mean().backward()
         if device is not None:
             counted = stage is not None and edit not in SHARDED.values()
-            assert step < 2 or counted == bool(optimizer.runner.leaving._fetches)
+            assert step < 2 or counted == bool(optimizer.runner.leaving._early)
             device.synchronize()  # gradients are on the host
         edit(params, optimizer)
         optimizer.step()

@@ -218,7 +218,7 @@ def test_small_matrices_stream_together(
         ours.step()
         theirs.step()
     device.synchronize()
-    beside = ours.holdings.bound.binding.beside
+    beside = ours.holdings.binding.beside
     assert len(beside._ends) == pieces and beside._ends[-1] == len(shapes)
     assert len(beside.pieces.slots) == min(pieces, SLOTS)
     assert device.batches["up"] == pieces, device.batches

@@ -40,7 +40,7 @@ def owned(both: Twins, device: PlayedDevice) -> Twins:
 
 
 def passing(optimizer: Any) -> Transit:
-    found: Transit = optimizer.holdings.bound.binding.beside.records
+    found: Transit = optimizer.holdings.binding.beside.records
     return found
 
 
@@ -98,7 +98,7 @@ def test_each_byte_of_state_is_read_written_and_copied_once(
     assert after["bounced_nbytes"] == before["bounced_nbytes"]
     slots = passing(both.ours).slots
     assert {slot.nbytes for slot in slots} == {max(record.nbytes for record in records(both.ours))} and len(slots) == 4
-    assert both.ours.holdings.bound.binding.beside.ring_nbytes == sum(slot.nbytes for slot in slots)
+    assert both.ours.holdings.binding.beside.ring_nbytes == sum(slot.nbytes for slot in slots)
     assert both.ours.holdings.room.nbytes == 0, "no state, gradient or parameter has a copy in host memory"
     device.close()
 
@@ -114,7 +114,7 @@ def test_records_pass_beside_each_other_and_the_host_multiplies_nothing(schedule
     launch, iterate, flow = Transit.launch, matrix_table.iterate_, both.ours.holdings.disk.fetch
 
     def launched(self: Transit, number: int, run: Any) -> Any:
-        together.append(sum(not one.emptied.done() for one in self._under_way.values()))
+        together.append(sum(not one.done() for one in self._under_way.values()))
         read.append((number, len(read_ahead)))
         return launch(self, number, run)
 
@@ -211,11 +211,28 @@ def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(
     assert both.agree()
 
 
+def test_a_failed_step_has_waited_for_what_the_device_writes(tier: Tier) -> None:
+    device = PlayedDevice(stretch={"down": 0.01})
+    both = owned(twins(on_disk(tier, faults=failing(READ, 11)), LONG, FP32), device)
+    both.train(1)
+    launch, ways_back = Transit.launch, []
+
+    def launched(self: Transit, number: int, run: Any) -> Any:
+        found = launch(self, number, run)
+        ways_back.append(found[1])
+        return found
+
+    with mock.patch.object(Transit, "launch", launched), pytest.raises(zk.IoError, match="state/000011"):
+        step_ours(both, 1)
+    assert ways_back and all(one.done() for one in ways_back)
+    device.close()
+
+
 def test_a_launch_that_is_refused_ends_the_step(device: HostComputes, tier: Tier) -> None:
     """The first one leaves all as it was; a later one tears."""
     both = owned(twins(on_disk(tier), LONG, FP32), device)
     both.train(1)
-    beside = both.ours.holdings.bound.binding.beside
+    beside = both.ours.holdings.binding.beside
     launch = beside._launch
     for launched in (0, 2):
         left = iter(range(launched))

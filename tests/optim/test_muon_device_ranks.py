@@ -69,7 +69,7 @@ def streamed(
     opts = optimizers(model, tier=tier, schedule=SCHEDULES[schedule], **formats)
     train(world, model, opts, range(4), dtype)
     found = full(model)
-    assert opts[0].holdings.bound.binding.beside is not None
+    assert opts[0].holdings.binding.beside is not None
     made.synchronize()  # before state goes that it reads
     for opt in opts:
         opt.close()
@@ -97,7 +97,7 @@ def streaming(world: World, schedule: str) -> tuple[HostComputes, nn.Module, Any
     owned(model, device)
     opt = optimizers(model, tier="cpu", schedule=schedule)[0]
     train(world, model, [opt], range(1))
-    return device, model, opt, _rows_of_pieces(opt.holdings.bound.binding.beside)
+    return device, model, opt, _rows_of_pieces(opt.holdings.binding.beside)
 
 
 @each("schedule, rounds", [("sync", -(-20 // 3)), ("overlap", 2 * -(-10 // 3))])
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_while_state_streams_ends_the_step_on_all(schedule: st
         device, model, opt, pieces = streaming(world, schedule)
         assert len(pieces) > 1
         if world.rank == 1:
-            table = opt.holdings.bound.binding.beside.passing.table
+            table = opt.holdings.binding.beside.passing.table
             orthogonalize, left = table._orthogonalize, iter(range(len(pieces) - 1))
 
             def fails(*given: Any) -> None:

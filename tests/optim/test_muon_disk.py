@@ -133,7 +133,7 @@ def test_another_thing_in_between_is_refused(tier: Tier) -> None:
     """A row that goes on with a matrix that is not in memory: it would apply whatever is there."""
     both = twins(on_disk(tier), SHAPES[3:4], FP32)
     both.train(1)
-    table = both.ours.holdings.bound.binding.compute.table
+    table = both.ours.holdings.binding.compute.table
     with pytest.raises(zk.StateError, match="not in memory"):
         table.run(1.0, 1, 2)
 
@@ -160,7 +160,7 @@ def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(tier: Tier, op: 
     with pytest.raises(zk.IoError, match=f"state/{number:06}") as failed:
         step_ours(both, begin)
     assert failed.value.errno == errno.EIO
-    assert lent(both.ours.holdings.bound.binding.compute.table) == 0
+    assert lent(both.ours.holdings.binding.compute.table) == 0
     assert_torn(both, failed)
     step_reference(both, begin)
     heal(both)

@@ -126,7 +126,7 @@ def test_one_matrix_or_one_batch_is_there_at_a_time(together: int, monkeypatch: 
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(96, size, bias=False) for size in (32, 300, 64, 300))})
     params = list(model.parameters())
     optimizer = Muon(params, ns_dtype="fp32")
-    table = lambda: optimizer.holdings.bound.binding.compute.table  # noqa: E731
+    table = lambda: optimizer.holdings.binding.compute.table  # noqa: E731
     for param in params:
         param.grad = torch.randn_like(param)
     monkeypatch.setattr(matrix_table, "iterate_", measured)

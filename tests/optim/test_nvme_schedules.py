@@ -17,7 +17,7 @@ from tables import each
 from worlds import World
 
 from zerokern.optim.binding import Binding
-from zerokern.optim.row_table import RowTable
+from zerokern.optim.compute import RowTable
 
 
 def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:
@@ -28,7 +28,7 @@ def test_a_record_of_several_parts_comes_and_goes_once(tier: Tier) -> None:
         model = row.model(World(0, 1))
         optimizer = optimizer_of(row, model, tier=where, schedule="overlap")
         train(World(0, 1), row, model, optimizer, range(2))
-        disk, found = optimizer.holdings.disk, optimizer.holdings.bound.binding
+        disk, found = optimizer.holdings.disk, optimizer.holdings.binding
         turn_of = {number: turn for turn, members in enumerate(found.turns) for number in members}
         turns = [{turn_of[found.survey.numbers[i]] for i, _ in batch.members} for batch in found._batches]
         assert any(len(some) > 1 for some in turns) and len(found.turns) > 3

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from optim_cases import BF16, make_params, python_calls, same_bits, set_grads, train
+from waiting_device import HostComputes
 
+import zerokern as zk
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels import cpu
 from zerokern.optim import AdamW, survey
 from zerokern.optim.binding import Binding
@@ -28,6 +33,24 @@ def test_thousands_of_parameters_take_few_python_calls() -> None:
         calls[count] = python_calls(optimizer.step)
     per_parameter = (calls[3_000] - calls[300]) / 2_700
     assert per_parameter < 0.1
+
+
+def test_parameters_of_a_device_take_few_python_calls_each(devices: Callable[..., PlayedDevice]) -> None:
+    """Their gradients left during backward, and the update runs beside what comes next: this is `step()` alone."""
+    calls = {}
+    for count in (20, 120):
+        device = devices(HostComputes)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(count)))
+        for param in model.parameters():
+            device.own(param)
+        zk.shard(model, stage=2)
+        optimizer = AdamW(model.parameters(), tier="cpu", schedule="overlap", max_grad_norm=1.0)
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            calls[count] = python_calls(optimizer.step)
+            optimizer.zero_grad()
+        optimizer.flush()
+    assert (calls[120] - calls[20]) / 200 < 50
 
 
 def test_the_norm_takes_one_native_call_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def made(
 
 
 def table(opt: Muon) -> Any:
-    binding = opt.holdings.bound.binding
+    binding = opt.holdings.binding
     return (binding.compute if binding.beside is None else binding.beside.passing).table
 
 
@@ -367,7 +367,7 @@ def test_an_iteration_that_fails_on_one_rank_ends_the_step_on_all(folders: Folde
         model, opt = made(world, where[world.rank], "sync", HostComputes())
         train(world, model, opt, range(1), idle=False)
         model(torch.ones(2, 8)).square().mean().backward()
-        table = opt.holdings.bound.binding.beside.passing.table
+        table = opt.holdings.binding.beside.passing.table
         if world.rank == 1:
             table._orthogonalize = mock.Mock(side_effect=RuntimeError("no such matrix"))
         says(refusal(opt.step, (RuntimeError, zk.CommError, StateError)), ["no such matrix"])

@@ -19,7 +19,8 @@ from worlds import World, built, on_threads, ranked
 
 import zerokern as zk
 from zerokern.api import sharding_of
-from zerokern.optim.binding import Binding, HostCompute
+from zerokern.optim.binding import Binding
+from zerokern.optim.compute import RowTable
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Survey
@@ -310,11 +311,11 @@ def test_what_was_fetched_for_a_turn_that_does_not_come_is_left(monkeypatch: pyt
     opt = zk.SGD(params, lr=0.1)
     survey = Survey(opt.param_groups, opt._algorithm.layout)
     tier = StateTier(opt._algorithm, WatchedState(), [0.0])
-    binding = Binding(survey, opt.param_groups, tier, HostCompute(), previous=None, followed=Watch(()))
+    binding = Binding(survey, opt.param_groups, tier, RowTable(), previous=None, followed=Watch(()))
     binding.arrange([(place,) for place in range(4)], list("abcd"))
     binding.prepare([opt._algorithm.checked(group) for group in opt.param_groups], survey.gradient_pointers)
-    run = binding.compute.run
-    monkeypatch.setattr(binding.compute, "run", lambda *given: (said.append("update a"), run(*given)))
+    run = binding.compute.table.run
+    monkeypatch.setattr(binding.compute.table, "run", lambda *given: (said.append("update a"), run(*given)))
     binding.take_turn(0, 1.0)
     assert said == ["fetch a", "fetch b", "wait a", "change a", "update a", "leave a", "fetch c"], "b is on its way"
     binding.break_off()

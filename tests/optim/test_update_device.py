@@ -59,7 +59,7 @@ def test_state_crosses_the_link_and_nothing_else(
     (arena,) = opt.holdings.room.arenas
     assert numel * nbytes <= arena.nbytes <= numel * nbytes + 4096 * 8
     assert opt.holdings.room.held().keys() == {"exp_avg", "exp_avg_sq", "remainder"}, "no values, no gradients"
-    there = opt.holdings.bound.binding.beside
+    there = opt.holdings.binding.beside
     assert len(there._ends) > len(there.pieces.slots) == beside.SLOTS and there.pieces.nbytes <= beside.SLOTS * 16384
 
 

@@ -197,7 +197,7 @@ def places(model: nn.Module, opts: Any, plan: Any, rank: int) -> tuple[dict[str,
         shards = opt.holdings.shards
         held = opt.holdings.held
         listed = [param for group in opt.param_groups for param in group["params"]]
-        pieces = shards.updated if shards.shards and not shards.in_place else listed
+        pieces = shards.updated if shards.shards and not shards.shown.in_place else listed
         for param, piece in zip(listed, pieces, strict=True):
             entry = held.get(piece)
             if isinstance(entry, dict) and piece.numel():

@@ -340,7 +340,7 @@ class TestPlanned:
                 param.grad = torch.ones_like(param)
             opt = zk.Muon(model.parameters(), ns_steps=1, tier="cpu", **formats)
             opt.step()
-            beside = opt.holdings.bound.binding.beside
+            beside = opt.holdings.binding.beside
             assert len(beside._ends) < len(widths)
             assert zk.measure(model, opt).roles["ring"] == plan.slots_nbytes == beside.pieces.nbytes > 0
             opt.close()

@@ -157,7 +157,7 @@ def test_two_of_them_over_one_model_take_turns(world: World, schedule: str) -> N
         known = {id(param) for param in (*wide, *others)}
         opts.append(zk.AdamW([param for param in model.parameters() if id(param) not in known], schedule=when))
         train(world, model, opts, range(1))
-        table = opts[0].holdings.bound.binding.compute.table
+        table = opts[0].holdings.binding.compute.table
         if world.rank == 0:  # where the second one would be first
             table.run = partial(late, table.run)
         train(world, model, opts, range(1, 4))
@@ -188,7 +188,7 @@ def test_a_rank_that_fails_ends_the_step_on_all(world: World, schedule: str) -> 
     train(world, model, [opt], range(1))
     with contextlib.ExitStack() as stack:
         if world.rank == 1:
-            table = opt.holdings.bound.binding.compute.table
+            table = opt.holdings.binding.compute.table
             stack.enter_context(mock.patch.object(table, "_orthogonalize", side_effect=RuntimeError("no such matrix")))
         model(torch.ones(2, 8)).square().mean().backward()
 
@@ -329,7 +329,7 @@ def test_the_next_round_is_on_its_way_while_one_is_orthogonalized(world: World, 
     """Collectives begin in the order of the rounds, also on ranks that have no matrix of the last one."""
     opt, step = steps_of_many(world, schedule, "fp32")
     said: list[str] = []
-    table, group = opt.holdings.bound.binding.compute.table, shard_of(opt.param_groups[0]["params"][0]).gradients.group
+    table, group = opt.holdings.binding.compute.table, shard_of(opt.param_groups[0]["params"][0]).gradients.group
     exchange, orthogonalize = group.all_to_all, table._orthogonalize
 
     def begins(*given: Any) -> Any:
@@ -368,7 +368,7 @@ def test_the_next_round_is_on_its_way_while_one_is_orthogonalized(world: World, 
 def fails_under_way(world: World, schedule: str, when: str) -> None:
     """One rank fails in its second iteration, while the rounds beside that are on their way."""
     opt, step = steps_of_many(world, schedule, "fp32")
-    table = opt.holdings.bound.binding.compute.table
+    table = opt.holdings.binding.compute.table
     orthogonalize, calls = table._orthogonalize, []
 
     def fails(row: int, matrix: torch.Tensor, sums: torch.Tensor, halfway: Any) -> None:
@@ -399,7 +399,7 @@ def test_real_ranks_end_it_too() -> None:
 @everywhere(2, 3, schedule=["sync", "overlap"], ns_dtype=["fp32", "bf16"])
 def test_two_rounds_are_in_memory_as_planned(world: World, schedule: str, ns_dtype: str) -> None:
     opt, step = steps_of_many(world, schedule, ns_dtype)
-    table, held = opt.holdings.bound.binding.compute.table, []
+    table, held = opt.holdings.binding.compute.table, []
     orthogonalize = table._orthogonalize
 
     def watched(row: int, matrix: torch.Tensor, *others: Any) -> None:
@@ -439,7 +439,7 @@ def test_a_rank_that_fails_before_it_has_met_others_ends_the_step_on_all(
     train(world, model, [opt], range(1))
     with contextlib.ExitStack() as stack:
         if world.rank == 1:
-            binding = opt.holdings.bound.binding
+            binding = opt.holdings.binding
             place = (binding.compute.table.spare, "_grown") if where == "memory" else (binding, "prepare")
             stack.enter_context(mock.patch.object(*place, side_effect=MemoryError("no room")))
         model(torch.ones(2, 8)).square().mean().backward()

@@ -31,9 +31,9 @@ from zerokern.memory import DeviceTier, Wanted
 from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
 from zerokern.memory.room import exceeds_half_of_memory
-from zerokern.optim.disk import RecordWriter
+from zerokern.optim.disk import records_to_fill
 from zerokern.optim.formats import convert_moment, is_coded
-from zerokern.optim.shards import PENDING
+from zerokern.optim.shown import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
 from zerokern.zero.shard import Shard, here_of_state, shard_of
 
@@ -263,7 +263,7 @@ def _rest_of_state(
     states = [(state, entries[number]) for number, state in plans.items() if state.converts and number not in room]
     yield from _bounded(fill for state in states for fill in _convert_in_memory(*state))
     plan_of = {id(owner): plans[number] for number, owner in room.items()}
-    for parts in RecordWriter(optimizer.disk, room.values()).rounds() if optimizer.disk is not None and room else ():
+    for parts in records_to_fill(optimizer.disk, room.values()) if optimizer.disk is not None and room else ():
         yield from _bounded(
             partial(_fill_state, plan_of[id(owner)], place.start, place.numel, cells) for owner, place, cells in parts
         )

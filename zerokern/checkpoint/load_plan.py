@@ -16,7 +16,7 @@ from zerokern.checkpoint.source import Source, reject_invalid
 from zerokern.checkpoint.training_state import TrainingState, aliases, extra_states
 from zerokern.core.errors import StateError
 from zerokern.optim.formats import is_coded
-from zerokern.optim.shards import PENDING
+from zerokern.optim.shown import PENDING
 from zerokern.zero.kinds import local_of
 from zerokern.zero.shard import here_of_state, shard_of
 

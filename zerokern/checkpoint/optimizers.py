@@ -19,11 +19,12 @@ from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk, OnDisk, RecordReader, all_on_disk, on_disk_of
-from zerokern.optim.exchange import forget, make_ready, merged_groups, publish, take_over
+from zerokern.optim.exchange import forget, install, make_ready, merged_groups, take_over
 from zerokern.optim.formats import Layout, is_coded
 from zerokern.optim.parts import needed_first
 from zerokern.optim.records import state_span
-from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, NOT_DELAYED, PENDING
 from zerokern.optim.state import Entry
 from zerokern.optim.survey import names_of, params_of
 from zerokern.zero.shard import Shard, here_of_state, plain_shard, shard_of, shards_of
@@ -228,7 +229,7 @@ class OurOptimizer(AnyOptimizer):
         here, (_, held) = self._here, self._shown()
         owners = all_on_disk(held)
         stream = RecordReader(here.disk, owners) if here.disk is not None and owners else None
-        binding = here.bound.binding if self._ready is None else None
+        binding = here.binding if self._ready is None else None
         made = dict(held) if binding is None else dict(binding.shown(held))
         found: list[dict[str, Any]] = []
         for param, piece, home, own in self.held():
@@ -311,7 +312,7 @@ class OurOptimizer(AnyOptimizer):
             take_over(here, runner, own, self._room_for(groups, entries), filled=False)
         else:
             runner.drop(own)
-            publish(here, runner, own, ready, filled=False)
+            install(here, runner, own, ready, filled=False)
         here.tear()
 
     def _room_for(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> dict[str, Any]:

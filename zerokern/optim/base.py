@@ -7,7 +7,7 @@ import time
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
@@ -27,11 +27,12 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved
-from zerokern.optim.holdings import Chosen, Holdings
+from zerokern.optim.holdings import Holdings, chosen
 from zerokern.optim.matrices import Matrix
-from zerokern.optim.outside import WatchedState, plain, warn_of_second_update
-from zerokern.optim.shards import LATE, sharded
-from zerokern.optim.statistics import Reporting
+from zerokern.optim.outside import WatchedState, warn_of_second_update
+from zerokern.optim.shards import sharded
+from zerokern.optim.shown import LATE
+from zerokern.optim.state import plain
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey, held_gradients, params_of
 from zerokern.zero import checks as zero_checks
@@ -60,6 +61,7 @@ _REPLACED = (
 )
 _PENDING = ", with an update that zk.Delayed had yet to publish"
 _CLOSED_WITHIN = "close() was called while step() runs, in another thread or in a hook; call it afterwards"
+_LANES = {"update": ("cpu",), "ranks": ("net",), "link": ("down", "up"), "disk": ("read", "write", "ring")}
 _OF_THE_OPTIMIZER = ("tier", "schedule", "update", "max_grad_norm", "group")  # and of no group
 _NOT_OF_GROUPS = ("self", "__class__", "params", *_OF_THE_OPTIMIZER)
 
@@ -74,7 +76,7 @@ def algorithm_of(kind: type[FusedOptimizer]) -> Algorithm:
     return kind._algorithm
 
 
-class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
+class FusedOptimizer(torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be
@@ -88,7 +90,14 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
     _algorithm: ClassVar[Algorithm]
     _step_supports_amp_scaling = True
     _zk_shards = True  # steps parameters that zk.shard divides
-    tier, schedule, update = Chosen(), Chosen(), Chosen()
+    tier, schedule, update = map(chosen, ("tier", "schedule", "update"))
+    _waited_ns: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})  # until the step before, and until the last one
+    _steps = 0
+    _step_s = 0.0
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        checks.spelling(cls, named)
+        return super().__new__(cls)
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
@@ -162,6 +171,42 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         said += "" if not told else f", update={self.update!r}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
+    def statistics(self) -> dict[str, float]:
+        """Of the last `step()`, under names that go to a logger as they are.
+
+        `steps` and `skipped_steps`: how many there were, how many of them changed nothing. `grad_norm`, where it is
+        known. `step_s`: seconds that `step()` took. `waited_s/update`: seconds between the two last calls of `step()`
+        in which a forward, a backward or `step()` itself waited for the update; `waited_s/link`, `/disk` and `/ranks`:
+        in which somebody, the update's own thread mostly, waited for a copy between host and device, for the disk of
+        `tier=zk.Nvme(path)`, for other ranks' parts of parameters. `state_bytes/device`, `/cpu` and `/disk`: what
+        state this rank has, and where; with `zk.Delayed` also the parameters that wait to be published.
+        `state_budget_bytes/device`: what "device:auto" has become.
+
+        Asking waits for the decision to step, and on a GPU for the step.
+
+        >>> import torch, zerokern as zk
+        >>> weight = torch.nn.Parameter(torch.ones(1024))
+        >>> opt = zk.AdamW([weight], max_grad_norm=1.0)
+        >>> weight.grad = torch.ones(1024); opt.step()
+        >>> found = opt.statistics()
+        >>> found["steps"], found["grad_norm"], found["state_bytes/cpu"], found["waited_s/update"]
+        (1, 32.0, 8196, 0.0)
+        """
+        norm = self.grad_norm
+        before, now = self._waited_ns
+        waited = {
+            f"waited_s/{what}": sum(now.get(lane, 0) - before.get(lane, 0) for lane in lanes) / 1e9
+            for what, lanes in _LANES.items()
+        }
+        return {
+            "steps": self._steps,
+            "skipped_steps": self.skipped_steps,
+            **({} if norm is None else {"grad_norm": norm}),
+            "step_s": self._step_s,
+            **waited,
+            **self.holdings.state_nbytes(),
+        }
+
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; where an update that is under way still reads gradients, zeroing them in place waits for it."""
@@ -198,7 +243,22 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         mine = object()
         try:
             self._enter(mine, sys._getframe(), _TWICE)
-            self._tell_step()
+            here, known = self.holdings, self.holdings.outcome is TORN
+            try:
+                here.shards.accord.begin()
+                began = time.perf_counter()
+                try:
+                    with during("opt.step"):
+                        self._step()
+                finally:
+                    self._step_s = time.perf_counter() - began
+                    self._steps += 1
+                    ring_ns = here.disk.ring.waited_ns if here.disk is not None and here.disk.is_open else 0
+                    self._waited_ns = self._waited_ns[1], {**self.runner.waited_ns, "ring": ring_ns}
+            except BaseException as error:
+                if not known:
+                    self.runner.tell(error)  # and thereby the other ranks
+                raise
         finally:
             self._stepping.pop(mine, None)
         return loss
@@ -213,24 +273,9 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
                 raise StateError(message)
             self._stepping.pop(other, None)  # Ctrl-C came before the line that does so
 
-    def _tell_step(self) -> None:
-        """The step; other ranks are told where it fails."""
-        here = self.holdings
-        known = here.outcome is TORN
-        try:
-            here.shards.accord.begin()
-            began = time.perf_counter()
-            try:
-                with during("opt.step"):
-                    self._step()
-            finally:
-                self._measure(began)
-        except BaseException as error:
-            if not known:
-                self.runner.tell(error)
-            raise
-
     def _step(self) -> None:
+        """Updates the parameters themselves, or what stands for them: this rank's pieces, copies on the host. All ranks
+        that share some take part."""
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
         if self.tier != "device" or here.shards.is_hosted:
@@ -240,15 +285,12 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             publisher.finish()
         here.refuse_if_torn()
         settings = [self._algorithm.checked(group) for group in groups]
-        if not here.shards.stand_alone or not self._update(groups, settings):
-            self._update_pieces(settings)
-
-    def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
-        """The update of what stands for parameters: this rank's pieces, copies on the host. Every rank takes part."""
-        shards = self.runner.find_shards(self.param_groups)
+        if here.shards.stand_alone and self._update(groups, settings):
+            return
+        shards = self.runner.find_shards(groups)
         accord = shards.accord
         if accord.in_company:
-            accord.names = shards.listed(self.param_groups)
+            accord.names = shards.listed(groups)
             accord.settings = self._settings(settings, accord)
         if any(shards_parameters(one.stage) for one in shards.shardings):
             zero_checks.refuse_materialized(shards.shards)
@@ -259,16 +301,16 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
                 if self._algorithm.whole:  # ranks bring matrices together, and would wait for each other
-                    for number, names in enumerate(shards.without_gradients(self.param_groups)):
+                    for number, names in enumerate(shards.without_gradients(groups)):
                         accord.settings[f"parameters without a gradient of param_groups[{number}]"] = (
                             ", ".join(names) or "none"
                         )
                 if accord.in_company:
                     accord.compare(there=shards.are_decided_there)
-                done = self._update(shards.groups(self.param_groups), settings)
+                done = self._update(shards.groups(groups), settings)
                 accord.begin()  # what is raised from here on is no failure of the step
             finally:
-                shards.end_step(undone=not done and not self.holdings.torn)
+                shards.end_step(undone=not done and not here.torn)
 
     def _settings(self, checked: list[dict[str, Any]], accord: Accord) -> dict[str, Any]:
         """All settings by name, as ranks compare them: which parameters there are, then what was said of them."""
@@ -292,7 +334,7 @@ class FusedOptimizer(checks.Spelling, Reporting, torch.optim.Optimizer):
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""
         here, shards = self.holdings, self.holdings.shards
         formats = [self._algorithm.key(group) for group in groups]
-        binding = here.bound.binding if formats == here.bound.formats else None
+        binding = here.binding if here.binding is not None and formats == here.binding.formats else None
         alone = shards.stand_alone
         grads, sums = (None, []) if alone else (shards.grads, shards.sums)
         if alone and binding is not None:  # until the end no other thread can free them under native calls

@@ -17,14 +17,15 @@ from zerokern.kernels.reference_table import host_table
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory import HostTier
 from zerokern.memory import Slot as Cell
+from zerokern.memory.copies import Copy
 from zerokern.optim import device
 from zerokern.optim.batches import RowBatch, pieces_of, whole_pieces
+from zerokern.optim.compute import Member, RowTable
 from zerokern.optim.hosted import HostCopies
 from zerokern.optim.matrices import is_cut
-from zerokern.optim.row_table import Member, RowTable
-from zerokern.optim.state import SpanRow, pointer_words, room_of
+from zerokern.optim.state import Row, pointer_words, room_of
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.transit import SLOTS, Passage, Passed, Transit
+from zerokern.optim.transit import SLOTS, Passage, Transit
 
 __all__ = ["Beside"]
 
@@ -56,7 +57,7 @@ class Beside:
         self._turns: list[int] = []  # of each piece, the first of those that have rows in it
         self._moving: set[int] = set()  # ids of parameters in `passing`
         self._last: Any = None  # what a played device has been given: it reads the table when it comes to it
-        self._passed: list[Passed] = []  # what the turn at hand has launched, behind the last of those before
+        self._passed: list[tuple[Passage, Copy]] = []  # by the turn at hand, behind the last of those before
         self._told = 0  # how many of these are of an earlier turn
         self._launched = 0  # pieces
         self.began = self._resident_is_launched = False
@@ -122,13 +123,13 @@ class Beside:
         survey: Survey,
         groups: Groups,
         batches: Sequence[RowBatch],
-        rows: Sequence[SpanRow],
-        staying: Sequence[tuple[int, Member, SpanRow]],
+        rows: Sequence[Row],
+        staying: Sequence[tuple[int, Member, Row]],
         steps: Sequence[int],
     ) -> None:
         """Puts rows into the tables: those of batches that pass from the ring, and others (turn, member, row)."""
         members: list[Member] = []
-        passing: list[SpanRow] = []
+        passing: list[Row] = []
         self._ends = []
         for number, batch in enumerate(batches):
             at = self._record_ends[number]
@@ -140,8 +141,8 @@ class Beside:
                 at += nbytes
             members += batch.members
             self._ends.append(batch.end)
-        near: list[tuple[Member, SpanRow]] = []
-        far: list[tuple[int, Member, SpanRow, bool]] = []
+        near: list[tuple[Member, Row]] = []
+        far: list[tuple[int, Member, Row, bool]] = []
         for turn, member, row in staying:
             moves = bool(row.layout.columns) and room_of(survey.params[member[0]], self._room) is not None
             if moves or is_cut(member[1]):
@@ -162,7 +163,7 @@ class Beside:
         self._moving = {id(survey.params[i]) for i, _ in members}
         self.passing.lay_out(survey, groups, members, passing, steps)
 
-    def _cut(self, survey: Survey, far: Sequence[tuple[int, Member, SpanRow, bool]]) -> list[Any]:
+    def _cut(self, survey: Survey, far: Sequence[tuple[int, Member, Row, bool]]) -> list[Any]:
         """Cuts rows into pieces. State that does not move lies on the device, and is updated there among the others of
         a round: ranks need not have the same in host memory."""
         widths = [row.layout.widths if moves else () for _, _, row, moves in far]
@@ -220,7 +221,7 @@ class Beside:
             return None
         first, last = self._passed[min(self._told, len(self._passed) - 1)], self._passed[-1]
         self._passed, self._told = [last], 1
-        return Passage(first.filled, last.updated), Passage(first.emptied, last.emptied)
+        return Passage(first[0].first, last[0].last), Passage(first[1], last[1])
 
     def launch_record(self, number: int, scale: float) -> None:
         """Launches the update of a batch of the ring, with its record."""
@@ -261,7 +262,7 @@ class Beside:
         return self.passing.count() or started
 
 
-def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: SpanRow, segment: Segment) -> SpanRow:
+def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: Row, segment: Segment) -> Row:
     """Adds the row's state in a segment to a batch; returns the row of the segment, with its state in the slot."""
     layout, slot = row.layout, transit.slot(number)
     begin, end = segment.start, segment.start + segment.numel
@@ -272,7 +273,7 @@ def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: SpanRow
         there = slot[segment.offset + offset :][: part.nbytes].view(part.dtype)
         transit.add(number, part, there)
         pointers[kind.column] = there.data_ptr()
-    return SpanRow(layout, row.first, pointer_words(pointers))
+    return Row(layout, row.first, pointer_words(pointers))
 
 
 def _open_table(place: torch.device, algorithm: str, nrows: int, ngroups: int) -> Any:

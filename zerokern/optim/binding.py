@@ -9,95 +9,33 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import accumulate
 from typing import Any
 
-import torch
-
-from zerokern.core.errors import KernelError
 from zerokern.io.pieces import Segment
-from zerokern.kernels.cpu import UpdateTable
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
 from zerokern.optim.batches import RowBatch
 from zerokern.optim.beside import Beside
+from zerokern.optim.compute import Member, RowTable
+from zerokern.optim.formats import FormatKey
 from zerokern.optim.matrices import ns_dtype_of
 from zerokern.optim.outside import WatchedState, follow_writes, tracked
 from zerokern.optim.records import RecordSpan
 from zerokern.optim.rounds import in_rounds
-from zerokern.optim.row_table import Member, RowTable
-from zerokern.optim.state import SpanRow, StateTier, StepBook
+from zerokern.optim.state import Row, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of
 from zerokern.zero.watch import Watch
 
-__all__ = ["Binding", "HostCompute"]
+__all__ = ["Binding"]
 
 Turns = Sequence[Sequence[int | Segment]]
 """Places among an optimizer's parameters that are updated one after the other, or segments of them."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
-
-
-class HostCompute(RowTable):
-    """Runs the native table in host memory, and counts the steps of all parameters."""
-
-    book: Any = None
-    place = torch.device("cpu")  # where it multiplies matrices
-
-    def is_like(self, other: HostCompute) -> bool:
-        """Whether rows and counters of the other one are of use here."""
-        return type(other) is type(self)
-
-    def launching(self) -> AbstractContextManager[Any]:
-        """The context that state and tables are made in."""
-        return nullcontext()
-
-    def check_new(self, survey: Survey, groups: Groups, tier: StateTier, new: Sequence[int]) -> None:
-        """Refuses state that cannot begin now for these parameters of the survey."""
-
-    def mark_first(self, survey: Survey, tier: StateTier, new: Sequence[int]) -> None:
-        """Marks rows whose moments have not started, though their tensors are there."""
-
-    def open_book(self, survey: Survey, tier: StateTier, last: Any) -> None:
-        """Counts steps of all parameters; `last`: in this book, which fits, for nothing has changed since."""
-        self.book = last or StepBook([tier.state.get(param, {}) for param in survey.all_params])
-
-    def is_outdated(self) -> bool:
-        """Whether the table must be laid out anew."""
-        return False
-
-    def run(self, scale: float, begin: int = 0, end: int | None = None) -> None:
-        """Updates these rows."""
-        self.table.run(scale, begin, end)
-
-    @property
-    def carried_out(self) -> bool:
-        """Whether the last call was made, even if an interrupt hid that it was."""
-        return bool(self.table.carried_out)
-
-    def may_have_written(self, error: BaseException) -> bool:
-        """Whether rows may have been written by a call that raised and was not carried out.
-
-        A native call refuses before it writes any row, and a Ctrl-C comes before it or after it. Others take several
-        calls, and know how far they came.
-        """
-        if isinstance(self.table, UpdateTable):
-            return isinstance(error, Exception) and not isinstance(error, KernelError)
-        return bool(self.table.begun)
-
-    def stepped(self, tier: StateTier, *, started: bool) -> None:
-        """Counts the update that was prepared. `started`: moments of other tables have started with it."""
-        if self.count() or started or tier.begins_without_rows:
-            tier.started()
-        self.book.advance()
-
-    def shown(self, state: Mapping[Any, Any], tier: StateTier) -> Mapping[Any, Any]:
-        """Returns the state to save."""
-        return state
 
 
 class Binding:
@@ -111,17 +49,20 @@ class Binding:
         survey: Survey,
         groups: Groups,
         tier: StateTier,
-        compute: HostCompute,
+        compute: RowTable,
         beside: Beside | None = None,
         *,
+        formats: Sequence[FormatKey] = (),
         previous: Binding | None,
         followed: Watch,
     ) -> None:
         """Checks all state, then makes what is missing and points at it.
 
-        `previous`: an intact binding of the same state, whose rows are right. `followed`: parameters with masters.
+        `formats`: by group. `previous`: an intact binding of the same state, whose rows are right. `followed`:
+        parameters with masters.
         """
         self.survey, self.tier, self.compute, self.beside, self._groups = survey, tier, compute, beside, groups
+        self.formats = formats
         self.begun = False  # whether anything of the last update that was prepared may have been made
         self.turns: Turns = [survey.numbers]
         self.recorder: Recorder | None = None  # notes what is fetched and stored
@@ -163,7 +104,7 @@ class Binding:
         """Whether state passes to a device and back."""
         return self.beside is not None and self.beside.moves
 
-    def is_like(self, compute: HostCompute, beside: Beside | None) -> bool:
+    def is_like(self, compute: RowTable, beside: Beside | None) -> bool:
         """Whether rows and counters are of use to these."""
         places = [None if one is None else one.place for one in (self.beside, beside)]
         return compute.is_like(self.compute) and places[0] == places[1]
@@ -196,7 +137,7 @@ class Binding:
         self._ring = tier.ring or Ring.without_memory(_AHEAD)
         cells = self._ring.slots
         members: list[Member] = []
-        rows: list[SpanRow] = []
+        rows: list[Row] = []
         bases = [] if beside is None else beside.place_records(survey, batches, cells)
         self._launches_records = bool(bases)
         for number, batch in enumerate(batches):
@@ -320,31 +261,26 @@ class Binding:
         Batches of the next turns are on their way in meanwhile, those of the last ones on their way out. An error
         before the first batch is updated leaves everything as it was. Returns what `Beside.launch_turn` does.
         """
-        self._take_batches(turn, scale)
+        begin, end = self._taken, self._ends[turn]  # parts in lanes of their own may come out of turn
+        self._scale, self._taken = scale, max(begin, end)
+        if not self.moves:
+            for i in range(begin, end):
+                self._update(i)
+        elif begin < end:  # else all of it stays on the device, or was in a record of an earlier turn
+            if self._flow is None:
+                self._flow = self._flowing()
+            with DeferredSignals() as signals:  # between two batches nothing is launched that nobody would wait for
+                for _ in range(begin, end):
+                    next(self._flow)
+                    signals.deliver()
+            if not self.tier.streams and end == len(self._batches):
+                self.put_away()
         if self.beside is None:
             return None
         try:
             return self.beside.launch_turn(turn, scale)
         finally:
             self.begun = self.begun or self.beside.began
-
-    def _take_batches(self, turn: int, scale: float) -> None:
-        begin, end = self._taken, self._ends[turn]  # parts in lanes of their own may come out of turn
-        self._scale, self._taken = scale, max(begin, end)
-        if not self.moves:
-            for i in range(begin, end):
-                self._update(i)
-            return
-        if begin >= end:  # all of it stays on the device, or was in a record of an earlier turn
-            return
-        if self._flow is None:
-            self._flow = self._flowing()
-        with DeferredSignals() as signals:  # between two batches nothing is launched that nobody would wait for
-            for _ in range(begin, end):
-                next(self._flow)
-                signals.deliver()
-        if not self.tier.streams and end == len(self._batches):
-            self.put_away()
 
     def _flowing(self, *, waits_first: bool = False) -> Generator[int, None, None]:
         count, acts = len(self._batches), (self._fetch, self._compute, self._store)

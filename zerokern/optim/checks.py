@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.optim import device
 from zerokern.zero.params import sharded_parameter_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
@@ -292,7 +289,7 @@ def overlap(name: Callable[[int], str], tensors: Sequence[Tensor], pointers: Seq
             last, end = index, pointer + nbytes
 
 
-class Spelling:
+def spelling(kind: type, named: Collection[str]) -> None:
     """Checks the names of an optimizer's arguments before Python does, and suggests the right one.
 
     >>> import torch, zerokern as zk
@@ -302,12 +299,10 @@ class Spelling:
     TypeError: AdamW() has no argument 'state'; did you mean 'state_format'?
     """
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        known = inspect.signature(cls.__init__).parameters
-        open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        for name in () if open_ended else [name for name in named if name not in known]:
-            longer = [one for one in known if one.startswith(f"{name}_")]
-            meant = longer[0] if len(longer) == 1 else misspelt(name, known)
-            hint = f"; did you mean {meant!r}?" if meant else ""
-            raise TypeError(f"{cls.__name__}() has no argument {name!r}{hint}")
-        return super().__new__(cls)
+    known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    for name in () if open_ended else [name for name in named if name not in known]:
+        longer = [one for one in known if one.startswith(f"{name}_")]
+        meant = longer[0] if len(longer) == 1 else misspelt(name, known)
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise TypeError(f"{kind.__name__}() has no argument {name!r}{hint}")

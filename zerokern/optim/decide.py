@@ -30,12 +30,12 @@ AddUp = Callable[[Sequence[Tensor], Tensor, Tensor | None], None]
 class Decision:
     """What one optimizer decides, step by step, and what became of its steps.
 
-    In host memory `take` says the scale, or None for a step that is to be skipped; it may be asked later, on another
-    thread. On a `device` all of it is decided there, and waited for only when it is read.
+    `scale`: the factor for all gradients, or None where nothing may change, once `take` has decided; that may be called
+    later, on another thread. On a `device` all of it is decided there, and waited for only when it is read.
 
     >>> decision = Decision()
     >>> decision.ask(grad_scale=2.0, max_norm=1.0, sums=lambda: [16.0], total=lambda sums, *, skip: sums[0])
-    >>> decision.take(), decision.grad_norm
+    >>> decision.take(); decision.scale, decision.grad_norm
     (0.2499998750000625, 2.0)
     """
 
@@ -132,15 +132,14 @@ class Decision:
             return None
         return scale if max_norm is None else scale * min(1.0, max_norm / (self._norm + 1e-6))
 
-    def take(self) -> float | None:
-        """The factor for all gradients, or None where nothing may change. On a device: 1.0, and what it decides."""
+    def take(self) -> None:
+        """Decides what was asked, once. On a device the scale is 1.0, and what it decides."""
         if not self.known:
             self.scale = self._decide()
             self._skipped += self.scale is None
             self._in_a_row = self._in_a_row + 1 if self.scale is None else 0
             self.known, self._asked = True, None  # which refers to gradients, and to the model
             self._warn_of(self._in_a_row, self._why())
-        return self.scale
 
     def _warn_of(self, in_a_row: int, why: str) -> None:
         """Say once that nothing is trained any more."""

@@ -19,12 +19,12 @@ from zerokern.memory.ring import DeferredSignals
 from zerokern.memory.stream import SLOTS, Record, Stream, slot_nbytes_of
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
 from zerokern.optim.matrices import Matrix, is_cut
-from zerokern.optim.records import LEAST_SLOT, Content, RecordSpan, StateSpan, records_of, state_span
+from zerokern.optim.records import LEAST_SLOT, RecordSpan, StateSpan, records_of, state_span
 from zerokern.optim.state import (
     Checked,
     Entry,
     Exact,
-    SpanRow,
+    Row,
     StateTier,
     begin,
     check_entries,
@@ -35,7 +35,7 @@ from zerokern.optim.state import (
 from zerokern.optim.survey import Groups, names_of
 from zerokern.zero.kinds import present
 
-__all__ = ["Disk", "OnDisk", "RecordReader", "RecordWriter", "StateOnDisk", "check_slots"]
+__all__ = ["Disk", "OnDisk", "RecordReader", "StateOnDisk", "check_slots", "records_to_fill"]
 
 _PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
@@ -184,15 +184,16 @@ class Disk(Stream):
 
     def hold(self, spans: Sequence[StateSpan]) -> None:
         """Reserves room for state that is made next, so that a full disk shows beforehand."""
-        self.reserve([_wanted(content) for content in records_of(spans, self.slot_nbytes)])
+        self.reserve([_wanted(nbytes) for _, nbytes in records_of(spans, self.slot_nbytes)])
 
     def make(self, wanted: Iterable[tuple[Tensor, Layout]]) -> list[OnDisk]:
         """Takes room on disk for the state of these (parameter, layout), or raises."""
         made = [OnDisk(self, *one) for one in wanted]
         spans = [state_span(self.cut.get(id(one.param)), one.shape.numel(), one.layout) for one in made]
         contents = records_of(spans, self.slot_nbytes)
-        for record, content in zip(self.lay_out([_wanted(content) for content in contents]), contents, strict=True):
-            for span in content.spans:
+        records = self.lay_out([_wanted(nbytes) for _, nbytes in contents])
+        for record, (held, _) in zip(records, contents, strict=True):
+            for span in held:
                 span.put_in(record)
                 made[span.span].places.append(span)
         return made
@@ -219,8 +220,8 @@ class Disk(Stream):
         return made
 
 
-def _wanted(content: Content) -> Wanted:
-    return Wanted("state", torch.Size([content.nbytes]), torch.uint8)
+def _wanted(nbytes: int) -> Wanted:
+    return Wanted("state", torch.Size([nbytes]), torch.uint8)
 
 
 def _spans_by_record(owners: Iterable[OnDisk]) -> dict[Record, list[tuple[OnDisk, RecordSpan]]]:
@@ -290,45 +291,41 @@ def _reading(
     return flowing(disk.ring, len(order), fetch, settle, lambda i, cell: None, behind=2)
 
 
-class RecordWriter:
-    """Writes whole records: half of the ring's cells are filled while the other half is stored."""
+def records_to_fill(
+    disk: Disk, owners: Iterable[OnDisk]
+) -> Iterator[list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]]]:
+    """Writes whole records: yields lists of places and their tensors, all zeros, for the caller to fill before the next
+    list. After the last one everything is on disk.
 
-    def __init__(self, disk: Disk, owners: Iterable[OnDisk]) -> None:
-        self._disk, self._spans = disk, _spans_by_record(owners)
-        self._leaving: dict[int, Any] = {}
+    Half of the ring's cells are filled while the other half is stored.
+    """
+    disk.begin_change()
+    spans, leaving = _spans_by_record(owners), dict[int, Any]()
+    slots, records = disk.ring.slots, list(spans)
+    half = max(1, len(slots) // 2)
 
-    def rounds(self) -> Iterator[list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]]]:
-        """Yields lists of places and their tensors, all zeros, for the caller to fill before the next list.
-
-        After the last one everything is on disk.
-        """
-        disk = self._disk
-        disk.begin_change()
-        slots, records = disk.ring.slots, list(self._spans)
-        half = max(1, len(slots) // 2)
-        for turn, start in enumerate(range(0, len(records), half)):
-            some = records[start : start + half]
-            mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
-            parts: list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]] = []
-            for record, slot in mine:
-                self._wait(slot)
-                disk.view(slot, record).zero_()
-                parts += [(owner, place, owner.cells(place, slot)) for owner, place in self._spans[record]]
-            yield parts
-            for owner, place, cells in parts:
-                if "remainder" in cells and not owner.kept:
-                    owner.kept = bool(cells["remainder"].any())
-                place.begun = True
-            for record, slot in mine:
-                self._leaving[slot.index] = disk.store(record, disk.view(slot, record))
-                record.unsettled.clear()
-        for slot in slots:
-            self._wait(slot)
-
-    def _wait(self, slot: Cell) -> None:
-        ticket = self._leaving.pop(slot.index, None)
-        if ticket is not None:
+    def wait(slot: Cell) -> None:
+        if (ticket := leaving.pop(slot.index, None)) is not None:
             ticket.wait()
+
+    for turn, start in enumerate(range(0, len(records), half)):
+        some = records[start : start + half]
+        mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
+        parts: list[tuple[OnDisk, RecordSpan, dict[str, Tensor]]] = []
+        for record, slot in mine:
+            wait(slot)
+            disk.view(slot, record).zero_()
+            parts += [(owner, place, owner.cells(place, slot)) for owner, place in spans[record]]
+        yield parts
+        for owner, place, cells in parts:
+            if "remainder" in cells and not owner.kept:
+                owner.kept = bool(cells["remainder"].any())
+            place.begun = True
+        for record, slot in mine:
+            leaving[slot.index] = disk.store(record, disk.view(slot, record))
+            record.unsettled.clear()
+    for slot in slots:
+        wait(slot)
 
 
 def all_on_disk(state: Mapping[Any, Any]) -> list[OnDisk]:
@@ -400,7 +397,7 @@ def write_entries(disk: Disk, mine: Sequence[Entry], entries: Sequence[Checked])
     sources = {id(owner): entry for one, (_, entry, _) in zip(mine, entries, strict=True) if (owner := on_disk_of(one))}
     last, full = None, {}
     with whole("writing optimizer state to disk"):
-        for parts in RecordWriter(disk, filter(None, map(on_disk_of, mine))).rounds() if sources else ():
+        for parts in records_to_fill(disk, filter(None, map(on_disk_of, mine))) if sources else ():
             for owner, place, cells in parts:
                 if owner is not last:  # one parameter at a time: a copy may be needed to have it so in host memory
                     given = [(slot.key, sources[id(owner)].get(slot.key)) for slot in owner.slots]
@@ -546,7 +543,7 @@ class StateOnDisk(StateTier):
         cut = self.survey.matrices[i] if self.survey.matrices else ()  # rounds hang on records, other ranks' too
         return self._owners[i] is not None or any(is_cut(one) for one in cut)
 
-    def row(self, i: int, place: RecordSpan | Matrix | None, base: int) -> SpanRow:
+    def row(self, i: int, place: RecordSpan | Matrix | None, base: int) -> Row:
         survey, owner = self.survey, self._owners[i]
         if id(survey.params[i]) in self.rows:
             return super().row(i, place, base)
@@ -556,7 +553,7 @@ class StateOnDisk(StateTier):
         if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, base + offset)
-        return SpanRow(layout, owner is not None and bool(owner.first), pointer_words(pointers))
+        return Row(layout, owner is not None and bool(owner.first), pointer_words(pointers))
 
     def fetch(self, record: Record | None, cell: Cell, after: Any) -> Any:
         if record is None or not record.stored:

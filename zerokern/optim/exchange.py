@@ -17,14 +17,15 @@ from torch import Tensor
 from zerokern.core.errors import StateError, got
 from zerokern.optim.disk import all_on_disk, make_room, mark_loaded, write_entries
 from zerokern.optim.formats import Algorithm, Layout, as_kept
-from zerokern.optim.holdings import Bound, Holdings
+from zerokern.optim.holdings import Holdings
 from zerokern.optim.outside import WatchedState
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of
 
-__all__ = ["Incoming", "forget", "make_ready", "merged_groups", "publish", "take_over"]
+__all__ = ["Incoming", "forget", "install", "make_ready", "merged_groups", "take_over"]
 
 # A checkpoint decides hyperparameters. It does not decide how the optimizer is implemented, nor in which formats: state
 # in other formats is refused parameter by parameter.
@@ -78,7 +79,7 @@ def take_over(
     if state_dict["state"]:
         here.refuse_early(groups)
     runner.drop(groups)
-    publish(here, runner, groups, make_ready(here, groups, state_dict, filled=filled), filled=filled)
+    install(here, runner, groups, make_ready(here, groups, state_dict, filled=filled), filled=filled)
 
 
 def make_ready(
@@ -90,8 +91,8 @@ def make_ready(
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     before = here.host
     # an update may be pending of parameters that have no other state; copies that there are forget theirs
-    shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
-    own, loaded, state_dict = shards.localize(groups, merged, state_dict)
+    shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host.room is not None)
+    own, loaded, state_dict = shards.groups(groups), shards.groups(merged), shards.shown.localize(state_dict)
     rest, pending = _set_apart(state_dict, shards)
     entries, others = _checked(here.algorithm, own, loaded, rest, waiting=pending)
     here.place_by(shards)
@@ -108,7 +109,7 @@ def make_ready(
     return ready
 
 
-def publish(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming, *, filled: bool) -> None:
+def install(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming, *, filled: bool) -> None:
     """Makes what is ready the optimizer's own."""
     shards, state = ready.shards, {**ready.entries, **ready.others}
     for group, other in zip(groups, ready.merged, strict=True):
@@ -120,8 +121,8 @@ def publish(here: Holdings, runner: StepRunner, groups: Groups, ready: Incoming,
 
 
 def forget(here: Holdings, ready: Incoming) -> None:
-    """Frees the room of what was made ready and is not published."""
-    if here.host is not None and here.host is not ready.before:
+    """Frees the room of what was made ready and is not installed."""
+    if here.host is not ready.before:
         ready.new += [copy.values for copy in here.host.copies.values()]
     here.host = ready.before
     if here.room is not None:
@@ -142,10 +143,10 @@ def _held(here: Holdings, entries: Sequence[Checked], *, filled: bool, apart: bo
     room = here.room if not near or any(room_of(param, here.room) is not None for param, _, _ in near) else None
     if here.room is None and not filled and not apart:
         here.tear()  # what was there goes first, so that there is never twice the state
-        here.bound = Bound()
+        here.unbind(())
         for state in (here.held, here.state):
             state.clear()
-        here.shards.show_state(here.state)  # forgets what it has shown
+        here.shards.shown.show(here.state)  # forgets what it has shown
     kept = laid_out(near, room)  # all room is there before anything is written
     stored = [] if here.disk is None else make_room(here.disk, far, here.held)
     if (room is not None or here.disk is not None or not filled) and not apart:
@@ -211,7 +212,7 @@ def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, An
         if (values.shape, values.dtype) != (mine.shape, mine.dtype):
             what = f"{PENDING!r} of parameter {place}", f"{tuple(values.shape)} {values.dtype}"
             raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
-    places = {place: key for place, key in places.items() if shards.check_pending(place, entries[key][PENDING])}
+    places = {place: key for place, key in places.items() if shards.shown.check_pending(place, entries[key][PENDING])}
     rest = {key: {name: one for name, one in entry.items() if name != PENDING} for key, entry in entries.items()}
     # copies: what was loaded in place may be the copies themselves, which follow their parameters first
     pending = {place: entries[key][PENDING].clone() for place, key in places.items()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -17,26 +17,27 @@ from zerokern.memory import HostTier
 from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.beside import Beside
-from zerokern.optim.binding import Binding, HostCompute
+from zerokern.optim.binding import Binding
+from zerokern.optim.compute import DeviceCompute, RowTable
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
-from zerokern.optim.device_compute import DeviceCompute
-from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
+from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
-from zerokern.optim.hosted import HostCopies, LocationsOf, StateLocation
+from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_update, check_whole
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.schedule import Delayed, check_schedule, refuse_at_rest
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.kinds import shardings_of
+from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.sharded import known_shard
 from zerokern.zero.tiers import own_name
 from zerokern.zero.watch import Watch
 
-__all__ = ["Bound", "Chosen", "Holdings"]
+__all__ = ["Holdings", "chosen"]
 
 _TORN = (
     "a step or a load was broken off while parameters and state were being written, so that they may be of "
@@ -54,29 +55,9 @@ _NOTHING_TO_OVERLAP = (
 )
 
 
-class Chosen:
-    """Shows what was chosen when an optimizer was built (tier, schedule) as its attribute; holdings have the value."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, opt: Any, owner: type | None = None) -> Any:
-        return self if opt is None else getattr(opt.holdings, self.name)
-
-    def __set__(self, opt: Any, value: Any) -> None:
-        opt.holdings.change(self.name, value)
-
-
-class _Writing:
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings, self._before = holdings, holdings.outcome
-
-    def __enter__(self) -> None:
-        self._holdings.outcome = TORN
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._holdings.outcome = self._before
+def chosen(name: str) -> Any:
+    """Returns what shows a choice (tier, schedule) as an optimizer's attribute; its holdings have the value."""
+    return property(lambda opt: getattr(opt.holdings, name), lambda opt, value: opt.holdings.change(name, value))
 
 
 def _has_company() -> bool:
@@ -87,21 +68,12 @@ def _has_company() -> bool:
 def _apart(entry: Any) -> Any:
     """Returns a state entry with copies of its tensors: those read from a disk stay as they are, too.
 
-    `Shards.saved` copies pending values.
+    `ShownState.saved` copies pending values.
     """
     if not isinstance(entry, dict):
         return entry
     tensors = {key for key, one in entry.items() if isinstance(one, Tensor) and key != PENDING}
     return {key: one.detach().clone() if key in tensors else one for key, one in entry.items()}
-
-
-@dataclass
-class Bound:
-    """Caches what earlier steps learned; all of it can be learned anew from parameters, groups and state."""
-
-    binding: Binding | None = None
-    followed: Watch = field(default_factory=lambda: Watch(()))  # parameters with masters
-    formats: list[FormatKey] = field(default_factory=list)
 
 
 class Holdings:
@@ -131,9 +103,9 @@ class Holdings:
         self.placing = Placing(self.order, self.room)
         self.state: WatchedState = WatchedState()
         self.shards = Shards(())  # of the parameters, once they have been looked at
-        self.host: HostCopies | None = None
+        self.host = HostCopies(None, self.delays)  # of nothing, until some are made
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
-        self.bound = Bound()
+        self.unbind(())
         self.closed = ""  # why nothing can be done with it any more
         self.outcome = WHOLE
         self.reason = ""  # why it is not whole here, where other ranks have yet to hear of it
@@ -179,7 +151,8 @@ class Holdings:
         """The state by what is updated here: parameters, or this rank's pieces of them."""
         if self.closed:
             return WatchedState()
-        return self.state if self.shards.in_place else self.shards.state
+        shown = self.shards.shown
+        return self.state if shown.in_place else shown.state
 
     def let_go(self) -> None:
         """Makes reading the state raise in a forked child, which has none of the memory of the room."""
@@ -191,7 +164,8 @@ class Holdings:
         if self.closed:
             return
         self.closed, self.state = because, Elsewhere(because)
-        self.bound, self.shards, self.host = Bound(), Shards(()), None
+        self.shards, self.host = Shards(()), HostCopies(None, self.delays)
+        self.unbind(())
         self.placing.claimed = 0
         if self.room is not None:
             self.room.forget_others(())
@@ -226,9 +200,12 @@ class Holdings:
         """A step has failed here, and other ranks have yet to hear of it. `owes`: they publish it nevertheless."""
         self.outcome, self.reason = OWED if owes or self.outcome is OWED else UNTOLD, str(error) or type(error).__name__
 
-    def writing(self) -> _Writing:
-        """Context manager: parameters and state are of different steps until it ends, well."""
-        return _Writing(self)
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what leaves parameters and state of different steps until it has ended, well."""
+        before, self.outcome = self.outcome, TORN
+        yield
+        self.outcome = before
 
     def refuse_if_torn(self) -> None:
         if self.torn:
@@ -288,7 +265,7 @@ class Holdings:
         """Returns what makes host copies of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
-        if self.host is None:
+        if self.host.room is None:
             room = HostTier("norms that a device measures") if self.room is None else self.room
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
@@ -303,25 +280,23 @@ class Holdings:
         self.host.reach(trained, measured=self.recorder is not None)
         self.placing.there = is_apart(trained)
 
-        def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[StateLocation]:
+        def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[Location]:
             divided = self._divided(groups, new)
-            found: list[StateLocation] = []
+            found: list[Location] = []
+            there = self.placing.there
             for (_, local), (kind, layout, nbytes) in zip(new, divided, strict=True):
                 self.placing.note(local, kind)
-                if kind == "device" and self.placing.there:
-                    found.append(StateLocation((), nbytes))
-                elif self.update == "device" and self.placing.there:
-                    kept = kind != "disk"
-                    found.append(StateLocation(layout.columns * kept, 0, streams=kept))
+                slots = None if kind == "disk" else layout.columns
+                if there and kind == "device":
+                    found.append((nbytes, None))
                 else:
-                    found.append(StateLocation(layout.columns * (kind != "disk")))
+                    found.append((0 if there and self.update == "device" else None, slots))
             return found
 
         return self.host, locations_of
 
     def _divided(self, groups: Groups, new: Sequence[tuple[int, Tensor]]) -> list[tuple[str, Layout, int]]:
         """Returns where state of these (place, parameter) goes, its layout and its bytes. They have no copies."""
-        assert self.host is not None
         if self.placing.there:
             self.refuse_early(groups)
             self.placing.measure(self.host.driver)
@@ -335,7 +310,6 @@ class Holdings:
         """Returns by place where state will go of those of these (place, parameter) that are yet to have a copy."""
         if self.hosting(groups) is None:
             return {}
-        assert self.host is not None
         new = [(n, one) for n, one in wanted if one.requires_grad and id(one) not in self.host.copies]
         divided = zip(new, self._divided(groups, new), strict=True)
         return {number: kind for (number, _), (kind, _, nbytes) in divided if nbytes}
@@ -352,9 +326,9 @@ class Holdings:
     def catch_up(self) -> None:
         """Follows writes that no step has seen yet, so that what is saved is consistent."""
         self._await_others()
-        self.shards.adopt(self.state)
+        self.shards.shown.adopt(self.state)
         self.shards.look()
-        follow_writes(self.bound.followed, self.held)
+        follow_writes(self.followed, self.held)
 
     def _await_others(self) -> None:
         """Returns once parameters are those of the last step, another optimizer's too: it has counted them already."""
@@ -364,28 +338,52 @@ class Holdings:
     def refresh(self) -> None:
         """Makes masters and remainders anew from the parameters, however these were written."""
         self._await_others()
-        self.shards.adopt(self.state)
+        self.shards.shown.adopt(self.state)
         self.shards.refetch()
         follow(tracked(self.held), self.held)
-        self.bound.followed.accept()
+        self.followed.accept()
 
     def shown(self) -> WatchedState:
         """Returns the state as it is saved."""
-        binding, made, outer = self.bound.binding, self.held, self.state
+        binding, made, outer = self.binding, self.held, self.state
         if self.disk is not None:
             made = WatchedState(in_memory(self.disk, {key: _apart(entry) for key, entry in made.items()}))
-            others = {} if self.shards.in_place else self.shards.others(outer)  # of parameters that no step has met
+            views = self.shards.shown
+            others = {} if views.in_place else views.others(outer)  # of parameters that no step has met
             outer = WatchedState({**outer, **in_memory(self.disk, {key: _apart(one) for key, one in others.items()})})
         elif binding is not None and (shown := binding.shown(made)) is not made:
             made = WatchedState(shown)
-        return self.shards.saved(made, outer)
+        return self.shards.shown.saved(made, outer)
+
+    def state_nbytes(self) -> dict[str, float]:
+        """Returns the bytes of this rank's state by tier, and of its budget; state on disk counts there alone."""
+        found = dict.fromkeys(("device", "cpu", "disk"), 0)
+        seen: set[int] = set()
+        for entry in self.held.values():
+            if not isinstance(entry, dict):
+                continue
+            for value in entry.values():
+                if isinstance(value, Tensor) and (local := local_of(value)).nbytes and local.data_ptr() not in seen:
+                    seen.add(local.data_ptr())
+                    found["cpu" if local.device.type == "cpu" else "device"] += local.nbytes
+            owner = on_disk_of(entry)
+            if owner is not None:
+                found["disk"] += owner.nbytes
+        free = self.placing.free
+        budget = {} if free is None else {"state_budget_bytes/device": float(free)}
+        return {**{f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}, **budget}
 
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""
-        self.bound = Bound(followed=Watch(tracked(self.held)))
+        self.unbind(tracked(self.held))
         if loaded:  # the model may yet be loaded, which has the checkpoint's values already
-            self.bound.followed.compare_bits()
+            self.followed.compare_bits()
         self.settle(WHOLE)
+
+    def unbind(self, followed: Iterable[Tensor]) -> None:
+        """Forgets what earlier steps learned. `followed`: parameters with masters, which follow what is written."""
+        self.followed = Watch(followed)
+        self.binding: Binding | None = None
 
     def place_by(self, shards: Shards) -> None:
         """Places state from here on by what is known of these shards."""
@@ -404,7 +402,7 @@ class Holdings:
         intact: bool,
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
-        last = self.bound.binding
+        last = self.binding
         self.place_by(self.shards)
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
@@ -413,34 +411,36 @@ class Holdings:
             return binding
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
-        self.bound.binding = None
+        self.binding = None
         if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have
             self.room.forget_others([*survey.all_params, *self.held])  # others were replaced, or left the groups
         self._check_growth(survey)
         initial = [self.algorithm.first_moment(group) for group in groups]
-        of_state = self.algorithm, self.held, initial, self.shards.exact
+        of_state = self.algorithm, self.held, initial, self.shards.shown.exact
         if self.disk is not None:
             tier: StateTier = StateOnDisk(*of_state, self.placing, self.disk)
         else:
             tier = StateTier(*of_state, self.placing if survey.device is None else None)
-        open_table = host_table(self.algorithm.name)
-        compute = HostCompute(open_table) if decision.device is None else DeviceCompute(decision, last)
+        if decision.device is None:
+            compute = RowTable(host_table(self.algorithm.name))
+        else:
+            compute = DeviceCompute(decision, None if last is None else (last.compute, last.tier))
         streams = self.placing.there and self.shards.is_hosted and self.update == "device"
         beside = None
-        if (self.has_both or streams) and self.host is not None and self.host.link is not None:
+        if (self.has_both or streams) and self.host.link is not None:
             beside = Beside(self.host, self.room, self.schedule, self.algorithm.name)
         if previous is not None and not previous.is_like(compute, beside):
             previous = None
-        followed = self.bound.followed
-        made = Binding(survey, groups, tier, compute, beside, previous=previous, followed=followed)
+        last_ones: Any = {"previous": previous, "followed": self.followed}
+        made = Binding(survey, groups, tier, compute, beside, formats=formats, **last_ones)
         self.placing.forget_moved(self.held)
-        self.shards.bound(survey.params, self.state)
-        self.bound = Bound(made, made.followed, formats)
+        self.shards.shown.bound(survey.params, self.state)
+        self.followed, self.binding = made.followed, made
         return made
 
     def _check_growth(self, survey: Survey) -> None:
         """Refuses state that has grown beyond the budget of the device, where it is; counts what it takes there."""
-        if not self.has_both or self.host is None or self.update == "device":
+        if not self.has_both or self.update == "device":
             return
         sizes = {id(one): of.nbytes_of(one) for one, of in zip(survey.params, survey.layouts, strict=True)}
         stays = [copy for copy in self.host.copies.values() if copy.stays is not None and not copy.near]

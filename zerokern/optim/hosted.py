@@ -2,7 +2,7 @@
 
 A copy has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the copies,
 and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
-Gradients of zk.shard are fetched during backward already, bucket by bucket (`early.EarlyFetches`).
+Gradients of zk.shard are fetched during backward already, bucket by bucket (`leaving.LeavingGradients`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,25 +32,17 @@ from zerokern.zero.shard import alias
 from zerokern.zero.tiers import fetched, in_turns
 from zerokern.zero.watch import Watch
 
-__all__ = ["HostCopies", "HostCopy", "Piece", "StateLocation"]
+__all__ = ["HostCopies", "HostCopy", "Location", "Piece"]
 
+_checked = attrgetter("checked")
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
 
 
-class StateLocation(NamedTuple):
-    """Says of a parameter on a device which tensors of its state lie in host memory, and what `HostCopy.stays` is.
-
-    `streams`: it is updated on the device, and its state lies in host memory, whatever there is of it. What the device
-    updates with its state on a disk has neither.
-    """
-
-    slots: Sequence[Slot]
-    stays: int | None = None
-    streams: bool = False
-
-
-LocationsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[StateLocation]]
+Location = tuple[int | None, Sequence[Slot] | None]
+"""Says of a parameter on a device what `HostCopy.stays` is, and which tensors of its state lie in host memory; None:
+its state lies elsewhere, whatever there will be of it."""
+LocationsOf = Callable[[Sequence[tuple[int, Tensor]]], Sequence[Location]]
 """Returns, of each of these (place, parameter), where it and its state lie."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
@@ -109,7 +102,7 @@ class HostCopies:
     """Holds the copies of one optimizer. `delays`: parameters change when published, not when copies are stored.
 
     `measures`: steps ask for the norm of gradients, so the device measures their squares before they leave it.
-    `keeps_there`: some parameters are updated on the device.
+    `keeps_there`: some parameters are updated on the device. `has_near`: some are in host memory, in place.
     """
 
     room: Any  # a HostTier; None where there are no copies
@@ -121,6 +114,7 @@ class HostCopies:
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
     measures: bool = False
     keeps_there: bool = False
+    has_near: bool = False
     # by the first of the copies that are fetched together: all of them, and what measures them
     _squares: dict[int, tuple[list[int], SquaresBelow]] = field(default_factory=dict)
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
@@ -177,6 +171,7 @@ class HostCopies:
             self._watch = Watch(copy.local for copy in self._watched)
             self._watch.carry_over(last)
         self.keeps_there = any(copy.stays is not None for copy in self.copies.values())
+        self.has_near = any(copy.near for copy in self.copies.values())
         return [self.copies[id(one)].values if one.requires_grad else one for one in local]
 
     def _staying(self, local: Tensor, nbytes: int) -> HostCopy:
@@ -189,10 +184,10 @@ class HostCopies:
             EMULATED_DRIVERS[values] = self.driver
         return HostCopy(local, values, local, shadow, stays=nbytes)
 
-    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, StateLocation]]) -> list[HostCopy]:
+    def _make(self, new: Sequence[tuple[Tensor, torch.dtype, Location]]) -> list[HostCopy]:
         """Makes copies of these (parameter, dtype of its gradient, where its state lies), all in one arena."""
-        copied = [(one, dtype, location.slots) for one, dtype, location in new if location.stays is None]
-        pairs = ((one, slot) for one, _, location in new for slot in location.slots)
+        copied = [(one, dtype, slots or ()) for one, dtype, (stays, slots) in new if stays is None]
+        pairs = ((one, slot) for one, _, (_, some) in new for slot in some or ())
         slots = sorted(pairs, key=lambda pair: pair[1].key)
         wanted = [Wanted("values", one.shape, one.dtype) for one, _, _ in copied]
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype, _ in copied]
@@ -201,12 +196,13 @@ class HostCopies:
         grads = [next(tensors) for _ in copied]
         state = {(id(one), slot.key): next(tensors) for one, slot in slots}
         made: list[HostCopy] = []
-        for one, _, location in new:
-            if location.stays is not None:
-                made.append(self._staying(one, location.stays))
-            if location.streams:
-                mine = [state[id(one), slot.key] for slot in location.slots]
-                self.room.keep(one, [slot.wanted(one) for slot in location.slots], mine)
+        for one, _, (stays, streams) in new:
+            if stays is None:
+                continue
+            made.append(self._staying(one, stays))
+            if streams is not None:
+                mine = [state[id(one), slot.key] for slot in streams]
+                self.room.keep(one, [slot.wanted(one) for slot in streams], mine)
         for (one, dtype, some), value, grad in zip(copied, values, grads, strict=True):
             copy = HostCopy(one, nn.Parameter(value), grad)
             if dtype != copy.values.dtype:
@@ -223,13 +219,8 @@ class HostCopies:
         """Returns the copies of these; frozen ones have none."""
         return [self.copies[id(one)] for one in local if id(one) in self.copies]
 
-    @property
-    def has_near(self) -> bool:
-        """Whether any of these parameters are in host memory, where they are updated in place."""
-        return any(copy.near for copy in self.copies.values())
-
     def are_near(self, local: Iterable[Tensor]) -> bool:
-        """Whether all of these are."""
+        """Whether all of these parameters are in host memory, where they are updated in place."""
         found = self.of(local)
         return bool(found) and all(copy.near for copy in found)
 
@@ -378,7 +369,7 @@ class HostCopies:
         if not batch:
             return None
         targets, sources = [target for target, _ in batch], [source for _, source in batch]
-        return self.link.to_device(sources, targets, ready=ready, checked=all(copy.checked for copy in copies))
+        return self.link.to_device(sources, targets, ready=ready, checked=all(map(_checked, copies)))
 
     def reading(self, value: Any) -> Callable[[], Any]:
         """Returns a function that returns what a number on the device is now; any thread may call it later."""
@@ -425,7 +416,7 @@ class HostCopies:
         if self.delays:
             self.put(self.pending)
             copies, self._put = self._put, []
-        copies = [copy for copy in copies if copy.owns_values]
+        copies = [copy for copy in copies if copy.values is not copy.local]
         if copies:
             torch.autograd.graph.increment_version([copy.local for copy in copies])
             for copy in copies:

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,13 +20,8 @@ _FUSED = ("qkv", "in_proj", "c_attn", "query_key_value", "kv_proj", "gate_up")
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
-class _Proposal(NamedTuple):
-    """`split`: of a matrix, into how many; 0: it is for the other optimizer."""
-
-    name: str
-    param: nn.Parameter
-    split: int
-    why: str
+_Proposal = tuple[str, nn.Parameter, int, str]
+"""A name, a parameter, into how many matrices it is split (0: it is for the other optimizer), and why."""
 
 
 class MuonGroups(tuple[list[dict[str, Any]], list[dict[str, Any]]]):
@@ -36,8 +31,8 @@ class MuonGroups(tuple[list[dict[str, Any]], list[dict[str, Any]]]):
 
     def __new__(cls, proposals: Sequence[_Proposal]) -> MuonGroups:
         groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for one in proposals:
-            groups.setdefault(one.split, []).append((one.name, one.param))
+        for name, param, split, _ in proposals:
+            groups.setdefault(split, []).append((name, param))
         rest = groups.pop(0, [])
         matrices = [{"params": groups[split], "split": split} for split in sorted(groups)]
         made = super().__new__(cls, (matrices, [{"params": rest}] if rest else []))
@@ -45,11 +40,10 @@ class MuonGroups(tuple[list[dict[str, Any]], list[dict[str, Any]]]):
         return made
 
     def __repr__(self) -> str:
-        longest = max((len(one.name) for one in self._proposals), default=0)
-        kinds = {True: "muon", False: "rest"}
+        longest = max((len(name) for name, *_ in self._proposals), default=0)
         lines = [
-            f"{kinds[one.split > 0]}  {one.name:{longest}}  {' x '.join(map(str, one.param.shape))}  {one.why}"
-            for one in self._proposals
+            f"{'muon' if split else 'rest'}  {name:{longest}}  {' x '.join(map(str, param.shape))}  {why}"
+            for name, param, split, why in self._proposals
         ]
         return "\n".join(map(str.rstrip, lines))
 
@@ -112,7 +106,7 @@ def muon_groups(
             why = f"{number} matrices" if number > 1 else why
             fused = not into and not hits and any(part in name.lower() for part in _FUSED)
             why = "as one matrix, by its name several" if fused else why
-        proposals.append(_Proposal(name, param, number, why))
+        proposals.append((name, param, number, why))
     if missed := [pattern for pattern, count in unused.items() if not count]:
         raise ValueError(got("muon_groups", missed, "patterns of names of parameters", "None is called so"))
     _warn_of_fused(proposals)
@@ -131,7 +125,7 @@ def _no_matrix(param: Tensor, owners: Sequence[Any], is_inner: bool, is_split: b
 
 
 def _warn_of_fused(proposals: Sequence[_Proposal]) -> None:
-    fused = [one.name for one in proposals if "several" in one.why]
+    fused = [name for name, _, _, why in proposals if "several" in why]
     if fused:
         first = fused[0]
         do = f"split={{{first!r}: 3}} orthogonalizes each by itself, and matrices=[{first!r}] all as one"

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerokern.core.errors import StateError
 from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
+from zerokern.optim.state import plain
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import shard_of
 from zerokern.zero.watch import Watch
@@ -34,11 +35,6 @@ _SECOND_UPDATE = (
     "{kind}.step() updates {which} with gradients that {other}.step() has updated them with already, so that they move "
     "twice in each step. Give each optimizer parameters of its own: zk.muon_groups(model) proposes which zk.Muon takes"
 )
-
-
-def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same in ordinary dicts, which any unpickler knows."""
-    return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
 
 
 @dataclass

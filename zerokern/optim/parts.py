@@ -13,7 +13,7 @@ from zerokern.schedule import program
 from zerokern.schedule.program import names_of_pieces
 from zerokern.zero.shard import Shard
 
-__all__ = ["Part", "in_order", "in_pieces", "needed_first", "parts_of"]
+__all__ = ["Part", "in_order", "in_pieces", "needed_first", "part_of", "parts_of"]
 
 LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
 
@@ -21,26 +21,35 @@ LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's 
 class Part(NamedTuple):
     """Names what of an update is fetched, stepped and stored together: a bucket of zk.shard, or plain parameters.
 
-    `members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is. `pieces`:
-    what of it is moved and stepped one after the other, if not all of it at once: segments of these members, each a row
-    of its own in the table of an update.
+    `members`: places among an optimizer's parameters. `sharding`, `bucket`: whose gradients these are, and which
+    bucket of them, or None. `pieces`: what of it is moved and stepped one after the other, if not all of it at once:
+    segments of these members, each a row of its own in the table of an update. `turns`: what is updated one after the
+    other, pieces or all members; `names`: of these in a step program.
     """
 
     name: str
     members: Sequence[int]
-    sharding: Any = None
-    bucket: int = -1
-    pieces: Sequence[Sequence[Segment]] = ()
+    sharding: Any
+    bucket: Any
+    pieces: Sequence[Sequence[Segment]]
+    turns: Sequence[Sequence[int | Segment]]
+    names: Sequence[str]
 
-    @property
-    def turns(self) -> Sequence[Sequence[int | Segment]]:
-        """What is updated one after the other."""
-        return self.pieces or (self.members,)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of these in a step program."""
-        return names_of_pieces(self.name, len(self.turns))
+def part_of(
+    name: str,
+    members: Sequence[int],
+    sharding: Any = None,
+    bucket: Any = None,
+    pieces: Sequence[Sequence[Segment]] = (),
+) -> Part:
+    """Returns a part, with what is said of it by its pieces.
+
+    >>> part_of("parameters 0 to 1", (0, 1)).names
+    ['parameters 0 to 1']
+    """
+    turns = pieces or (members,)
+    return Part(name, members, sharding, bucket, pieces, turns, names_of_pieces(name, len(turns)))
 
 
 def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Part:
@@ -50,7 +59,7 @@ def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Pa
 
     >>> import torch
     >>> large = torch.empty(64 << 20, dtype=torch.bfloat16, device="meta")
-    >>> whole = Part("parameters 0 to 0", (0,))
+    >>> whole = part_of("parameters 0 to 0", (0,))
     >>> [(one.span, one.start, one.numel) for piece in in_pieces(whole, [large], [0]).pieces for one in piece]
     [(0, 0, 33554432), (0, 33554432, 33554432)]
     """
@@ -70,7 +79,7 @@ def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Pa
             numel = min(tensors[member].numel() - start, -(-left // each // BLOCK) * BLOCK)
             pieces[-1].append(Segment(member, start, numel, 0))
             start, taken = start + numel, taken + numel * each
-    return part._replace(pieces=tuple(map(tuple, pieces)))
+    return part_of(part.name, part.members, part.sharding, part.bucket, tuple(map(tuple, pieces)))
 
 
 def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
@@ -96,15 +105,16 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
         members.append(place)
         nbytes += piece.nbytes
         if nbytes >= LEAST_NBYTES:
-            parts.append(Part(f"parameters {members[0]} to {members[-1]}", tuple(members)))
+            parts.append(part_of(f"parameters {members[0]} to {members[-1]}", tuple(members)))
             members, nbytes = [], 0
     if members:
-        parts.append(Part(f"parameters {members[0]} to {members[-1]}", tuple(members)))
+        parts.append(part_of(f"parameters {members[0]} to {members[-1]}", tuple(members)))
     for number, sharding in enumerate(shardings.values()):
         prefix = f"model {number} " if len(shardings) > 1 else ""
         for bucket in sorted(key[1] for key in buckets if key[0] == id(sharding)):
             name = f"{prefix}bucket {bucket}"
-            parts.append(Part(name, tuple(buckets[id(sharding), bucket]), sharding, bucket))
+            members = buckets[id(sharding), bucket]
+            parts.append(part_of(name, tuple(members), sharding, sharding.gradient_buckets[bucket]))
     return parts
 
 

@@ -87,11 +87,8 @@ class RecordSpan:
         return [self.offset + offset for offset in columns(self.widths, self.numel)[0]]
 
 
-class Content(NamedTuple):
-    """What one record holds."""
-
-    spans: tuple[RecordSpan, ...]
-    nbytes: int
+Content = tuple[tuple[RecordSpan, ...], int]
+"""What one record holds, and its bytes."""
 
 
 def records_of(spans: Sequence[StateSpan], slot_nbytes: int) -> list[Content]:
@@ -103,8 +100,8 @@ def records_of(spans: Sequence[StateSpan], slot_nbytes: int) -> list[Content]:
     >>> import torch
     >>> of = lambda kind: kind._algorithm.layout({"split": 1, "master_format": None, "state_format": "fp32",
     ...     "stochastic_seed": None}, torch.bfloat16)
-    >>> for record in records_of([StateSpan(100_000, of(Muon))], 1 << 19):
-    ...     print([([slot.key for slot in cut.slots], cut.start, cut.numel) for cut in record.spans], record.nbytes)
+    >>> for held, nbytes in records_of([StateSpan(100_000, of(Muon))], 1 << 19):
+    ...     print([([slot.key for slot in one.slots], one.start, one.numel) for one in held], nbytes)
     [(['momentum_buffer'], 0, 100000)] 401408
     [(['remainder'], 0, 100000)] 200704
     """
@@ -139,7 +136,7 @@ def _packed(parts: Sequence[_Part], slot_nbytes: int, *, cuts: bool, **passes: b
             number, start, _, slots = parts[segment.span]
             at = start + segment.start
             found.append(RecordSpan(number, at, segment.numel, segment.offset, slots, **passes))
-        yield Content(tuple(found), piece.nbytes)
+        yield tuple(found), piece.nbytes
 
 
 def _by_size(parts: Sequence[_Part], slot_nbytes: int) -> Iterator[tuple[bool, list[_Part]]]:
@@ -181,7 +178,7 @@ def _of_cut(numbers: Sequence[int], spans: Sequence[StateSpan], slot_nbytes: int
                 continue
             for number, start, numel, slots in some:
                 for begin, count, nbytes in _pieces(slots, numel, slot_nbytes):
-                    yield Content((RecordSpan(number, start + begin, count, 0, slots, **of_pass),), nbytes)
+                    yield (RecordSpan(number, start + begin, count, 0, slots, **of_pass),), nbytes
 
 
 def _divided(slots: Sequence[Slot]) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
@@ -198,9 +195,9 @@ def _of_large(part: _Part, slot_nbytes: int) -> Iterator[Content]:
         cuts = [RecordSpan(number, start + begin, count, 0, averages, applies=False)]
         if not others and begin + count == numel:
             cuts.append(RecordSpan(number, start, numel, 0, (), averages=False))
-        yield Content(tuple(cuts), nbytes)
+        yield tuple(cuts), nbytes
     for begin, count, nbytes in _pieces(others, numel, slot_nbytes) if others else ():
-        yield Content((RecordSpan(number, start + begin, count, 0, others, averages=False),), nbytes)
+        yield (RecordSpan(number, start + begin, count, 0, others, averages=False),), nbytes
 
 
 def _pieces(slots: Sequence[Slot], numel: int, slot_nbytes: int) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,5 @@
-"""Translates between what users see of an optimizer, parameters and state in their logical shapes, and what it updates.
-
-An update changes this rank's piece of each parameter, or a copy of that in host memory (`HostCopies`).
-"""
+"""Lists what an optimizer updates: this rank's piece of each parameter, or a copy of that in host memory
+(`HostCopies`), with the gradients that a step reads."""
 
 from __future__ import annotations
 
@@ -25,31 +23,17 @@ from zerokern.optim.hosted import HostCopies, HostCopy, LocationsOf
 from zerokern.optim.matrices import exchange_groups, group_of
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
+from zerokern.optim.shown import ShownState
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
-from zerokern.zero.kinds import is_divided, is_placed, present, shardings_of
+from zerokern.zero.kinds import is_divided, is_placed, shardings_of
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import Sumsq
-from zerokern.zero.shard import Shard, plain_shard, shard_changes, shard_of, shards_of
+from zerokern.zero.shard import Shard, shard_changes, shard_of, shards_of
 from zerokern.zero.tiers import fetched, in_turns
 from zerokern.zero.watch import Watch
 
-__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "gradient_of", "scale_gradients", "sharded"]
+__all__ = ["Shards", "gradient_of", "scale_gradients", "sharded"]
 
-LATE = "delayed_pending"  # in param_groups: whether an update waits to be published
-PENDING = "pending"  # in a state_dict: values of a parameter that an update has made and no step has published
-NOT_DELAYED = (
-    "this state was saved while a delayed update was pending, which this optimizer would lose; load it into one with "
-    "schedule=zk.Delayed(...), and flush() that, or call opt.flush() before saving"
-)
-
-_FROZEN = (
-    "{name} is frozen, and this state has an update of it that was pending when it was saved, which would be lost; "
-    "load it with requires_grad=True, and freeze the parameter after opt.flush()"
-)
-_TOO_LATE = (
-    "{name}: its optimizer has stepped before zk.shard divided it, so its state is of another shape. Build the "
-    "optimizer after zk.shard (or fully_shard); to keep the state, take state_dict() and load it into that one"
-)
 _EXPOSED = (
     "{name}: its gradient is with the parameter that zk.shards(model) returned for it; since that call, optimizers are "
     "built over zk.shards(model), this one too"
@@ -67,11 +51,11 @@ class Shards:
     """The shards of an optimizer's parameters (`params`), in their order.
 
     `local`: this rank's piece of each, beside the compute. `updated`: what an update changes, these or their copies in
-    host memory (`is_hosted`). `state`: by what is updated; `in_place`: it is the optimizer's own, tensor by tensor.
-    `stand_alone`: a step is about the parameters themselves, and nobody else's. `shares`: for each the number of the
-    sum that its gradient goes into; 0 is what counts here alone. `starts`: the elements of the whole parameters that
-    shards begin with. `turns`: by the id of what is updated, when forwards need it. `cut`: by that id, shards of
-    parameters whose matrices, if they are updated whole, ranks bring together.
+    host memory (`is_hosted`). `shown`: their state, and what the user sees of it. `stand_alone`: a step is about the
+    parameters themselves, and nobody else's. `shares`: for each the number of the sum that its gradient goes into; 0 is
+    what counts here alone. `starts`: the elements of the whole parameters that shards begin with. `turns`: by the id of
+    what is updated, when forwards need it. `cut`: by that id, shards of parameters whose matrices, if they are updated
+    whole, ranks bring together.
     """
 
     def __init__(
@@ -111,7 +95,6 @@ class Shards:
         # beside optimizers over pieces programs write pieces themselves, and leave those out that have no elements here
         reached += [memory for one in by_hand for memory in getattr(one, "memories", ())]
         self._reached = set(map(id, reached))
-        self.in_place = not self.is_hosted and all(param is shard.piece for param, shard in pairs)
         self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
@@ -120,14 +103,9 @@ class Shards:
         # a DTensor has two versions, its own and that of the tensor within
         self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in self._followed)
         self._reductions, self._span_places = _places_of_spans(self.shards)
-        # what a program steps itself, a plain parameter or a piece, is shown as it is
-        self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
-        self._shard_of = dict(zip(map(id, self.updated), self.shards, strict=True))
-        self.cut = {key: shard for key, shard in self._shard_of.items() if group_of(shard) is not None}
-        self.state = WatchedState()
-        self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
-        self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
-        self._views = Watch((), versions=False)
+        self.shown = ShownState(self.params, self.updated, self.local, self.shards, self.host)
+        pieces = zip(self.updated, self.shards, strict=True)
+        self.cut = {id(piece): shard for piece, shard in pieces if group_of(shard) is not None}
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
         self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
@@ -233,10 +211,10 @@ class Shards:
 
     def copy(self, place: int) -> HostCopy:
         """Returns the host copy of a parameter; raises if it is frozen."""
-        found = self.host.of([self.local[place]])
-        if not found:
+        found = self.host.copies.get(id(self.local[place]))
+        if found is None:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
-        return found[0]
+        return found
 
     def pieces_of(self, part: Part) -> list[list[tuple[HostCopy, slice]]]:
         """Returns the pieces of a part as elements of host copies; of what is frozen there is none."""
@@ -300,140 +278,19 @@ class Shards:
             sharding.fold(factor) if undone else sharding.folded(factor)
         self._folds.clear()
 
-    def adopt(self, outer: WatchedState, *, refuse_plain: bool = False) -> None:
-        """Reads what was assigned to the optimizer's state since it was last shown.
-
-        `refuse_plain`: raises if there is state that was made before its parameter was sharded.
-        """
-        if self.in_place:
-            self.state = outer
-            return
-        if outer is self._outer and not outer.mark.changed and self._views.in_place():
-            return
-        made: dict[Any, Any] = {}
-        for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
-            entry = outer.get(param)
-            if entry is None:
-                continue
-            if entry and refuse_plain and shard.sharding is not None:
-                raise StateError(_TOO_LATE.format(name=shard.name))
-            mine, shown = self.state.get(piece) or {}, self._exported.get(id(piece), {})
-            made[piece] = {
-                key: mine[key]
-                if key in mine and value is shown.get(key) and in_place(value, mine[key])
-                else shard.take(key, value, own=True)
-                for key, value in entry.items()
-            }
-        made.update(self.others(outer))
-        for place, piece in enumerate(self.updated):
-            entry = made.get(piece)
-            if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
-                values = entry.pop(PENDING)
-                if self.check_pending(place, values):
-                    self.host.load_pending(self.local[place], values)
-                    self._show_pending(entry, place)
-        self.state = WatchedState(made)
-        outer.watch_all()
-        self._outer = outer
-
-    def check_pending(self, place: int, values: Tensor) -> bool:
-        """Whether loaded values that an update left pending can wait here; raises if they would be lost."""
-        near = self.local[place]
-        waits = self.host.delays and bool(self.host.of([near]))  # one that was trained may have a copy
-        if not waits:
-            with present(near):
-                if not torch.equal(values.to(near.device), near):
-                    frozen = _FROZEN.format(name=self.shards[place].name)
-                    raise StateError(frozen if self.host.delays else NOT_DELAYED)
-        return waits
-
-    def others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns state under keys that are no parameters."""
-        known = set(map(id, self.params))
-        return {key: entry for key, entry in outer.items() if id(key) not in known}
-
-    def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Returns state as users see it; what `outer` shows already stays the same object."""
-        if self.in_place:
-            return state
-        made = self.others(outer)
-        for param, piece, shard in zip(self.params, self.updated, self._shown, strict=True):
-            entry = state.get(piece)
-            if entry is not None:
-                before = outer.get(param) or {}
-                made[param] = {key: shard.show(key, value, before.get(key)) for key, value in entry.items()}
-        return made
-
-    def show_state(self, outer: WatchedState) -> None:
-        """Shows in the optimizer's state what has been made here."""
-        if self.in_place:
-            return
-        for param, entry in self.shown(self.state, outer).items():
-            if outer.get(param) is not entry:
-                outer[param] = entry
-        outer.watch_all()
-        pairs = list(zip(self.params, self.updated, strict=True))
-        self._exported = {id(piece): dict(outer[param]) for param, piece in pairs if param in outer}
-        wholes = [piece for piece, shard in zip(self.updated, self._shown, strict=True) if shard.sharding is not None]
-        shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
-        self._views = Watch((one for one in shown if type(one) is Tensor), versions=False)
-        self._outer = outer
-
-    def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
-        """Notes that state has been made for these, and drops what it did not use of their first values.
-
-        With a delay each has an entry, even if the update rule keeps no state: an update of it may be pending.
-        """
-        mine = {id(piece): piece for piece in pieces}
-        for piece in mine.values():
-            self.exact(piece, kept=True)
-        if self.host.delays:
-            for place, piece in enumerate(self.updated):
-                if id(piece) in mine or self.state.get(piece):
-                    self._show_pending(self.state[piece], place)
-            self.state.watch_all()  # that was us: what is bound stays bound
-        self.show_state(outer)
-
-    def _show_pending(self, entry: dict[str, Any], place: int) -> None:
-        """Adds the host copy's values to the entry, pending or not: flattening a state_dict of a fresh optimizer needs
-        all keys."""
-        piece = self.updated[place]
-        for copy in self.host.of([self.local[place]]):
-            if copy.values is piece:  # what is frozen has nothing pending, and may be exchanged
-                entry.setdefault(PENDING, piece.detach())
-
-    def localize(
-        self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
-    ) -> tuple[Groups, Groups, dict[str, Any]]:
-        """Returns groups, merged groups and a state_dict with pieces in the place of parameters."""
-        ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        state = dict(state_dict["state"])
-        for key, shard in zip(ids, self._shown, strict=True):
-            if key in state:
-                state[key] = {name: shard.take(name, value) for name, value in state[key].items()}
-        return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
-
-    def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> WatchedState:
-        """Returns state as users see it, with copies of pending values: loading in place writes into a state_dict."""
-        waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
-        copies = {key: {**entry, PENDING: entry[PENDING].clone()} for key, entry in waiting.items()}
-        return WatchedState(self.shown({**state, **copies}, outer))
-
     def refetch(self) -> None:
         """Copies all parameters to their host copies again, because writes may not have been counted."""
         self.host.follow(list(self.host.copies.values()))
 
     def take_loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
         """Takes over loaded state of pieces; returns it as users see it."""
-        mine = set(map(id, self.updated))
-        self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
-        outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
+        pieces, outer = self.shown.replace(state)
         # replaced, not lost: nobody need be warned of it
         self.host.refetch([one for one in self.host.copies.values() if one.pending])
         self.look()
         for place, values in pending.items():
             self.host.load_pending(self.local[place], values)
-        self.bound([piece for piece in self.state if id(piece) in mine], outer)
+        self.shown.bound(pieces, outer)
         return outer
 
     def mark_pending(self, places: Iterable[int], outer: WatchedState) -> None:
@@ -441,13 +298,7 @@ class Shards:
         copies = self.host.of(self.local[place] for place in places)
         self.host.mark_pending(copies)
         if copies:
-            self.bound([copy.values for copy in copies], outer)
-
-    def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
-        """Returns the fp32 values that a piece was rounded from, if known; or what is `kept` of them, once."""
-        shard = self._shard_of.get(id(piece))
-        initial = None if shard is None else shard.take_initial(kept=kept)
-        return None if initial is None else initial.to(piece.device)
+            self.shown.bound([copy.values for copy in copies], outer)
 
     def take_fold(self) -> float | Tensor:
         """Returns the factor that clipping has left pending for all gradients of the step."""
@@ -489,14 +340,21 @@ class Shards:
 
     def announce(self) -> None:
         """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
-        self.host.publish(self.host.of(self.local[place] for place in self._fetched))
+        self.host.publish(self.host.of([self.local[place] for place in self._fetched]))
 
-    def publish(self) -> None:
-        """Publishes what was updated to all ranks."""
+    def publish(self, gather: Callable[[], object] | None = None) -> None:
+        """Publishes what was updated to all ranks. `gather`: sends the buckets, in their order, if not one by one."""
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
-                sharding.publish() if sharding.publisher is None else sharding.publish(self.reaches)
+                if sharding.publisher is None:
+                    sharding.publish()
+                elif gather is None:
+                    sharding.publish(self.reaches)
+                else:
+                    sharding.begin_publishing()
+            if gather is not None:
+                gather()
 
     def reaches(self, memory: Any) -> bool:
         """Whether any of these parameters is in a bucket; others are published by the optimizer that has them.
@@ -512,11 +370,6 @@ def _refuse_int8(shards: Iterable[Shard]) -> None:
         if shard.here.misaligned:
             do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
             raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
-
-
-def in_place(shown: Any, value: Any) -> bool:
-    """Whether a shown tensor still lies in the memory of its value; only plain views can be given other memory."""
-    return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
 
 
 def with_gradients(sharding: Any) -> set[int]:

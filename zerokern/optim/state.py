@@ -29,7 +29,7 @@ from zerokern.zero.watch import Watch
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
 # of a parameter, handed over once: the fp32 values that it began with, or, for a disk, what is kept of them
-Exact = Callable[..., Tensor | None]  # (param, *, kept: bool = False): see `Shards.exact`
+Exact = Callable[..., Tensor | None]  # (param, *, kept: bool = False): see `ShownState.exact`
 _HOST = torch.device("cpu")
 
 
@@ -295,43 +295,44 @@ class StepBook:
         self._expected.add_(self._increments)
 
 
+def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the same state in ordinary dicts, which any unpickler knows."""
+    return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
+
+
 def pointer_words(pointers: dict[str, int]) -> tuple[int, ...]:
     """Returns addresses by column in the order of the table, 0 where a format needs none."""
     return tuple(pointers.get(name, 0) for name in POINTERS)
 
 
-@dataclass
-class SpanRow:
+@dataclass(eq=False)
+class Row:
     """A row of the table: elements of a parameter, and where they and their state lie.
 
     `first`: its moment is yet to start from the gradient. `words`: addresses in the order of `pointer_words`.
-    `tensors`: the parameter's state, all of it, if that is in memory.
+    `tensors`: the parameter's state, all of it, if that is in memory. `param`, `storages`: of a row of all elements,
+    whose state is in memory. Memory that somebody takes from a state tensor (`.data`) is not freed under a call then.
     """
 
     layout: Layout
     first: bool
     words: tuple[int, ...]
     tensors: Sequence[Tensor] = ()
+    param: Tensor | None = None
+    param_pointer: int = 0
+    storages: Sequence[Any] = ()
 
-
-class Row(SpanRow):
-    """A parameter whose state is in memory.
-
-    It holds storages, so that memory that somebody takes from a state tensor (`.data`) is not freed under a call.
-    """
-
-    def __init__(self, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> None:
-        self.param, self.param_pointer = param, param_pointer
-        slots = [slot for slot in layout.slots if slot.column]
-        tensors = [entry[slot.key] for slot in slots]
+    @classmethod
+    def of(cls, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> Row:
+        """Returns the row of a parameter whose state is in memory."""
+        tensors = [entry[slot.key] for slot in layout.columns]
         held = tensors if rest_of(param) is not None else (param, *tensors)  # else it would count as in use
-        self.storages = [tensor.untyped_storage() for tensor in held]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        words = dict(zip((slot.column for slot in slots), addresses, strict=True))
-        words[layout.param_column] = param_pointer
-        super().__init__(layout, first, pointer_words(words), tensors)
+        storages = [tensor.untyped_storage() for tensor in held]
+        pointers = {slot.column: one.data_ptr() for slot, one in zip(layout.columns, tensors, strict=True)}
+        pointers[layout.param_column] = param_pointer
+        return cls(layout, first, pointer_words(pointers), tensors, param, param_pointer, storages)
 
-    def from_element(self, start: int) -> SpanRow:
+    def from_element(self, start: int) -> Row:
         """Returns the row of the elements from this one on, the first of a block."""
         shifts = {
             slot.column: (start // BLOCK if slot.extent == "blocks" else start) * slot.dtype.itemsize
@@ -339,7 +340,7 @@ class Row(SpanRow):
         }
         shifts[self.layout.param_column] = start * self.layout.param_dtype.itemsize
         words = tuple(map(operator.add, self.words, pointer_words(shifts)))
-        return SpanRow(self.layout, self.first, words, self.tensors)
+        return Row(self.layout, self.first, words, self.tensors)
 
     def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
         return self.param is param and self.param_pointer == param_pointer and self.layout is layout
@@ -414,7 +415,7 @@ class StateTier:
         firsts = {i for i, _, _, slot in made if slot.key in optional}
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]
-            self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
+            self.rows[id(param)] = Row.of(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
 
     def _begin(self, made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
         """Writes first values to new tensors. After an error those without are removed: they would pass for state."""
@@ -458,7 +459,7 @@ class StateTier:
         """Whether an update of a parameter passes records, or waits for what does."""
         return False
 
-    def row(self, i: int, place: Any, base: int) -> SpanRow:
+    def row(self, i: int, place: Any, base: int) -> Row:
         """Returns the row of a place, whose record is at this address while it is updated."""
         found = self.rows[id(self.survey.params[i])]
         return found if place is None else found.from_element(place.start)

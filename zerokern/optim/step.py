@@ -12,21 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from zerokern.comm import during
 from zerokern.core.errors import CommError
 from zerokern.memory.interrupts import whole
 from zerokern.optim import device
 from zerokern.optim.accord import OWED, TORN, UNTOLD, Phase, say_outcome
-from zerokern.optim.early import EarlyFetch, EarlyFetches
+from zerokern.optim.leaving import LeavingGradients
 from zerokern.optim.outside import watched
-from zerokern.optim.parts import Part, in_order, in_pieces, parts_of
+from zerokern.optim.parts import Part, in_pieces, part_of, parts_of
 from zerokern.optim.rounds import together
-from zerokern.optim.shards import LATE, PENDING, Shards
+from zerokern.optim.shards import Shards
+from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.survey import Groups, Survey, params_of
 from zerokern.optim.update import ALL, Update, buckets_of, gathers
 from zerokern.schedule import Delayed, StepProgram
@@ -54,15 +51,12 @@ class StepRunner:
     def __init__(self, holdings: Holdings, decision: Decision) -> None:
         self._holdings, self._decision = holdings, decision
         self.pending: Update | None = None
-        self.leaving: EarlyFetches | None = None
+        self.leaving = LeavingGradients(holdings.shards)
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
         self._parts: tuple[Shards | None, list[Part]] = (None, [])
         self._program: tuple[tuple[Any, ...], StepProgram] | None = None
         self._unpublished: Update | None = None  # a delayed update that was made
-        self._fetched: dict[str, list[Any]] = {}  # tickets of gradients on their way, by part, one for each piece
-        self._gates: list[Any] = []
-        self._on_their_way: list[Any] = []
 
     @property
     def waited_ns(self) -> Mapping[str, int]:
@@ -90,15 +84,15 @@ class StepRunner:
     def find_shards(self, groups: Groups) -> Shards:
         """What stands for the parameters; where they are others than before, what was pending is published first."""
         here = self._holdings
-        last, stepped = here.shards, here.bound.binding is not None
+        last, stepped = here.shards, here.binding is not None
         here.state = watched(here.state)
         if last.changes_over:
             here.catch_up()  # who follows what was written knows it by what it was
         if last.host.late and not last.knows(groups):
             last.look()
-            self._publish_pending(last)
+            self._publish(last)
         shards = here.shards = here.shards_of(groups)
-        shards.adopt(here.state, refuse_plain=stepped and last.stand_alone)
+        shards.shown.adopt(here.state, refuse_plain=stepped and last.stand_alone)
         if here.recorder is not None and shards is not last:
             for _, memory, name in buckets_of(shards, self._parts_of(shards)):
                 memory.recorder = SpanRecorder(here.recorder, name)
@@ -114,18 +108,11 @@ class StepRunner:
             return
         shards.look()
         if shards.host.late:
-            self._publish_pending(shards)
-        parts = self._parts_of(shards)
-        if self.leaving is None or self.leaving.shards is not shards:
-            self.leaving = EarlyFetches(shards, parts, self._holdings.schedule != "sync", self.leaving)
-        early = self.leaving.take()
-        try:
-            grads = shards.gradients()
-            self._fetch(shards, parts, grads, early, unscaled)
-        finally:
-            for departure in early.values():
-                departure.forget()
-        shards.take_copies(grads)
+            self._publish(shards)
+        if self.leaving.shards is not shards:
+            self.leaving.end()
+            self.leaving = LeavingGradients(shards, self._parts_of(shards), self._holdings.schedule != "sync")
+        shards.take_copies(self.leaving.read(unscaled=unscaled))
 
     def expect(self, groups: Groups) -> None:
         """As the first backward pass begins: gradients of the first step leave as they come, too.
@@ -133,56 +120,13 @@ class StepRunner:
         Else all of them would lie on the device then, which is never so again. What is wrong, `step()` says.
         """
         here = self._holdings
-        if self.leaving is not None or here.closed or here.torn or here.placing.waits:
+        if self.leaving.shards.params or here.closed or here.torn or here.placing.waits:
             return
         with contextlib.suppress(Exception):
             if here.is_apart(groups) and any(map(device.is_apart, groups[0]["params"][:1])):
                 shards = self.find_shards(groups)
                 shards.host.measures = True
-                self.leaving = EarlyFetches(shards, self._parts_of(shards), shards.is_hosted, None, passes=1)
-
-    def _fetch(
-        self,
-        shards: Shards,
-        parts: Sequence[Part],
-        grads: dict[int, Tensor],
-        early: dict[str, EarlyFetch],
-        unscaled: bool,
-    ) -> None:
-        host = shards.host
-        self._fetched, self._gates = {}, []
-        for departure in early.values() if unscaled else ():
-            departure.forget()
-        for departure in early.values():
-            departure.compare()
-        for part in reversed(parts):  # as the program has it, and as gradients came
-            pairs = [(shards.copy(place), grads[place]) for place in part.members if place in grads]
-            left = early.get(part.name)
-            shown = None if part.sharding is None else part.sharding.gradient_buckets[part.bucket].shown
-            if shown is not None and shown.released.is_released and not all(copy.holds(grad) for copy, grad in pairs):
-                shown.released.restore(shown)  # with what the copies have, before others are fetched there
-            tickets: list[Any] = host.fetch(pairs, pieces=shards.pieces_of(part))
-            if left is not None:  # of one stream: what is fetched again ends last
-                tickets = [old if new is None else new for old, new in zip_longest(left.tickets, tickets)]
-            tickets = in_order(tickets, at_once=host.measures and any(copy.sumsq is None for copy, _ in pairs))
-            if not tickets:
-                continue
-            self._fetched[part.name] = tickets
-            # whole parts have ended when step() returns, and may be written then; with a delay nobody waits for them
-            plain = shown is not None and (shown.exposed or shown.replicated)  # nobody sees who writes them
-            written = self._holdings.delays and plain and shown is not None and shown.keeps
-            if written or (len(tickets) > 1 and not self._holdings.delays):
-                self._gates.append(tickets[-1])
-            if shown is not None:
-                shown.reads_until(tickets[-1].gate)
-                if not shown.released.is_released and self.leaving is not None:
-                    places = [shards.shards[place].place for place in part.members if place in grads]
-                    self.leaving.releasing.fetched(part, places, pairs, tickets)
-                continue
-            own = [shards.params[place].grad for place in part.members if place in grads]
-            kept = [copy.keeps(grad) for (copy, _), grad in zip(pairs, own, strict=True) if grad is not None]
-            if any(kept):
-                self._gates.append(tickets[-1])
+                self.leaving = LeavingGradients(shards, self._parts_of(shards), shards.is_hosted, passes=1)
 
     def release_gradients(self, groups: Groups) -> None:
         """Returns once gradients may be written: they have memory here, and what reads them has done so, or the current
@@ -193,8 +137,7 @@ class StepRunner:
         elif update is not None:
             for part in update.streamed(update.parts):
                 update.gate_reads(part.name)
-        for ticket in self._on_their_way:
-            ticket.gate()
+        self.leaving.gate()
         shards = [shard for param in params_of(groups) if (shard := shard_of(param)) is not None]
         for bucket in dict.fromkeys(shard.gradients for shard in shards if shard.gradients is not None):
             bucket.shown.land()
@@ -224,11 +167,11 @@ class StepRunner:
         if inline or launches or first or not survey.params or shards.accord.meets:
             # the last ends last: others are not waited for any more. Squares alone decide what the device does beside
             alone = launches and here.has_both and not first and shards.has_squares
-            for tickets in reversed(self._fetched.values()) if not alone else ():
+            for tickets in reversed(self.leaving.tickets.values()) if not alone else ():
                 tickets[0].wait()
-            if self.leaving is not None:
-                self.leaving.releasing.sweep()
-            if self._decision.take() is None:
+            self.leaving.sweep()
+            self._decision.take()
+            if self._decision.scale is None:
                 shards.host.consumed(list(shards.host.copies.values()), updated=False)
                 self._count_call()
                 return
@@ -239,7 +182,8 @@ class StepRunner:
         if binding is None:
             with self._reported(lambda: False):
                 pass
-            self._publish(shards, None)
+            shards.accord.phase = Phase.PUBLISHES
+            self._publish(shards)
             self._count_call()
             return
         binding.recorder = here.recorder
@@ -247,7 +191,7 @@ class StepRunner:
         if here.is_scheduled or (taken and binding.moves):
             parts = taken[::-1] if here.delays else taken
         else:
-            parts = [Part(ALL, survey.numbers)]
+            parts = [part_of(ALL, survey.numbers)]
         update = Update(binding, self._decision, shards, parts)
         for group in update.exchanges:
             group.begin_exchanging(None if inline else update)
@@ -289,7 +233,8 @@ class StepRunner:
                     update.launch(shards.host)
                     self._begin(shards, update, taken, lazily=False, inline=True)
                     with here.writing():
-                        self._wait_until_made(update)
+                        made = (key for key in reversed(update.run.keys) if key[0] in ("Step", "Store"))
+                        update.run.wait(*next(made))  # all but gathers, and what follows them
                         update.count()
             except BaseException as error:  # refused, here or on another rank, or the second Ctrl-C
                 if ran and update.made and update.counted is False:
@@ -299,6 +244,7 @@ class StepRunner:
                 self._give_up(update, error)
                 raise
             self.pending = None
+            shards.accord.phase = Phase.PUBLISHES
             self._publish(shards, update)
 
     def _launch_beside(self, shards: Shards, update: Update) -> None:
@@ -312,13 +258,9 @@ class StepRunner:
                 say_outcome(error, self._holdings.outcome)
             raise
 
-    def _wait_until_made(self, update: Update) -> None:
-        """Does all but gathers and what follows them."""
-        update.run.wait(*next(key for key in reversed(update.run.keys) if key[0] in ("Step", "Store")))
-
     def _begin(self, shards: Shards, update: Update, taken: Sequence[Part], *, lazily: bool, inline: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
-        here, tickets = self._holdings, self._fetched
+        here, tickets = self._holdings, self.leaving.tickets
         key = (update.binding, here.schedule, lazily, update.copies_back, frozenset(tickets))
         if self._program is None or self._program[0] != key:
             self._program = (key, update.program(here.schedule, shards, taken, tickets, lazily=lazily))
@@ -327,16 +269,10 @@ class StepRunner:
         ahead = ("Publish",) if here.delays and not inline else ()
         update.run = self._executor(inline).submit(program, actions, ahead=ahead)
         self.pending = update
-        update.publish_when_done = not lazily and not self._is_late()
+        is_late = isinstance(schedule := here.schedule, Delayed) and self._calls() >= schedule.after
+        update.publish_when_done = not lazily and not is_late  # what is late, the next call publishes
         self._count_call()
-        for ticket in self._gates:
-            ticket.gate()  # what the program does to gradients from here on, it does behind their copies
-        self._on_their_way = [tickets[-1] for tickets in self._fetched.values()]
-        self._fetched, self._gates = {}, []
-
-    def _is_late(self) -> bool:
-        """Whether this call's update is published by the next one."""
-        return isinstance(schedule := self._holdings.schedule, Delayed) and self._calls() >= schedule.after
+        self.leaving.begun()
 
     def _calls(self) -> int:
         return max((group.get(CALLS, 0) for group in self._groups), default=0)
@@ -349,34 +285,25 @@ class StepRunner:
 
     # How parameters become those of the step.
 
-    def _publish(self, shards: Shards, update: Update | None) -> None:
-        """Lets all ranks see what was updated: until then their parameters are of different steps."""
-        shards.accord.phase = Phase.PUBLISHES
-        with self._holdings.writing():
-            if update is None:
-                shards.publish()
-            else:
-                shards.announce()
-                with during("opt.flush"):  # unless it is part of a step
-                    for sharding in shards.shardings:
-                        sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
-                    update.run.finish()
-                if not shards.stand_alone:
-                    update.binding.followed.accept_writes()
-        self.set_late(False)
+    def _publish(self, shards: Shards, made: Update | None = None) -> None:
+        """Shows what was updated to all who read parameters: until then these are of different steps.
 
-    def _publish_pending(self, shards: Shards) -> None:
-        """Publishes a delayed update that was made."""
+        `made`: an update whose program gathers it; without one, a delayed update that waits for this.
+        """
         with self._holdings.writing():
-            update, self._unpublished = self._unpublished, None
-            if update is not None:
-                update.publish()
-            shards.publish()
+            late, self._unpublished = self._unpublished, None
+            if late is not None:
+                for op in late.run.program.ops:
+                    if op.verb == "Publish":
+                        late.run.perform(op.verb, op.what)
+            shards.publish(None if made is None else made.run.finish)
+            if made is not None and not shards.stand_alone:
+                made.binding.followed.accept_writes()
         self.set_late(False)
 
     def set_late(self, late: bool) -> None:
         """Says, to all ranks and checkpoints, whether an update waits for the next `step()`."""
-        if self._holdings.host is not None and self._holdings.delays:
+        if self._holdings.host.room is not None and self._holdings.delays:
             self._holdings.host.late = late
             for group in self._groups:
                 group[LATE] = late
@@ -389,7 +316,7 @@ class StepRunner:
         self._keep_gradients(update, taken)
         shards.announce()
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
-            names = {part.bucket: part.name for part in self._parts_of(shards) if part.sharding is sharding}
+            names = {part.bucket.number: part.name for part in self._parts_of(shards) if part.sharding is sharding}
             sharding.publish_later(partial(self._perform_bucket, update, names), self._holdings.tear)
         update.binding.followed.accept_writes()
 
@@ -410,13 +337,12 @@ class StepRunner:
     def _keep_gradients(self, update: Update, taken: Sequence[Part]) -> None:
         """Makes whoever writes gradients next wait for the update, if that reads them beside the program's stream."""
         for part in update.streamed(taken):
-            if part.sharding is None:
+            if part.bucket is None:
                 continue  # `step()` waits for those
-            bucket = part.sharding.gradient_buckets[part.bucket]
-            if bucket.shown.handed_out():  # nobody could wait for who writes there
+            if part.bucket.shown.handed_out():  # nobody could wait for who writes there
                 update.gate_reads(part.name)
             else:
-                bucket.shown.reads_until(partial(weakly(update.gate_reads), part.name))
+                part.bucket.shown.reads_until(partial(weakly(update.gate_reads), part.name))
 
     def _wait_for_first(self, shards: Shards, update: Update) -> None:
         """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""
@@ -467,7 +393,7 @@ class StepRunner:
         update.count()
         self._unpublished = update if here.delays else None
         if update.publish_when_done:
-            self._publish_pending(here.shards)
+            self._publish(here.shards)
         else:
             self.set_late(True)
 
@@ -490,14 +416,10 @@ class StepRunner:
                 here.fail_alone(error, owes=not update.counted)
                 if update.counted and spreads:  # others publish it part by part, and their forwards wait for it
                     with contextlib.suppress(CommError):
-                        self._gather_rest(shards, update)
+                        for part in self._parts_of(shards):
+                            if part.name not in update.gathered and gathers(part):
+                                part.sharding.publisher.gather(part.bucket.number).wait()
         return spreads and here.outcome.is_here_alone
-
-    def _gather_rest(self, shards: Shards, update: Update) -> None:
-        """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
-        for part in self._parts_of(shards):
-            if part.name not in update.gathered and gathers(part):
-                part.sharding.publisher.gather(part.bucket).wait()
 
     def tell(self, error: BaseException) -> None:
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
@@ -529,7 +451,7 @@ class StepRunner:
             here.outcome = UNTOLD
             shards.publish()
         elif shards.host.late and shards.accord.phase < Phase.MET:
-            self._publish_pending(shards)
+            self._publish(shards)
 
     # For the rest of the optimizer.
 
@@ -564,7 +486,7 @@ class StepRunner:
         if shards.is_hosted:
             shards.look()
             if shards.host.late:
-                self._publish_pending(shards)
+                self._publish(shards)
 
     def drop(self, groups: Groups) -> None:
         """Ends what is pending, whatever becomes of it: state is about to be replaced, and nothing may keep it."""
@@ -572,6 +494,7 @@ class StepRunner:
         if self.pending is not None:
             with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
                 self.finish(groups)
+        self._unpublished = None
         for publisher in self._holdings.shards.publishers:
             with contextlib.suppress(Exception):
                 publisher.finish()
@@ -580,10 +503,9 @@ class StepRunner:
         """Ends the worker's part of what is pending. Nothing is published, so that no other rank is waited for."""
         with contextlib.suppress(Exception):  # nobody asks any more what became of it
             self.finish(groups)
-        if self.leaving is not None:
-            self.leaving.remove()
-        self._fetched, self._gates, self._on_their_way = {}, [], []
-        self.pending = self.leaving = self._unpublished = self._program = None
+        self.leaving.end()
+        self.leaving = LeavingGradients(Shards(()))
+        self.pending = self._unpublished = self._program = None
         self._parts, self._executors = (None, []), {}
 
 

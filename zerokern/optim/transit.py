@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from zerokern.memory import DeviceTier, Wanted
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim.formats import TAKES_LESS
 
-__all__ = ["SLOTS", "Passage", "Passed", "Transit"]
+__all__ = ["SLOTS", "Passage", "Transit"]
 
 SLOTS = 4  # one is filled, one updated, one emptied; one more, so that none of them waits for another
 _AHEAD = 4 * SLOTS  # batches that the host has launched and that have not ended
@@ -31,8 +31,7 @@ class Passage:
     """
 
     def __init__(self, first: Copy, last: Copy) -> None:
-        self._first = first
-        self.last = last
+        self.first, self.last = first, last
 
     def wait(self) -> None:
         """Waits on the host."""
@@ -48,16 +47,8 @@ class Passage:
 
     def times(self) -> tuple[int, int] | None:
         """Returns when the first began and the last ended, where the device's marks know that."""
-        first, last = self._first.times(), self.last.times()
+        first, last = self.first.times(), self.last.times()
         return None if first is None or last is None else (first[0], last[1])
-
-
-class Passed(NamedTuple):
-    """What was launched for one batch: its way there, its update, its way back."""
-
-    filled: Copy
-    updated: Copy
-    emptied: Copy
 
 
 class Transit:
@@ -74,7 +65,7 @@ class Transit:
         self.slots: list[Tensor] = []
         self._moved: list[tuple[list[Tensor], list[Tensor]]] = []  # of each batch: tensors in host memory, and there
         self._checked: set[int] = set()  # batches whose copies have been
-        self._under_way: dict[int, Passed] = {}
+        self._under_way: dict[int, Copy] = {}  # ways back, by batch
         self._start: Copy | None = None  # what the update at hand comes after
         self._last: Copy | None = None  # the end of the last batch that was launched
         self._ready: Copy | None = None
@@ -110,17 +101,16 @@ class Transit:
         """The context of launches: the stream that updates run on."""
         return self._link.driver.aside("update") if self._beside else contextlib.nullcontext()
 
-    def launch(self, number: int, run: Callable[[], object]) -> Passed:
+    def launch(self, number: int, run: Callable[[], object]) -> tuple[Passage, Copy]:
         """Launches a batch's way there, what `run` launches on the current stream, and the way back.
 
-        Where that fails, nothing of it is under way any more.
+        Returns tickets of what ends with the update, and of the way back. Where it fails, nothing of it is under way.
         """
         if self._beside and not self._gated:
             self.started.gate()
             self._gated = True
         (resting, there), checked = self._moved[number], number in self._checked
-        before, long_before = self._under_way.get(number - len(self.slots)), self._under_way.get(number - _AHEAD)
-        free = None if before is None else before.emptied
+        free, long_before = self._under_way.get(number - len(self.slots)), self._under_way.get(number - _AHEAD)
         filled = self._link.to_device(resting, there, ready=self._ready, after=free, checked=checked)
         try:
             filled.gate()
@@ -131,12 +121,12 @@ class Transit:
             with contextlib.suppress(Exception):
                 filled.wait()
             raise
-        self._under_way[number] = passed = Passed(filled, updated, emptied)
+        self._under_way[number] = emptied
         self._checked.add(number)
         self._last = emptied
         if long_before is not None and not self._beside:
-            long_before.emptied.wait()
-        return passed
+            long_before.wait()
+        return Passage(filled, updated), emptied
 
     @property
     def started(self) -> Copy:
@@ -146,9 +136,9 @@ class Transit:
 
     def wait_for(self, number: int) -> None:
         """Returns once a batch is in host memory again; raises what failed."""
-        passed = self._under_way.pop(number, None)
-        if passed is not None:
-            passed.emptied.wait()
+        emptied = self._under_way.pop(number, None)
+        if emptied is not None:
+            emptied.wait()
 
     def wait(self) -> None:
         """Returns once all state is in host memory again; raises what failed."""
@@ -160,7 +150,7 @@ class Transit:
         self._last = None
         while self._under_way:
             with contextlib.suppress(Exception):
-                self._under_way.popitem()[1].emptied.wait()
+                self._under_way.popitem()[1].wait()
 
     @property
     def nbytes(self) -> int:

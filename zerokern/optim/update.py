@@ -38,9 +38,7 @@ Tickets = Mapping[str, Sequence[Any]]
 
 def gathers(part: Part) -> bool:
     """Whether the update of a part ends with an all-gather."""
-    return part.sharding is not None and part.sharding.publisher.gathers(
-        part.sharding.gradient_buckets[part.bucket].memory
-    )
+    return part.bucket is not None and part.sharding.publisher.gathers(part.bucket.memory)
 
 
 class Update:
@@ -49,9 +47,8 @@ class Update:
     def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
         self.binding, self.decision, self.parts = binding, decision, parts
         turns = [turn for part in parts for turn in part.turns]
-        self._turn_of = dict(
-            zip((part.name for part in parts), accumulate(map(_count, parts), initial=0), strict=False)
-        )
+        first = accumulate((len(part.turns) for part in parts), initial=0)
+        self._turn_of = {part.name: turn for part, turn in zip(parts, first, strict=False)}
         binding.arrange(turns, [name for part in parts for name in part.names])
         self.exchanges = shards.exchanges if binding.survey.matrices else []
         # whether gradients are read where the user's program has them, and could be edited
@@ -113,8 +110,11 @@ class Update:
                 self.binding.launch(scale)
         self._launched = host.here()
 
-    def make_part(self, turn: int, readings: Watch) -> None:
-        """Makes the update of one part. `readings`: gradients that the program could change meanwhile."""
+    def make_part(self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Watch) -> None:
+        """Makes one turn of the update; gradients of `copies`, if it is in host memory, may be fetched anew then.
+
+        `readings`: gradients that the program could change meanwhile.
+        """
         scale = self.decision.scale
         with together(self.exchanges):
             if scale is not None:
@@ -122,12 +122,8 @@ class Update:
             if readings.written():
                 self.binding.begun = True
                 raise StateError(_EDITED)
-
-    def make_part_on_host(self, turn: int, host: HostCopies, copies: Sequence[HostCopy], readings: Watch) -> None:
-        """Makes one turn of the update in host memory; gradients of `copies` may be fetched anew from then on."""
-        self.make_part(turn, readings)
         if copies:
-            host.consumed(copies, updated=self.decision.scale is not None)
+            host.consumed(copies, updated=scale is not None)
 
     def stream_part(self, name: str) -> Any:
         """Launches one turn of the update on the device; returns its ticket."""
@@ -165,18 +161,12 @@ class Update:
         """Sends this rank's span of an updated bucket to all ranks. On a CPU the worker waits for the end."""
         self.gathered.add(part.name)
         if driver is None:
-            part.sharding.publisher.gather(part.bucket).wait()
+            part.sharding.publisher.gather(part.bucket.number).wait()
             return None
         with driver.aside("publish"):  # not behind all that the program has launched
             if self._launched is not None:
                 self._launched.gate()
-            return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
-
-    def publish(self) -> None:
-        """Publishes a delayed update, part by part."""
-        for op in self.run.program.ops:
-            if op.verb == "Publish":
-                self.run.perform(op.verb, op.what)
+            return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number), driver)
 
     def actions(
         self,
@@ -194,7 +184,7 @@ class Update:
         way. `lazily`: forwards wait for parts one by one.
         """
         if program.has("Norm", ALL):
-            yield ("Norm", ALL), partial(_decide, self.decision)
+            yield ("Norm", ALL), self.decision.take
         # what is updated on the device are others: no copy waits for that
         ready = shards.host.here() if self._before is None else self._before
         for part in self.parts:
@@ -216,9 +206,10 @@ class Update:
                 yield ("Fetch", name), partial(_same, ticket)
         if self.in_place:
             readings = _NOTHING if inline else shards.readings(part.members)
-            yield ("Step", part.name), partial(self.make_part, turn, readings)
+            yield ("Step", part.name), partial(self.make_part, turn, host, (), readings)
         else:
-            copies = host.of(shards.local[member] for member in part.members if member in rows)
+            members = [member for member in part.members if member in rows]
+            copies = host.of([shards.local[member] for member in members])
             for copy in copies:
                 copy.free = False
             if program.has("Store", state := state_of(part.name)):
@@ -227,17 +218,17 @@ class Update:
                 # last: gradients are given up behind what has read them
                 yield ("Publish", part.name), partial(host.consumed, copies, updated=False)
                 return
-            members = (m for m in part.members if m in rows and shards.copy(m).near)
-            near = _NOTHING if inline else shards.readings(members)
+            of_near = [member for member, copy in zip(members, copies, strict=True) if copy.near]
+            near = _NOTHING if inline else shards.readings(of_near)
             pieces: list[Any] = [*shards.pieces_of(part)] or [None]
             stored: list[Any] = []
             for number, (name, piece) in enumerate(zip(part.names, pieces, strict=True), 1):
                 read = copies if number == len(pieces) else []  # to its end
-                yield ("Step", name), partial(self.make_part_on_host, turn + number - 1, host, read, near)
+                yield ("Step", name), partial(self.make_part, turn + number - 1, host, read, near)
                 if program.has("Store", name):
                     yield ("Store", name), partial(self.store, host, copies, ready, piece, stored)
         if program.has("Publish", part.name):
-            yield ("Publish", part.name), _nothing if self.in_place or not host.delays else partial(host.put, copies)
+            yield ("Publish", part.name), partial(host.put, () if self.in_place or not host.delays else copies)
 
     def program(
         self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
@@ -314,9 +305,9 @@ def _streamed_nbytes(part: Part, rows: Mapping[int, int], binding: Binding) -> i
 
 def _sent(part: Part) -> dict[str, Any]:
     """Returns the bytes that each rank sends of a part's gradients and parameters, as fields of its span."""
-    if part.sharding is None:
+    if part.bucket is None:
         return {}
-    stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
+    stage, bucket = part.sharding.stage, part.bucket
     unit = bucket.memory.bucket.unit if shards_parameters(stage) else None
     if bucket.group.alone:
         return {"unit": unit}
@@ -334,7 +325,7 @@ def _gathered(sharding: Any, memory: Any) -> dict[str, Any]:
 
 def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
     """Yields the buckets of all models with the names of their spans, also those that none of the parts updates."""
-    names = {id(part.sharding.gradient_buckets[part.bucket].memory): part.name for part in parts if part.bucket >= 0}
+    names = {id(part.bucket.memory): part.name for part in parts if part.bucket is not None}
     for index, sharding in enumerate(shards.shardings):
         for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
             yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
@@ -357,18 +348,6 @@ def _with_others(
             span = Span(name, 0, unit=memory.bucket.unit if again else None, **_gathered(sharding, memory))
         found += [] if span is None else [span]
     return [*by_name.values(), *found]
-
-
-def _decide(decision: Decision) -> None:
-    decision.take()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _count(part: Part) -> int:
-    return len(part.turns)
 
 
 def _same(ticket: Any) -> Any:

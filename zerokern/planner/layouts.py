@@ -77,7 +77,7 @@ def records_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> list[int]:
     found = []
     for some in by_optimizer(recipe, parts):
         spans = [_span_of(recipe, one) for one in sorted(some, key=lambda one: one.turn)]
-        found.append(sum(content.nbytes for content in records_of(spans, slot)))
+        found.append(sum(nbytes for _, nbytes in records_of(spans, slot)))
     return found
 
 

@@ -176,7 +176,7 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
         for key, stand_in in ({} if owner is None else owner.described()).items():
             role, _, form = _role(key, stand_in)
             tally.put(role, form, "nvme", stand_in.nbytes)
-    beside = None if here is None or here.bound.binding is None else here.bound.binding.beside
+    beside = None if here is None or here.binding is None else here.binding.beside
     tally.put("ring", "", "device", 0 if beside is None else beside.ring_nbytes)
     disk = None if here is None else here.disk
     if disk is not None and disk.is_open:
