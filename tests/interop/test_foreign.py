@@ -133,9 +133,10 @@ def test_a_bare_state_dict_and_lightnings_names(tmp_path: Path) -> None:
 
 def test_deepspeeds_universal_folder(tmp_path: Path) -> None:
     model, opt = trained()
-    for flat in (False, True):  # of stage 2, of stage 3
-        parent = tmp_path / str(flat)
-        universal(parent / "step2_universal", model, opt, flat=flat)
+    # of stage 2; of stage 3, with DeepSpeed's Adam and with torch's
+    for number, (flat, step) in enumerate([(False, 2), (True, 2), (True, torch.tensor(2.0))]):
+        parent = tmp_path / str(number)
+        universal(parent / "step2_universal", model, opt, flat=flat, step=step)
         for path in (parent, parent / "step2_universal"):
             source = open_checkpoint(path)
             assert source.kind == "universal"
