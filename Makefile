@@ -83,7 +83,7 @@ test-all: $(installed) ## all tests; at most 30 minutes on two cores
 	$(pytest) tests --all $(workers)
 
 docs: $(installed) ## the documentation site, in build/site; warnings are errors
-	$(python) -m pip install -q -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	$(python) -m pip install -q -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
 
 lint: $(installed) ## ruff, mypy and clang-format

@@ -48,7 +48,12 @@ class Parser(argparse.ArgumentParser):
         self.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but the command that does not know a word refuses it, not the one above."""
+        """As argparse's, but the command that does not know a word refuses it, not the one above.
+
+        A command that needs another one behind it, and has no word, prints its help."""
+        if args == [] and any(isinstance(one, argparse._SubParsersAction) and one.required for one in self._actions):
+            self.print_help()
+            self.exit()
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse_unknown(unknown)

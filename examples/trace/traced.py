@@ -22,8 +22,8 @@ from zerokern.schedule import Delayed, StepProgram, machine_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 
 from ..model import GPT, Shape
-from ..played import PlayedTraining
 from ..played_device import PlayedDevice
+from ..played_units import PlayedUnits
 from ..text import Batches, read_text
 
 WARM_STEPS = 2  # memory is touched for the first time, and how often gradients arrive is learnt
@@ -188,25 +188,30 @@ def _notes(schedule: str) -> tuple[str, ...]:
 
 
 def played(schedule: str, steps: int) -> Traced:
-    """A few steps of a training on a device that threads play; updates and copies are real."""
+    """A few steps of a training on a device that threads play; updates and copies are real.
+
+    `zk.shard` counts the model's gradients, also on one rank, so that they leave during backward."""
     device, recorder = PlayedDevice(PLAYED_GB_S, PLAYED_GB_S), Recorder()
     try:
-        training = PlayedTraining(
+        model = PlayedUnits(
             device,
             [PLAYED_NUMEL] * PLAYED_UNITS,
             dtype=torch.bfloat16,
             forward_seconds=PLAYED_FORWARD_S,
             backward_seconds=PLAYED_BACKWARD_S,
-            light=True,
             recorder=recorder,
-        )
-        optimizer = _optimizer(training.parameters, schedule, recorder)
-        training.train(optimizer, WARM_STEPS + steps + 1)
+        ).placed(lambda model: zk.shard(model, stage=2, bucket_bytes=1))
+        optimizer = _optimizer(model.parameters(), schedule, recorder)
+        for step in range(WARM_STEPS + steps + 1):
+            model.step = step + 1
+            model(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         optimizer.flush()
-        training.synchronize()
+        device.synchronize()
     finally:
         device.close()
-    what = f"{PLAYED_UNITS} units of {PLAYED_NUMEL / 1e6:.0f}M parameters in bf16"
+    what = f"{PLAYED_UNITS} units of {PLAYED_NUMEL / 1e6:.0f}M parameters in bf16, stage 2"
     return Traced(f"{schedule}: {what}, played device, link of {PLAYED_GB_S:g} GB/s each way", recorder.events)
 
 

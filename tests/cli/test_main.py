@@ -34,6 +34,14 @@ def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in ("info", "plan", "bench", "checkpoint", "demo", "trace"))
 
 
+@each("command", ["bench", "checkpoint"])
+def test_a_command_without_what_it_needs_helps(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """`zerokern bench` said that "op" was required, and not which there are."""
+    status, out, err = said(capsys, command)
+    assert status == 0 and not err
+    assert out == said(capsys, command, "--help")[1] and "examples:" in out
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     import zerokern as zk
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import runpy
 import shutil
@@ -32,6 +33,21 @@ def ran(name: str, *words: object) -> str:
         patched.syspath_prepend(str(EXAMPLES))  # as Python does; the files there must have no other module's names
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return told.getvalue()
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, one after the other, as a script; it is kept without outputs."""
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not [cell for cell in cells if cell["outputs"] or cell["execution_count"] is not None]
+    monkeypatch.chdir(tmp_path)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec(
+            compile("\n\n".join("".join(cell["source"]) for cell in cells), "notebook", "exec"),
+            {"__name__": "notebook"},
+        )
+    assert "the same loss: True" in told.getvalue()
 
 
 def losses_of(told: str) -> list[float]:
@@ -95,6 +111,24 @@ def test_statistics_go_to_tensorboard_and_trainer_learns(tmp_path: Path) -> None
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+def test_statistics_go_to_all_reporters_of_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reporter, which Trainer puts before the callbacks of the user, gets what the example adds."""
+    import transformers
+
+    heard: list[dict] = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args: object, state: object, control: object, logs: dict, **kwargs: object) -> None:
+            heard.append(dict(logs))
+
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS, Reporter])
+    rows = example("trainer_statistics").main(str(tmp_path), steps=2)
+    assert [row["optimizer/steps"] for row in rows] == [1, 2]
+    assert [logs["optimizer/steps"] for logs in heard if "loss" in logs] == [1, 2]
+    assert all(logs["optimizer/state_bytes/cpu"] > 0 for logs in heard if "loss" in logs)
+    assert not [name for logs in heard if "loss" not in logs for name in logs if name.startswith("optimizer/")]
+
+
 def test_a_llama_trains_and_is_read_by_transformers(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
@@ -129,6 +163,7 @@ def test_an_example_without_its_folder_says_how_it_is_used() -> None:
         ["resume.py", "out"],
         ["llama.py"],
         ["trainer.py"],
+        ["trainer_statistics.py"],
         ["to_tensorboard.py"],
         ["accelerated.py"],
     ):

@@ -105,8 +105,10 @@ class Scaler:
         self.cur_scale = 2.0
 
 
-def universal(folder: Path, model: nn.Module, opt: torch.optim.Optimizer, *, flat: bool = False) -> None:
-    """The folder that ds_to_universal makes: of stages 1 and 2, or of stage 3, which keeps parameters flat."""
+def universal(folder: Path, model: nn.Module, opt: torch.optim.Optimizer, *, flat: bool = False, step: Any = 2) -> None:
+    """The folder that ds_to_universal makes: of stages 1 and 2, or of stage 3, which keeps parameters flat.
+
+    `step`: as the optimizer of stage 3 counts, DeepSpeed's in a number, torch's in a tensor."""
     names = dict(model.named_parameters())
     for name, param in names.items():
         at = folder / "zero" / name
@@ -121,7 +123,7 @@ def universal(folder: Path, model: nn.Module, opt: torch.optim.Optimizer, *, fla
     group = {**{key: one for key, one in opt.param_groups[0].items() if key != "params"}, "params": []}
     common: dict[str, Any] = {"loss_scaler": Scaler(), "param_groups": [group], "zero_stage": 3 if flat else 2}
     if flat:
-        state = {0: {"step": 2, "exp_avg": torch.zeros(2)}}
+        state = {0: {"step": step, "exp_avg": torch.zeros(2)}}
         common["optimizer_state_dict"] = {"state": state, "param_groups": [group]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     shapes = [{name: param.shape for name, param in names.items()}]

@@ -133,9 +133,10 @@ def test_a_bare_state_dict_and_lightnings_names(tmp_path: Path) -> None:
 
 def test_deepspeeds_universal_folder(tmp_path: Path) -> None:
     model, opt = trained()
-    for flat in (False, True):  # of stage 2, of stage 3
-        parent = tmp_path / str(flat)
-        universal(parent / "step2_universal", model, opt, flat=flat)
+    # of stage 2; of stage 3, with DeepSpeed's Adam and with torch's
+    for number, (flat, step) in enumerate([(False, 2), (True, 2), (True, torch.tensor(2.0))]):
+        parent = tmp_path / str(number)
+        universal(parent / "step2_universal", model, opt, flat=flat, step=step)
         for path in (parent, parent / "step2_universal"):
             source = open_checkpoint(path)
             assert source.kind == "universal"
@@ -223,7 +224,7 @@ def test_what_is_no_checkpoint_is_told_what_it_is(tmp_path: Path) -> None:
             open_checkpoint(path)
     (tmp_path / "ds" / "global_step1").mkdir(parents=True)
     (tmp_path / "ds" / "global_step1" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
-    with pytest.raises(IoError, match=r"ds_to_universal --input_folder"):
+    with pytest.raises(IoError, match=r"ds_to_universal --inject_missing_state --input_folder"):
         open_checkpoint(tmp_path / "ds")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(IoError, match=r"text\.pt was truncated or edited, or is something else"):

@@ -92,7 +92,7 @@ def test_examples_run(module: str) -> None:
 def test_one_version_number() -> None:
     (declared,) = re.findall(r'^version = "(.+)"', read("pyproject.toml"), flags=re.MULTILINE)
     assert importlib.metadata.version("zerokern") == zerokern.__version__ == declared
-    assert f"## {declared}" in read("CHANGELOG.md")
+    assert f"## [{declared}] - " in read("CHANGELOG.md")
 
 
 def test_a_bad_name_is_found(tmp_path, monkeypatch) -> None:

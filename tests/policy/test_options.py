@@ -1,4 +1,7 @@
-"""Options are few and stay: a new one is a decision, seen in the diff of options.txt and told in the CHANGELOG."""
+"""Options are few and stay: a new one is a decision, seen in the diff of options.txt and told on a page of the docs.
+
+A page is where users look an option up. The changelog tells what differs between releases; names are not listed there.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,22 @@ import difflib
 import re
 
 from .options import argument_names, collect, command_line, environment, of_parser, public_callables, subcommands
-from .tree import read
+from .test_docs import code
+from .tree import files, read
 
 FROZEN = "tests/policy/options.txt"
 DO = f"""
 If the change is meant: python tests/policy/options.py > {FROZEN}
-and a line in CHANGELOG.md that tells users."""
+and a place on a page of docs/ that tells users."""
 
 
 def changes(frozen: list[str], now: list[str]) -> str:
     return "\n".join(difflib.unified_diff(frozen, now, FROZEN, "this tree", lineterm="", n=0))
 
 
-def untold(names: list[str], changelog: str) -> list[str]:
-    """Names that the changelog never mentions as code."""
-    told = set(re.findall(r"[\w$-]+", " ".join(re.findall(r"`([^`]+)`", changelog))))
+def untold(names: list[str], pages: str) -> list[str]:
+    """Names that no page mentions as code."""
+    told = set(re.findall(r"[\w$-]+", code(pages)))
     return [name for name in names if name not in told]
 
 
@@ -30,9 +34,10 @@ def test_options_are_frozen() -> None:
     assert not difference, f"\n{difference}\n{DO}"
 
 
-def test_changelog_tells_every_name() -> None:
+def test_the_docs_tell_every_name() -> None:
     names = [name.rpartition(".")[2] for name, _ in public_callables()]
-    assert untold([*names, *subcommands(command_line()), *environment()], read("CHANGELOG.md")) == []
+    pages = "\n".join(read(path) for path in files(".md") if path.startswith("docs/"))
+    assert untold([*names, *subcommands(command_line()), *environment()], pages) == []
 
 
 def test_fewer_than_ten_environment_names() -> None:

@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ TAGLINE = "ZeRO training on fused kernels: each step reads and writes optimizer 
 PLACES = ("README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml", "zerokern/__init__.py", "zerokern/cli/main.py")
 README_LINES = 230
 COLUMNS = 88  # of code beside both menus of the site
-WIDER = ("docs/frameworks.md",)  # the list may only become shorter
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -23,9 +23,17 @@ def pages() -> set[str]:
     return {path.removeprefix("docs/") for path in files(".md") if path.startswith("docs/")}
 
 
+def links() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs/site/links.py"))
+
+
 def test_every_page_is_in_the_site() -> None:
     listed = set(re.findall(r": ([\w-]+\.md)$", read("mkdocs.yml"), re.MULTILINE))
-    assert listed == pages()
+    assert listed == pages() | links()["ELSEWHERE"].keys()
+
+
+def test_pages_from_elsewhere_exist() -> None:
+    assert [path for path in links()["ELSEWHERE"].values() if path not in files(".md")] == []
 
 
 def test_every_page_has_an_example() -> None:
@@ -47,7 +55,7 @@ def cut_off(page: str) -> list[str]:
 
 def test_code_is_not_cut_off() -> None:
     shown = ["README.md", *(f"docs/{page}" for page in sorted(pages()))]
-    assert {page: lines for page in shown if page not in WIDER and (lines := cut_off(read(page)))} == {}
+    assert {page: lines for page in shown if (lines := cut_off(read(page)))} == {}
 
 
 def test_wide_code_is_found() -> None:
@@ -56,10 +64,38 @@ def test_wide_code_is_found() -> None:
 
 
 def test_links_work_in_the_site() -> None:
-    inside = runpy.run_path(str(ROOT / "docs/site/links.py"))["inside"]
-    page = inside("[a](zero.md) [b](../cpu/README.md) ![c](../bench/results/adam.png)")
+    inside = links()["inside"]
     repository = "https://github.com/zerokern/zerokern/blob/main"
-    assert page == f"[a](zero.md) [b]({repository}/cpu/README.md) ![c](results/adam.png)"
+    page = inside("[a](zero.md#x) [b](../cpu/README.md) ![c](../bench/results/adam.png)", "docs/how.md")
+    assert page == f"[a](zero.md#x) [b]({repository}/cpu/README.md) ![c](results/adam.png)"
+    page = inside("[d](#e) [f](https://g.h) [i](../CHANGELOG.md)", "docs/how.md")
+    assert page == "[d](#e) [f](https://g.h) [i](changelog.md)"
+    assert inside("[a](docs/zero.md) `[b](c)[0](d)`", "CHANGELOG.md").startswith("[a](zero.md)")
+    assert inside("[a](FACTS.md#gpus) [b](../docs/right.md)", "bench/README.md") == "[a](facts.md#gpus) [b](right.md)"
+    assert inside("```\n[a](b)\n```\n", "docs/how.md") == "```\n[a](b)\n```\n"
+
+
+def test_a_table_of_the_readme_is_on_the_front_page() -> None:
+    front = links()["included"](read("docs/index.md"))
+    assert "| machine | exact, ns |" in front and "<!-- from README.md" not in front
+    with pytest.raises(ValueError, match="has no part between"):
+        links()["included"]("<!-- from README.md: nothing -->\n")
+
+
+def test_the_front_page_shows_what_counts() -> None:
+    front = read("docs/index.md")
+    assert "](pictures/" in front and "bytes per parameter" in front and "## Install" in front
+
+
+def test_no_line_of_code_is_cut_off_by_the_style() -> None:
+    style = read("docs/site/site.css")
+    assert "white-space: pre-wrap" in style.partition(".md-typeset pre > code {")[2].partition("}")[0]
+
+
+def test_docstrings_have_public_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
+    shown = runpy.run_path(str(ROOT / "docs/site/docstrings.py"))["shown"]
+    assert shown("As zerokern.optim.Adam says.") == "As zk.Adam says."
 
 
 def test_a_name_in_a_table_stays_in_one_piece() -> None:

@@ -421,7 +421,8 @@ class Universal(Foreign):
         self._archives: dict[str, Archive] = {}
         # They may hold objects of classes that are not to be run: what they say is read, and no more.
         common = path / "zero" / "optimizer_state.pt"
-        self._common = _mapping(Archive(common).content) if common.is_file() else {}
+        written = Archive(common) if common.is_file() else None
+        self._common = _mapping(written.content) if written is not None else {}
         archives = [Archive(file) for file in sorted(path.glob("*mp_rank_*_model_states.pt"))]
         shapes = _shapes(_mapping(archive.content) for archive in archives)
         names = sorted(file.parent.name for file in (path / "zero").glob("*/fp32.pt"))
@@ -432,7 +433,9 @@ class Universal(Foreign):
                 path=str(path),
                 errno=errno.ENOENT,
             )
-        short, steps = bare(names), _number_of_steps(self._common)
+        short, steps = bare(names), _number_of_steps(self._common, written)
+        if written is not None:
+            written.close()
         for name in names:
             folder, ours = path / "zero" / name, short[name]
             states = [file.stem for file in folder.glob("*.pt") if file.stem not in ("fp32", "step")]
@@ -518,16 +521,22 @@ def _shapes(files: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _number_of_steps(common: Any) -> float | None:
-    """Returns how often DeepSpeed's Adam has stepped; it counts in each state, or in the groups."""
+def _number_of_steps(common: Any, archive: Archive | None) -> float | None:
+    """Returns how often DeepSpeed's optimizer has stepped; it counts in each state, or in the groups.
+
+    DeepSpeed's own Adam counts in a number, torch's in a tensor."""
     inner = _mapping(common.get("optimizer_state_dict"))
     counted: list[Any] = list(_mapping(inner.get("state")).values())
     for some in (common.get("param_groups"), inner.get("param_groups")):
         counted += some if isinstance(some, list) else []
-    steps = [
-        entry["step"] for entry in counted if isinstance(entry, Mapping) and isinstance(entry.get("step"), int | float)
-    ]
-    return float(max(steps)) if steps else None
+    steps: list[float] = []
+    for entry in counted:
+        step = entry.get("step") if isinstance(entry, Mapping) else None
+        if isinstance(step, StoredTensor) and archive is not None and torch.Size(step.size).numel() == 1:
+            steps.append(float(archive.tensor(step, "step")))
+        elif isinstance(step, int | float):
+            steps.append(float(step))
+    return max(steps, default=None)
 
 
 def _plain(value: Any) -> bool:
@@ -548,7 +557,7 @@ def _refuse_unconverted(path: Path) -> None:
         raise file_error(
             path,
             f"is a checkpoint of DeepSpeed as its ranks wrote it ({shards[0].name}); it can be read once "
-            "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --input_folder PATH "
-            "--output_folder OTHER",
+            "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+            "--input_folder PATH --output_folder OTHER",
             errno.EINVAL,
         )
