@@ -234,8 +234,8 @@ MUTANTS = (
     Mutant(
         "kept_views_count_as_the_programs",
         "zerokern/zero/params.py",
-        "self._references += storage_references(self.full) - before",
-        "pass",
+        "references <= self._references + len(self._views) * references_of_a_view()",
+        "references <= self._references",
         "Views that notes keep count as the program's: full parameters are never released.",
         ("tests/zero/test_memory.py", "tests/zero/test_unit.py", "tests/zero/test_tiers_on_device.py"),
     ),

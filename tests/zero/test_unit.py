@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from worlds import World, alone, built, everywhere, on_threads, ranked, refusal
 
 import zerokern as zk
 from zerokern.api import sharding_of
+from zerokern.zero.params import BucketMemory
 from zerokern.zero.unit import GATHERING, REDUCING, SHARDED, WHOLE, Unit, UnitState
 
 NUMEL = 16
@@ -206,6 +208,38 @@ def test_memory_that_could_not_be_allocated_is_asked_for_again() -> None:
     for failed, then, full in on_threads(2, failing_allocation):
         assert (failed, then) == (GATHERING, WHOLE)
         assert full is not None and torch.equal(full, expected)
+
+
+@ranked
+def interrupted_note(world: World, after: bool) -> list[int]:
+    """Ctrl-C where a view of a full parameter is about to be kept, or has just been."""
+    model, unit = unit_of(world, 2)  # of the first one, autograd saves no weight
+    keep, left = BucketMemory.keep, [True]
+
+    def interrupted(memory: BucketMemory, view: Tensor) -> Tensor | None:
+        kept = keep(memory, view) if after or not left else None
+        if left:
+            left.clear()
+            raise KeyboardInterrupt
+        return kept
+
+    for memory in unit.memories:
+        memory.keep = partial(interrupted, memory)  # type: ignore[method-assign]
+    x = torch.ones(2, NUMEL)
+    with pytest.raises(KeyboardInterrupt):
+        model(x).sum().backward()
+    found = []
+    for _ in range(3):
+        model(x).sum().backward()
+        model.zero_grad()
+        found.append(memory_of(unit))
+    return found
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_ctrl_c_as_a_view_is_kept_leaves_no_memory_behind(after: bool) -> None:
+    for found in on_threads(2, interrupted_note, after):
+        assert found == [0, 0, 0]
 
 
 def test_a_gather_that_could_not_be_launched_is_ended_by_reshard() -> None:

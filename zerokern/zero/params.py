@@ -6,6 +6,7 @@ autograd's over the gathered bucket. While it is not gathered, a leaf stands for
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,6 +230,7 @@ class BucketMemory:
         else:
             self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
+        self._views: list[Tensor] = []  # that are kept for whoever reads what autograd saved
         self._stays = False
         self._reading: Copy | None = None  # the last copy to the device, of a shard in host memory
         self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
@@ -365,12 +367,15 @@ class BucketMemory:
         self.gathered = True
         return kept
 
-    def keep_with(self, make: Callable[[], object]) -> None:
-        """Makes views of `full` that are kept as long as this, and are none of the program's."""
-        if self.rest is None:  # what rests is given back by what refers to it, too
-            before = storage_references(self.full)
-            make()
-            self._references += storage_references(self.full) - before
+    def keep(self, view: Tensor) -> Tensor | None:
+        """Keeps a view of `full` as long as this, which is none of the program's; returns it, or None for what rests.
+
+        In the list first: a Ctrl-C at any line leaves a view that is kept and counted, or none.
+        """
+        if self.rest is not None:  # what rests is given back by what refers to it, too
+            return None
+        self._views.append(view)
+        return view
 
     def release(self) -> None:
         """Frees the full bucket; its views keep their storage, empty until it is next gathered.
@@ -387,7 +392,7 @@ class BucketMemory:
             storage = self.full.untyped_storage()
             references = storage_references(self.full)
             self._references = self._references or references
-            if references <= self._references and storage.nbytes():
+            if references <= self._references + len(self._views) * references_of_a_view() and storage.nbytes():
                 if storage.resizable():
                     storage.resize_(0)
                 elif not self._stays:
@@ -398,6 +403,15 @@ class BucketMemory:
                         self.called,
                         self.nbytes,
                     )
+
+
+@functools.cache
+def references_of_a_view() -> int:
+    """Returns how many references to a leaf's storage a view of some of its elements is, which notes keep."""
+    leaf = nn.Parameter(torch.zeros(2, device="cpu"))
+    before = storage_references(leaf)
+    view = leaf.detach().as_strided((1,), (1,), 1)
+    return storage_references(view) - before
 
 
 def place(sharding: Any, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]) -> list[Shard]:

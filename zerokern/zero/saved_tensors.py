@@ -63,9 +63,9 @@ class Note:
             view = local_of(self.full).detach().as_strided(self._shape, self._strides, self._offset)
             return view if self._show is None else self._show(view)
 
-    def keep_view(self) -> None:
+    def keep_view(self, memory: BucketMemory) -> None:
         """Makes once what `read` returns: it has memory whenever the bucket has, and the parameter's version."""
-        self._view = self._made()
+        self._view = memory.keep(self._made())
 
 
 class Notes:
@@ -89,7 +89,7 @@ class Notes:
             note = Note(saved, self._memory, self._unit)
             if not is_placed(saved) and len(self._kept) < MOST_NOTES:
                 self._kept[where] = note
-                self._memory.keep_with(note.keep_view)
+                note.keep_view(self._memory)
         return note, note.full._version, runner
 
 
