@@ -12,7 +12,7 @@ import pytest
 
 from .tree import ROOT, files, read
 
-TAGLINE = "ZeRO training on fused kernels: each step reads and writes optimizer state once."
+TAGLINE = "Exact AdamW for bf16 models in 14 bytes per parameter, wherever they are: GPU, host memory or NVMe, sharded or not."
 PLACES = ("README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml", "zerokern/__init__.py", "zerokern/cli/main.py")
 README_LINES = 230
 COLUMNS = 88  # of code beside both menus of the site
