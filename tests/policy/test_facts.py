@@ -71,7 +71,7 @@ def tables(text: str) -> Iterator[Table]:
                 yield table
                 table, above = None, ""
             elif line and not heading:
-                above += line + "\n"
+                above = line if lines[number - 2 : number - 1] == [""] else f"{above}\n{line}"
         elif table is None:
             table = Table(number, [name for _, name in headings], above, cells(line))
         elif not SEPARATOR.fullmatch(line.strip()):
@@ -114,6 +114,8 @@ def without_certificate(text: str, paths: frozenset[str]) -> list[Finding]:
     names = machines(text)
     found = []
     for table in tables(text):
+        if not SEPARATOR.fullmatch("".join(text.splitlines()[table.line : table.line + 1])):
+            found.append(Finding(PAGE, table.line, "no line of dashes follows, so this is no table"))
         if table.headings[-1:] == ["Machines"]:
             continue
         if not table.is_of_facts:
@@ -215,30 +217,38 @@ def tried_twice(text: str) -> list[Finding]:
         for number, row in table.rows:
             tried = fact(number, row[0])
             twins = [one for one, machine in rows if machine == row[column] and likeness(one, tried) >= TRIED]
-            if twins and len(tried.words) >= FEW:
+            if twins and not row[0].startswith("the same"):  # which continues the row above it
                 found.append(Finding(PAGE, number, f"was tried in line {twins[0].line} already"))
             rows.append((tried, row[column]))
     return found
 
 
+def named(text: str, names: dict[str, list[str]]) -> set[str]:
+    """The machines that a text names, by whatever they are called."""
+    return {name for name, called in names.items() if any(re.search(rf"\b{re.escape(one)}\b", text) for one in called)}
+
+
 def misplaced(text: str) -> list[Finding]:
-    """Rows of one machine below the heading of another, and rows of a topic that has a heading of its own elsewhere."""
+    """Facts of one machine below the heading of another, and of a topic that has a heading of its own elsewhere."""
     names = machines(text)
     headed = {(table.headings[1], topic) for table in tables(text) for topic in TOPICS if topic in table.headings[-1]}
     found = []
     for table in tables(text):
-        heading = " ".join(table.headings)
-        owners = [
-            name for name, called in names.items() if any(re.search(rf"\b{re.escape(c)}\b", heading) for c in called)
-        ]
+        heading = table.headings[-1]
         for number, row in table.rows:
-            if owners and table.is_of_facts and machine_of(row[1], names) not in owners:
-                found.append(Finding(PAGE, number, f"is of {row[1]!r}, below the heading {heading!r}"))
-            topics = [
-                topic for chapter, topic in headed if chapter == table.headings[1] and topic in row[0].split(":")[0]
-            ]
+            machine = row[1] if table.is_of_facts else ""
+            owners = named(heading, names)
+            if owners and named(machine, names) - owners:
+                found.append(Finding(PAGE, number, f"is of {machine!r}, below the heading {heading!r}"))
+            topics = {one for chapter, one in headed if chapter == table.headings[1] and one in row[0].split(":")[0]}
             if topics and not any(topic in heading for topic in topics):
-                found.append(Finding(PAGE, number, f"is about {topics[0]}, below the heading {heading!r}"))
+                found.append(Finding(PAGE, number, f"is about {', '.join(topics)}, below the heading {heading!r}"))
+    lines = dict(enumerate(text.splitlines(), 1))
+    for number, paragraph, _ in paragraphs(text):
+        heading = next((lines[n] for n in range(number, 0, -1) if lines[n].startswith("#")), "")
+        owners, others = named(heading, names), named(paragraph, names)
+        if owners and others and not owners & others:
+            found.append(Finding(PAGE, number, f"is of {', '.join(others)}, below the heading {heading!r}"))
     return found
 
 
@@ -323,6 +333,7 @@ def test_another_fact_is_no_double(other: str) -> None:
         (ROW.replace("`abcdef01`", "`adam_xeon-2_20261126`"), "does not exist"),
         (ROW.replace("40 GB/s", ""), "has no figure"),
         (ROW.replace("| it is L3 |", "|"), "has 4 cells"),
+        ("\n" + HEAD.splitlines()[0] + "\n" + ROW, "no line of dashes"),
         ("\nIt reads 40 GB/s.\n", "belongs in a row"),
         ("\n| loop | GB/s |\n| --- | --- |\n| reads | 40 |\n", "no machine, or no file"),
         ("\nOn xeon-2, `abcdef01`:\n\n| loop | GB/s |\n| --- | --- |\n| reads | 40 |\n", ""),
@@ -347,6 +358,7 @@ def test_what_stands_below_a_foreign_heading_is_found() -> None:
     for heading in ("Zen 4", "epyc-2", "The EPYC, a Zen 4"):
         page = f"# Facts\n\n{BEGIN}## {heading}\n\n{HEAD}"
         assert len(misplaced(page + ROW)) == 1 and misplaced(page + on_amd) == []
+        assert len(misplaced(f"{page}{on_amd}\n* An Intel has 22 cycles.\n")) == 1
     page = f"# Facts\n\n{BEGIN}## Kernels\n\n### Norms\n\n{HEAD}{muon}\n### Muon on CPUs\n\n{HEAD}{muon}\n"
     assert [one.line for one in misplaced(page)] == [page[: page.find("Muon, a")].count("\n") + 1]
     assert misplaced(f"{page.replace('Norms', 'Muon, norms')}## Quality\n\n{HEAD}{muon}") == []
