@@ -228,27 +228,40 @@ def named(text: str, names: dict[str, list[str]]) -> set[str]:
     return {name for name, called in names.items() if any(re.search(rf"\b{re.escape(one)}\b", text) for one in called)}
 
 
+def placed(text: str) -> Iterator[tuple[int, list[str], str, str]]:
+    """Each row, paragraph and item of a list: its line, the headings above it, what it is about, and its machine."""
+    headings: dict[int, list[str]] = {}
+    above: list[tuple[int, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if heading := re.match(r"(#+) (.*)", line):
+            above = [one for one in above if one[0] < len(heading[1])] + [(len(heading[1]), heading[2])]
+        headings[number] = [name for _, name in above]
+    for table in tables(text):
+        for number, row in table.rows:
+            yield number, table.headings, row[0], row[1] if table.is_of_facts else ""
+    for number, paragraph, _ in paragraphs(text):
+        yield number, headings[number], paragraph, paragraph
+
+
 def misplaced(text: str) -> list[Finding]:
     """Facts of one machine below the heading of another, and of a topic that has a heading of its own elsewhere."""
     names = machines(text)
-    headed = {(table.headings[1], topic) for table in tables(text) for topic in TOPICS if topic in table.headings[-1]}
+    headed = {
+        (headings[1], topic)
+        for _, headings, _, _ in placed(text)
+        for topic in TOPICS
+        if len(headings) > 2 and topic in headings[-1]
+    }
     found = []
-    for table in tables(text):
-        heading = table.headings[-1]
-        for number, row in table.rows:
-            machine = row[1] if table.is_of_facts else ""
-            owners = named(heading, names)
-            if owners and named(machine, names) - owners:
-                found.append(Finding(PAGE, number, f"is of {machine!r}, below the heading {heading!r}"))
-            topics = {one for chapter, one in headed if chapter == table.headings[1] and one in row[0].split(":")[0]}
-            if topics and not any(topic in heading for topic in topics):
-                found.append(Finding(PAGE, number, f"is about {', '.join(topics)}, below the heading {heading!r}"))
-    lines = dict(enumerate(text.splitlines(), 1))
-    for number, paragraph, _ in paragraphs(text):
-        heading = next((lines[n] for n in range(number, 0, -1) if lines[n].startswith("#")), "")
-        owners, others = named(heading, names), named(paragraph, names)
+    for number, headings, about, machine in placed(text):
+        heading = headings[-1] if headings else ""
+        owners, others = named(heading, names), named(machine, names)
         if owners and others and not owners & others:
             found.append(Finding(PAGE, number, f"is of {', '.join(others)}, below the heading {heading!r}"))
+        lead = about.split(":")[0]
+        topics = {topic for chapter, topic in headed if chapter in headings[1:2] and topic in lead}
+        if topics and not any(topic in heading for topic in topics):
+            found.append(Finding(PAGE, number, f"is about {', '.join(topics)}, below the heading {heading!r}"))
     return found
 
 
