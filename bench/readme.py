@@ -50,7 +50,8 @@ def table(content: Mapping[str, Any], source: str) -> str:
 
 def kinds_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A Markdown table with a row for each machine: the exact step and the smallest lossy one."""
-    header = ["machine", "exact, ns", *(f"vs {peer}" for peer in PEERS), "int8, ns", "int8 vs torch.compile"]
+    header = ["machine", "exact, ns", *(f"faster than {peer}" for peer in PEERS), "int8, ns"]
+    header.append("int8 faster than torch.compile")
     lines = [*(f"{SOURCE}{source} -->" for source in results), "", _line(header)]
     lines.append(_line(["---"] + ["---:"] * (len(header) - 1)))
     return "\n".join(lines + [_line(_kind(source, content)) for source, content in results.items()])
