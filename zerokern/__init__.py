@@ -1,4 +1,4 @@
-"""Exact AdamW for bf16 models in 14 bytes per parameter, wherever they are: GPU, host memory or NVMe, sharded or not.
+"""Exact AdamW for bf16 models in 14 bytes per parameter: on GPU, host memory or NVMe, sharded or not.
 
 >>> import torch, zerokern as zk
 >>> model = torch.nn.Linear(4, 4)

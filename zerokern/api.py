@@ -74,7 +74,7 @@ def shard(
             shard)`, as in FSDP2: everything is divided along the second, and gradients are then summed along the first.
             `mesh["dp", "cp"]._flatten()` makes one dimension of several. For mixtures of experts it is a dict, `{model:
             mesh["dp"], block.experts: sparse["efsdp"]}`: the parameters of `block.experts`, DTensors along
-            `sparse["ep"]`, are divided among ranks of their own. The model's own entry may be left out. Such a module
+            `sparse["ep"]`, are sharded over ranks of their own. The model's own entry may be left out. Such a module
             must compute on every rank, even one that gets no tokens.
         mp_policy: FSDP2's `MixedPrecisionPolicy`. `param_dtype` becomes the dtype of the parameters; the optimizer gets
             the fp32 values that they had, exactly.

@@ -11,7 +11,7 @@ from . import minutes
 from .turns import LEAST_ROUNDS
 
 PAGE, RESULTS = "docs/gpu-figures.md", "bench/results"
-HEADER = ("what", "rounds", "time", "of a copy", "how many times as long others take")
+HEADER = ("what", "rounds", "time", "of a copy", "faster than others by")
 BEGIN = """# GPU figures
 
 All that the kept results of GPUs say of our own rows, slow ones included. A run on your GPU, and this page from the

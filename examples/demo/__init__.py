@@ -113,7 +113,7 @@ def close(args: argparse.Namespace, view: View, found: Results, clock: Clock) ->
     view.say()
     for name, text in [*lines, ("Picture", pictured(args.out, found, clock.elapsed))]:
         view.say(f"{name + ':':<10} {text}")
-    view.say(f"{'Next:':<10} {command()} demo --full, or README.md, 'Use it', for a loop of your own")
+    view.say(f"{'Next:':<10} {command()} demo --full, or README.md, 'How do I start', for a loop of your own")
 
 
 def pictured(path: Path, found: Results, seconds: float) -> str:

@@ -149,8 +149,8 @@ def refused(rank: int) -> None:
         return lambda model: {model: dense, **{block.experts: one for block in model.blocks}}
 
     refuses(of(sparse), ["blocks.0.experts", "DTensor", "efsdp"], divided=False)
-    refuses(of(ep), ["DTensors", "already divided"])
-    refuses(lambda model: dense, ["DTensors", "already divided"])
+    refuses(of(ep), ["DTensors", "already sharded"])
+    refuses(lambda model: dense, ["DTensors", "already sharded"])
     refuses(lambda model: {nn.Linear(1, 1): sparse}, ["Linear", "modules of the model"])
     says(refusal(lambda: zk.build(Model, mesh={Model(): dense})), ["dict", "zk.shard"])
 

@@ -12,7 +12,7 @@ import pytest
 
 from .tree import ROOT, files, read
 
-TAGLINE = "Exact AdamW for bf16 models in 14 bytes per parameter, wherever they are: GPU, host memory or NVMe, sharded or not."
+TAGLINE = "Exact AdamW for bf16 models in 14 bytes per parameter: on GPU, host memory or NVMe, sharded or not."
 PLACES = ("README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml", "zerokern/__init__.py", "zerokern/cli/main.py")
 README_LINES = 235
 COLUMNS = 88  # of code beside both menus of the site
@@ -129,7 +129,15 @@ def test_the_readme_is_short_and_begins_with_what_counts() -> None:
     lines = read("README.md").splitlines()
     first, last = "\n".join(lines[:55]), "\n".join(lines[-35:])
     assert len(lines) < README_LINES
-    begins = TAGLINE, "It is for", "make demo", "import zerokern", "](docs/pictures/", "## Does it fit?", "## Is it faster?"
+    begins = (
+        TAGLINE,
+        "It is for",
+        "make demo",
+        "import zerokern",
+        "](docs/pictures/",
+        "## Does it fit?",
+        "## Is it faster?",
+    )
     assert [part for part in begins if part not in first] == []
     status = read("README.md").partition("## Status")[2].partition("\n## ")[0]
     assert "never run on more than one GPU" in status and "Use something else when" in status

@@ -232,7 +232,7 @@ def encode_extra(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
-    """Returns text that differs where values of two ranks differ; tensors that are divided among ranks count as the
+    """Returns text that differs where values of two ranks differ; tensors that are sharded count as the
     same."""
     said: list[Any] = [tree]
     for key, tensor in tensors.items():

@@ -27,7 +27,7 @@ COMMANDS = {
 
 def parser() -> Parser:
     """Returns the parser of all commands."""
-    tagline = "Exact AdamW for bf16 models in 14 bytes per parameter, wherever they are: GPU, host memory or NVMe, sharded or not."
+    tagline = "Exact AdamW for bf16 models in 14 bytes per parameter: on GPU, host memory or NVMe, sharded or not."
     top = Parser(prog="zerokern", description=tagline)
     top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command")

@@ -193,7 +193,7 @@ docs/composition.md
     """),
     **_rows("refused", ZERO, """
         offload_optimizer.ratio: state is on one tier as a whole
-        offload_optimizer.super_offload: write schedule="overlap", the same bits beside the backward pass
+        offload_optimizer.super_offload: write schedule="overlap", bitwise identical, beside the backward pass
         zenflow: write schedule=zk.Delayed(after=N), which delays every update by one step and drops none
         zero_hpz_partition_size: write a mesh of two dimensions, zk.shard(mesh=mesh["replicate", "shard"]): divided \
 within a node, copied between nodes (HSDP)

@@ -80,7 +80,7 @@ def check_model(model: nn.Module, accelerator: Any) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
-    """Raises for an optimizer that would update, or judge by its own part alone, what is divided among ranks."""
+    """Raises for an optimizer that would update, or judge by its own part alone, what is sharded."""
     pairs = [(param, shard_of(param)) for group in optimizer.param_groups for param in group["params"]]
     divided = [(param, home) for param, home in pairs if home is not None and not home.sharding.replicated]
     strangers = [home for param, home in divided if scaled or param is not home.piece]

@@ -102,11 +102,11 @@ class TrainerMixin(_Any):
             self._check_arguments()
 
     def _check_arguments(self) -> None:
-        """Raises where an argument would make Trainer move, convert or copy a divided model."""
+        """Raises where an argument would make Trainer move, convert or copy a sharded model."""
         refused = {
             "auto_find_batch_size": "it would begin anew with a model that has been trained",
-            "bf16_full_eval": "it would convert a divided model; evaluate in the dtype that it is trained in",
-            "fp16_full_eval": "it would convert a divided model; evaluate in the dtype that it is trained in",
+            "bf16_full_eval": "it would convert a sharded model; evaluate in the dtype that it is trained in",
+            "fp16_full_eval": "it would convert a sharded model; evaluate in the dtype that it is trained in",
             "torch_compile": "compile the units in place before zk.shard: for one in model.model.layers: one.compile()",
         }
         for name, do in refused.items():
@@ -121,7 +121,7 @@ class TrainerMixin(_Any):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, *arguments: Any, **settings: Any) -> Any:
-        """Creates Trainer's optimizer; a divided model gets `zk.AdamW` for AdamW, and nothing else by name."""
+        """Creates Trainer's optimizer; a sharded model gets `zk.AdamW` for AdamW, and nothing else by name."""
         asked = getattr(self.args.optim, "value", self.args.optim)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_sharded(self.model):
             if asked not in ADAMW:
@@ -129,7 +129,7 @@ class TrainerMixin(_Any):
                     "Others: Trainer(optimizer_cls_and_kwargs=(zk.Lion, {...})), with zk.Adam, Lion, Adagrad or SGD; "
                     "zk.Muon: Trainer(optimizers=(zk.ChainedOptimizer([zk.Muon(matrices), zk.AdamW(rest)]), None))"
                 )
-                raise ValueError(got("optim", asked, "adamw_torch, which zk.AdamW is with a divided model", do))
+                raise ValueError(got("optim", asked, "adamw_torch, which zk.AdamW is with a sharded model", do))
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs(self.args)
         made = super().create_optimizer(*arguments, **settings)
         if not is_sharded(self.model) and not is_ours(self.optimizer):
@@ -142,7 +142,7 @@ class TrainerMixin(_Any):
         super()._maybe_log_save_evaluate(*arguments, **settings)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves for `from_pretrained`; a divided model comes to the main process one bucket at a time."""
+        """Saves for `from_pretrained`; a sharded model comes to the main process one bucket at a time."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
             return

@@ -39,7 +39,7 @@ def clip_grad_norm_(
     *,
     group: Any = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, also for gradients that are divided among ranks: the norm is that of all ranks.
+    """`torch.nn.utils.clip_grad_norm_`, also for gradients that are sharded: the norm is that of all ranks.
 
     Every rank must call it. Gradients under `zk.shard` are not touched: the next update multiplies them by the factor,
     and is skipped if the norm is not finite. Gradients of DTensors are scaled here, as torch does. The norm is returned

@@ -335,9 +335,9 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
             name = different[0]
             if name == PLACE:
                 raise ShardError(
-                    "the parameters are DTensors, already divided among the ranks that zk.shard is to divide them "
-                    f"among (on their mesh, rank 0 is at {found[0][0][name]} and rank {rank} at {theirs[name]}). "
-                    "Remove what divided them (fully_shard, distribute_tensor). Under tensor parallelism, name the "
+                    "the parameters are DTensors, already sharded over the ranks that zk.shard is to shard them "
+                    f"over (on their mesh, rank 0 is at {found[0][0][name]} and rank {rank} at {theirs[name]}). "
+                    "Remove what sharded them (fully_shard, distribute_tensor). Under tensor parallelism, name the "
                     'other dimension: zk.shard(model, mesh=mesh["dp"]) beside parallelize_module(.., mesh["tp"])'
                 )
             raise ShardError(
