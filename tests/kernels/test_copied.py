@@ -124,3 +124,23 @@ def test_a_torch_that_lacks_it_has_ours(ran: list[str], monkeypatch: pytest.Monk
     flat.unflatten(bucket, back)
     assert ran == [] and same_bits(bucket, torch.cat([one.view(-1) for one in tensors]))
     assert all(map(same_bits, back, tensors))
+
+
+@each("dtype", DTYPES)
+def test_memory_of_inference_mode_is_written_outside_of_it(dtype: torch.dtype, ran: list[str]) -> None:
+    """torch raised after the launch, with the bucket written."""
+    tensors = tensors_of(dtype)
+    ran.clear()
+    with torch.inference_mode():
+        bucket = torch.zeros(sum(map(Tensor.numel, tensors)), dtype=dtype)
+        back = [torch.zeros_like(one) for one in tensors]
+    flattener = flat.Flattener(tensors, dtype)
+    flattener.flatten(tensors, bucket)
+    flattener.unflatten(bucket, back)
+    assert ran == ["_foreach_copy_"] * 2 and all(map(same_bits, back, tensors))
+    flat.flatten(tensors, bucket)
+    flat.unflatten(bucket, back)
+    with torch.inference_mode():
+        flattener.flatten(back, bucket)
+        flattener.unflatten(bucket, tensors)
+    assert len(ran) == 6 and all(map(same_bits, back, tensors))

@@ -68,4 +68,6 @@ class Copied:
 
 def _views(span: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The memory of a span as tensors of these shapes."""
-    return list(torch._utils._unflatten_dense_tensors(span, like))
+    views = torch._utils._unflatten_dense_tensors(span, like)
+    # Views of a tensor that inference mode made have no version to count, so torch refuses to write them elsewhere.
+    return [one.data for one in views] if span.is_inference() else list(views)
