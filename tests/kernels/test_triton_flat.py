@@ -295,7 +295,7 @@ def test_more_than_2_to_the_32_elements_on_a_gpu() -> None:
     assert stats[0].item() == pytest.approx(device_sumsq(tensor), rel=1e-12)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; a GPU compiles")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; test_gpu.py has the GPU's turn")
 @each("source, target", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_warm_compiles_what_later_lists_need(
     source: torch.dtype, target: torch.dtype, monkeypatch: pytest.MonkeyPatch
