@@ -82,7 +82,7 @@ int64_t zk_join_spans(const uint64_t *rows, int64_t count, uint64_t *out) {
     uint64_t *end = out;
     for (const uint64_t *row = rows; row != rows + WORDS * count; row += WORDS) {
         if (!row[2]) continue;
-        uint64_t *last = end - WORDS;
+        uint64_t *last = end == out ? out : end - WORDS;
         if (end != out && row[0] == last[0] + last[2] && row[1] == last[1] + last[2])
             last[2] += row[2];
         else

@@ -33,6 +33,10 @@ ARCHITECTURES = (80, 90, 100, 103, 120)
 INTEGER_REGISTERS = 48  # more than float64 takes: what is added to has two words and an exponent
 DTYPE = "tl."
 IN_FLIGHT = 48 << 10  # bytes of an SM: by Little's law an H200 needs 40 KB
+SM_LIMITS = {  # bytes of shared memory, warps, programs: CUDA C++ Programming Guide, compute capabilities
+    80: (164 << 10, 64, 32), 90: (228 << 10, 64, 32), 100: (228 << 10, 64, 32), 103: (228 << 10, 64, 32),
+    120: (100 << 10, 48, 24),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Promises:
     and stores from and to global memory. ``shared``: at most so many bytes of shared memory; 0 where no value changes
     threads. ``float64``: at most so many float64 instructions where these are scarce, none of them for each element;
     None where that is not so. ``seldom``: that is counted on the way to each store that passes fewest, as there is one
-    that few elements take. ``ahead``: the bytes that a program has loaded before it needs any, on sm_90 multiplied by
-    the programs of an SM at least `IN_FLIGHT`; ``copied``: at least so many bytes of a thread go through its ring.
+    that few elements take. ``ahead``: the bytes that a program has loaded before it needs any, multiplied by the
+    programs of an SM at least `IN_FLIGHT`; ``copied``: at least so many bytes of a thread go through its ring.
     """
 
     registers: int
@@ -61,14 +65,17 @@ class Promises:
     copied: int = 0
 
 
-def programs_of(registers: int, shared: int, num_warps: int) -> int:
-    """How many programs an SM of sm_90 holds, which has 64 Ki registers and 228 KiB of shared memory.
+def programs_of(registers: int, shared: int, num_warps: int, architecture: int = 90) -> int:
+    """How many programs an SM holds, which has 64 Ki registers everywhere.
 
     >>> programs_of(86, 2048, 4), programs_of(121, 14496, 4), programs_of(32, 0, 1)
     (5, 4, 32)
+    >>> programs_of(32, 20480, 4, 80), programs_of(32, 20480, 4, 120), programs_of(32, 0, 4, 120)
+    (7, 4, 12)
     """
+    most_shared, most_warps, most_programs = SM_LIMITS[architecture]
     by_registers = (1 << 16) // (-(-registers // 8) * 8 * 32 * num_warps)
-    return min(32, 64 // num_warps, by_registers, (228 << 10) // (shared + 1024))
+    return min(most_programs, most_warps // num_warps, by_registers, most_shared // (shared + 1024))
 
 
 def make_job(

@@ -125,14 +125,16 @@ def test_each_kernel_keeps_its_promises(tmp_path: Path, pytestconfig: pytest.Con
 
 @pytest.mark.slow
 def test_updates_have_bytes_in_flight(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Every format, on sm_90, of which a run takes a fifth.
+    """Every format, of which a run takes a fifth: on sm_90, and every third of those on sm_80 and sm_100 each.
 
     Per program they are counted by its tiles: where it has one, all of it is loaded before anything is stored; a ring
     is filled by copies that the tile before the last one waits for, which are in the PTX. How many programs an SM holds
     follows from registers and shared memory.
     """
-    works = [(job, 90) for job in of_updates(every=True) if is_for(job, 90)]
-    compiled([one for one in works if is_drawn(name_of(one), pytestconfig, 0.2)], tmp_path, pytestconfig)
+    fitting = [job for job in of_updates(every=True) if is_for(job, 90)]
+    jobs = [job for job in fitting if is_drawn(name_of((job, 90)), pytestconfig, 0.2)]
+    works = [(job, 90) for job in jobs] + [(job, 80) for job in jobs[::3]] + [(job, 100) for job in jobs[1::3]]
+    compiled(works, tmp_path, pytestconfig)
 
 
 def test_no_format_has_fewer_bytes_ahead_than_four_programs_need() -> None:
@@ -166,8 +168,8 @@ def assert_promises(kernel: str, facts: dict[str, Any], job: dict[str, Any], arc
         assert facts["approximate"] == {}
     assert {*facts["flushing"]} <= {*facts["approximate"]}
     assert facts["copied"] >= promises["copied"], "what a ring has in flight is copied into it, not loaded"
-    if promises["ahead"] is not None and architecture == 90:
-        programs = programs_of(facts["registers"], facts["shared"], job["num_warps"])
+    if promises["ahead"] is not None:
+        programs = programs_of(facts["registers"], facts["shared"], job["num_warps"], architecture)
         assert programs * promises["ahead"] >= IN_FLIGHT, f"{programs} programs of {promises['ahead']} bytes in flight"
     if promises["float64"] is not None:
         found = facts["float64_before_stores" if promises["seldom"] else "float64"]

@@ -211,7 +211,7 @@ def test_stats_of_the_cpu_are_its_sum_of_squares() -> None:
 
 
 def test_what_a_graph_may_launch_again_stays_when_another_kernel_comes() -> None:
-    """The first flatten of a GPU may be one of Triton's, within a capture, and the next one CUDA's."""
+    """A table is known by its kernel: another one does not take its place."""
     launched: list[Any] = []
 
     class Table:

@@ -4,6 +4,7 @@ CPU bit for bit and against float64. What the interpreter cannot show is shown h
 from __future__ import annotations
 
 from array import array
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from kernel_cases import (
 )
 from tables import each
 
-from zerokern.kernels import ops
+from zerokern.kernels import flat, ops
 from zerokern.kernels.triton.upload import upload
 
 pytestmark = pytest.mark.gpu
@@ -175,3 +176,54 @@ def test_words_in_a_graph_are_written_at_every_replay() -> None:
             made.zero_()
             graph.replay()
             assert made.tolist() == list(range(count))
+
+
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_list_that_only_moves_is_one_launch_of_torch_each_way(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the launch itself, for a list too long for one of its kernels' arguments too. No memory is copied beside."""
+    torch.manual_seed(3)
+    for shapes in ([(3, 5), (7,), (0, 4), (2, 3, 4), (), (70_001,)], [(int(n),) for n in torch.randint(1, 99, (700,))]):
+        tensors = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+        bucket = torch.full((sum(one.numel() for one in tensors) + 5,), 77.0, device="cuda", dtype=dtype)
+        expected = torch.cat([*(one.view(-1) for one in tensors), bucket[-5:]])
+        back = [torch.zeros_like(one) for one in tensors]
+        flattener = flat.Flattener(tensors, dtype)
+        launch = MagicMock(wraps=torch._foreach_copy_)
+        monkeypatch.setattr(torch, "_foreach_copy_", launch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            flattener.flatten(tensors, bucket)
+            flattener.unflatten(bucket, back)
+            torch.cuda.synchronize()
+        monkeypatch.undo()
+        assert launch.call_count == 2 and not flattener._tables
+        assert not [event.key for event in profile.key_averages() if "Memcpy" in event.key]
+        assert same_bits(bucket.cpu(), expected.cpu())
+        assert all(same_bits(one.cpu(), other.cpu()) for one, other in zip(back, tensors, strict=True))
+
+
+@each("stats", [False, True])
+def test_a_captured_flatten_follows_the_memory(stats: bool) -> None:
+    """By torch's launch, and by Triton's where squares are asked for: replays read what is there then."""
+    tensors = [torch.ones(70_000, device="cuda"), torch.ones(3, 5, device="cuda")]
+    numel = sum(one.numel() for one in tensors)
+    bucket, back = torch.zeros(numel, device="cuda"), [torch.zeros_like(one) for one in tensors]
+    outcome = torch.zeros(2, dtype=torch.float64, device="cuda") if stats else None
+    flattener = flat.Flattener(tensors, torch.float32)
+
+    def there_and_back() -> None:
+        flattener.flatten(tensors, bucket, stats=outcome)
+        flattener.unflatten(bucket, back, stats=outcome)
+
+    there_and_back()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        there_and_back()
+    assert bool(flattener._tables) == stats
+    for value in (2.0, 3.0):
+        for one in tensors:
+            one.fill_(value)
+        graph.replay()
+        assert (bucket == value).all() and all((one == value).all() for one in back)
+        assert outcome is None or outcome.tolist() == [numel * value * value, 0.0]

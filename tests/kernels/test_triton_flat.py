@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from zerokern.kernels import flat, ops, reference, reference_device
 from zerokern.kernels.checks import SpanList
+from zerokern.kernels.dispatch import implementation
 from zerokern.kernels.triton import sumsq
+from zerokern.kernels.triton import upload as uploading
 from zerokern.kernels.triton.bucket import BucketTable
 from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.flatten import move_rows
@@ -288,3 +293,33 @@ def test_more_than_2_to_the_32_elements_on_a_gpu() -> None:
         flat.flatten([tensor], bucket[shift:], stats=stats)
         assert torch.equal(bucket[shift : shift + numel], tensor)
     assert stats[0].item() == pytest.approx(device_sumsq(tensor), rel=1e-12)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; test_gpu.py has the GPU's turn")
+@each("source, target", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_warm_compiles_what_later_lists_need(
+    source: torch.dtype, target: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that torch copies in the first pass may be one of ours in a later one: it has gaps then, or strides."""
+    compiled: list[tuple[Any, ...]] = []
+    run = InterpretedFunction.run
+
+    def noted(kernel: InterpretedFunction, *given: Any, **settings: Any) -> Any:
+        kinds = [getattr(one, "dtype", type(one)) for one in (*given, *settings.values())]
+        wide = {name: str(one) for name, one in settings.items() if name.isupper()}
+        compiled.append((kernel.fn.__name__, kinds, wide))
+        return run(kernel, *given, **settings)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    monkeypatch.setattr(flat, "_is_gpu", lambda device: True)
+    monkeypatch.setattr(flat, "implementation", lambda name, device: implementation(name or "triton", device))
+    monkeypatch.setattr(uploading, "_in_place", lambda device: False)
+    monkeypatch.setattr(uploading, "_mark", lambda device: (None, SimpleNamespace(query=lambda: True)))
+    flat.warm(torch.device("cpu"), [(source, target)])
+    warmed = list(compiled)
+    for count, gap, turned in ((3, 0, False), (12, 1, False), (12, 0, True), (300, 1, True)):
+        tensors = [torch.ones(4, 2, dtype=source).t() if turned else torch.ones(2, 4, dtype=source)] * count
+        offsets = [number * (8 + gap) for number in range(count)]
+        flat.Flattener(tensors, target, offsets=offsets).flatten(tensors, torch.zeros(9 * count, dtype=target))
+    assert {"move_rows", "move_strided", "copy_words"} <= {name for name, *_ in compiled}
+    assert [one for one in compiled if one not in warmed] == []

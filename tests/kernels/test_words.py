@@ -213,7 +213,7 @@ def test_every_replay_reads_it_again(late: LateDevice) -> None:
         assert made.tolist() == list(range(MANY))
 
 
-def test_tables_made_anew_pin_no_more_than_the_last_ones(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_made_anew_pin_no_more_than_the_bound(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The map of 8B parameters has 64 MiB: a span more for each binding would be gigabytes that nobody gives back."""
     pinned: list[weakref.ref[Tensor]] = []
 
@@ -223,15 +223,15 @@ def test_tables_made_anew_pin_no_more_than_the_last_ones(late: LateDevice, monke
         return made
 
     monkeypatch.setattr(uploading, "_pin", pin)
-    monkeypatch.setattr(uploading, "_SET_ASIDE", SetAside(pin))
     table, nbytes = torch.arange(1 << 18), 8 << 18
+    monkeypatch.setattr(uploading, "_SET_ASIDE", SetAside(pin, gone_nbytes=2 * nbytes))
     held: list[Tensor] = []
     for _ in range(8):
         held = [upload(table, HOST), upload(table + 1, HOST)]
         late.run()
     gc.collect()
     kept = sum(one().numel() for one in pinned if one() is not None)
-    most = 4  # of two tables, and of the two before them, which lived until these were made
+    most = 6  # of two tables, of the two before them, which lived until these were made, and of two that are gone
     assert kept <= most * nbytes, f"{kept / nbytes:g} spans are set aside"
     assert torch.equal(held[0], table) and torch.equal(held[1], table + 1)
     count, late.graph = len(pinned), []
@@ -244,7 +244,54 @@ def test_tables_made_anew_pin_no_more_than_the_last_ones(late: LateDevice, monke
     held = [upload(table, HOST)]
     held = [upload(table, HOST)]
     late.run()
-    assert len(uploading._SET_ASIDE._spans[nbytes]) <= 2, "those of tables that are gone"
+    assert len(uploading._SET_ASIDE._spans[nbytes]) <= 4, "those of tables that are gone"
+
+
+def test_a_capture_of_a_step_whose_tables_are_dropped_pins_nothing(late: LateDevice) -> None:
+    """Ops make a table for each call. An optimizer's tables, which are held, are sent anew in every step."""
+    large = [torch.arange(1 << 15) + number for number in range(16)]  # of 256 KiB
+    small = [torch.arange(1 << 10) + number for number in range(60)]
+    held = [upload(one, HOST) for one in large[:3]]
+
+    def step(sent: int) -> None:
+        for one in (*large, *small):
+            upload(one + sent, HOST)
+        for one in held:
+            refresh(one, array("q", [sent] * one.numel()))
+        late.run()
+
+    for number in range(3):
+        step(100 * number)
+    for number in (3, 4):
+        pinned, late.graph = late.pinned, []
+        step(100 * number)
+        assert late.pinned == pinned
+        late.graph = None
+        step(100 * number)
+
+
+def test_words_that_are_gone_have_a_bound_for_all_sizes_together() -> None:
+    """64 bindings of an optimizer with tables of many sizes keep what the last ones need."""
+    pinned: list[weakref.ref[Tensor]] = []
+
+    def pin(nbytes: int) -> Tensor:
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        pinned.append(weakref.ref(made))
+        return made
+
+    mebibyte = 1 << 20
+    spans = SetAside(pin, gone_nbytes=8 * mebibyte)
+    for _ in range(64):
+        tables = [torch.empty(size * mebibyte, dtype=torch.uint8) for size in (4, 2, 2)]
+        for one in tables:
+            spans.keep(one.nbytes, one)
+        del tables, one
+    spans.keep(64)
+    kept = [one().numel() // mebibyte for one in pinned if one() is not None]
+    assert sorted(kept) == [0, 2, 2, 4], "a binding, and none of those before it"
+    spans.keep(16 * mebibyte, torch.empty(0))
+    spans.keep(64)
+    assert not any(one().numel() == 16 * mebibyte for one in pinned if one() is not None)
 
 
 def test_two_threads_may_refill_at_once() -> None:

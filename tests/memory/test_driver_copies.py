@@ -7,14 +7,17 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from runtime_cases import LARGE, Engine, Mark, Runtime, Stream, Tried, build
+from tables import each
 
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.ferry import ferry
 from zerokern.memory import CudaDriver, span_copies, staging
+from zerokern.memory.pairs import Pairs
 
 
 @pytest.fixture
@@ -51,12 +54,24 @@ def test_small_tensors_of_one_call_do_not_go_to_the_copy_engine(engine: Engine, 
     assert engine.calls == [[4 * LARGE, 8 * LARGE]], "302 copies before"
 
 
+@each("pairs", [[], (), Pairs((), ())])
+def test_an_empty_list_copies_nothing(pairs: Sequence[Any], engine: Engine, driver: CudaDriver) -> None:
+    engine.calls.clear()
+    driver.copy(Stream(), pairs)
+    assert [call for call in engine.calls if call] == []
+
+
 def test_a_driver_whose_first_copies_are_captured_has_cuda_s_kernel_afterwards(
     engine: Engine, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a capture that kernel says no, for its first launch is a trial that the host waits for."""
+    """Within a capture nobody looks for it, for its first launch is a trial that the host waits for."""
     cuda, captures = types.ModuleType("zerokern.kernels.cuda"), [True]
-    cuda.available = lambda device: not captures[0]
+
+    def available(device: torch.device) -> bool:
+        assert not captures[0], "a kernel was looked for within a capture"
+        return True
+
+    cuda.available = available
     cuda.ferry_spans = lambda rows, device: ferry(rows, torch.empty(len(rows), dtype=torch.int64))
     monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
     monkeypatch.setattr(backend, "capturing", lambda device: captures[0])

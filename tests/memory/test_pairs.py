@@ -114,6 +114,33 @@ def test_tensors_that_answer_for_themselves_are_asked_by_python(quick: ThreadDri
     copies.close()
 
 
+@each("checked", [False, True])
+@each("which", ["ready", "after"])
+def test_addresses_are_read_behind_the_waits(
+    which: str, checked: bool, quick: ThreadDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host waits for may give a tensor other memory."""
+    sources, targets = [torch.ones(4) for _ in range(12)], [torch.zeros(4) for _ in range(12)]
+    copy, read = quick.copy, []
+
+    class Disk:
+        def wait(self) -> None:
+            sources[0].data = torch.full((4,), 7.0)
+
+        def done(self) -> bool:
+            return True
+
+    def queued(stream: Any, pairs: Pairs) -> None:
+        read.append(pairs.rows[1])
+        copy(stream, pairs)
+
+    monkeypatch.setattr(quick, "copy", queued)
+    copies = Copies(quick)
+    copies.to_device(sources, targets, checked=checked, **{which: Disk()}).wait()
+    assert read == [sources[0].data_ptr()] and targets[0].eq(7).all()
+    copies.close()
+
+
 def test_exchanged_tensors_are_read_as_they_are_now() -> None:
     one, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(5))
     found = [Pairs([torch.zeros(5)] * 10, [one] * 10) for _ in range(2)]

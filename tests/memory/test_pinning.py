@@ -145,6 +145,52 @@ def test_an_interrupted_registration_is_tried_again(runtime: FakeRuntime) -> Non
     arena.close()
 
 
+@each("fails", ["current device", "device"])
+def test_memory_is_unregistered_where_a_device_has_failed(
+    fails: str, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No device can be chosen then, and the memory would stay registered though its arena says that it is closed."""
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            if fails == "device":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def current() -> int:
+        if fails == "current device":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return 0
+
+    runtime.calls.clear()
+    arena = Arena(MIB)
+    arena.lease(100, "a").release()
+    base = arena.base
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", current)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    arena.close()
+    assert runtime.calls[1:] == [("unregister", base)] and not arena.pinned
+
+
+def test_an_interrupted_close_is_tried_again(runtime: FakeRuntime) -> None:
+    runtime.calls.clear()
+    unregister, arena = runtime.cudaHostUnregister, Arena(MIB)
+    arena.lease(100, "a").release()
+    runtime.cudaHostUnregister = lambda ptr: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        arena.close()
+    assert arena.pinned
+    runtime.cudaHostUnregister = unregister  # type: ignore[method-assign]
+    arena.close()
+    assert runtime.calls[1:] == [("unregister", arena.base)] and not arena.pinned
+
+
 @pytest.mark.gpu
 def test_a_refused_registration_leaves_no_error_behind() -> None:
     torch.cuda.init()

@@ -1,7 +1,9 @@
 """Lists of tensors copied into a bucket and back by torch's own launches, where nothing but their bytes moves.
 
-These read addresses from arguments of the launch or from an upload that torch's allocator watches, and are faster than
-our kernels, which also cast, scale and sum. Both are private in torch: where one is missing, ours take its place.
+`torch._foreach_copy_` passes addresses as arguments of its kernels, and is faster than our kernels, which also cast,
+scale and sum. It is private in torch: where it is missing, ours take its place. `torch._chunk_cat` is not used. It pins
+memory and asks events, which breaks off a capture of another thread, and it uploads its table by a copy on the current
+stream, which queues behind large uploads on the same copy engine.
 """
 
 from __future__ import annotations
@@ -13,11 +15,9 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.checks import BucketSpan
-from zerokern.kernels.triton.backend import capturing
 
 __all__ = ["Copied"]
 
-_CAT_DTYPES = (torch.float32, torch.bfloat16)  # of others `_chunk_cat` copies each tensor by itself
 _MOST_RUNS = 8  # of spans side by side: each is a launch
 
 
@@ -31,7 +31,7 @@ class Copied:
     """
 
     def __init__(self, members: Sequence[BucketSpan], dtype: torch.dtype) -> None:
-        self._dtype, self._members = dtype, members
+        self._members = members
         places = [place for place, one in enumerate(members) if one.numel]
         self._runs: list[list[int]] = [[place] for place in places[:1]]
         for before, place in pairwise(places):
@@ -41,26 +41,22 @@ class Copied:
                 self._runs.append([place])
         self._fits = bool(places) and len(self._runs) <= _MOST_RUNS
         self._fits = self._fits and all(one.is_contiguous and one.dtype == dtype for one in members)
-        self._cats = dtype in _CAT_DTYPES and all(members[place].shape for place in places)
 
     def run(self, into: bool, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
         """Copies the tensors into the bucket or out of it; returns False, and copies nothing, where torch cannot."""
-        cats = into and self._cats and hasattr(torch, "_chunk_cat") and not capturing(bucket.device)  # it uploads
-        copies = hasattr(torch, "_foreach_copy_") and hasattr(torch._utils, "_unflatten_dense_tensors")
-        if not self._fits or not (cats or copies) or self._meet(tensors, bucket):
+        private = hasattr(torch, "_foreach_copy_") and hasattr(torch._utils, "_unflatten_dense_tensors")
+        if not (self._fits and private) or self._meet(tensors, bucket):
             return False
         flat = bucket.data  # whose version is its own: whoever writes tells autograd, as with our kernels
         with torch.no_grad():
             for run in self._runs:
                 some = [tensors[place] for place in run]
                 first, last = self._members[run[0]], self._members[run[-1]]
-                span = flat[first.offset : last.offset + last.numel]
-                if cats:
-                    torch._chunk_cat(some, 0, 1, out=span.view(1, -1))
-                elif into:
-                    torch._foreach_copy_(_views(span, some), some)
+                spans = _views(flat[first.offset : last.offset + last.numel], some)
+                if into:
+                    torch._foreach_copy_(spans, some)
                 else:
-                    torch._foreach_copy_([one.data for one in some], _views(span, some))
+                    torch._foreach_copy_([one.data for one in some], spans)
         return True
 
     def _meet(self, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
@@ -72,4 +68,6 @@ class Copied:
 
 def _views(span: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The memory of a span as tensors of these shapes."""
-    return list(torch._utils._unflatten_dense_tensors(span, like))
+    views = torch._utils._unflatten_dense_tensors(span, like)
+    # Views of a tensor that inference mode made have no version to count, so torch refuses to write them elsewhere.
+    return [one.data for one in views] if span.is_inference() else list(views)

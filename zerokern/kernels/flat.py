@@ -202,11 +202,13 @@ def warm(device: torch.device, moves: Iterable[tuple[torch.dtype, torch.dtype]])
 
     >>> warm(torch.device("cpu"), [(torch.bfloat16, torch.float32)])
     """
-    if device.type == "cpu":
+    if not _is_gpu(device):
         return
     for source, target in sorted(set(moves), key=str):
-        bucket = torch.zeros(1024, dtype=target, device=device)
-        flatten([torch.zeros(1024, dtype=source, device=device)], bucket)
+        some = torch.zeros(32, 32, dtype=source, device=device)
+        bucket = torch.zeros(2 * some.numel(), dtype=target, device=device)
+        # A list that torch copies may have gaps or strides in a later pass, and is then one for these kernels.
+        flatten([some, some.t()], bucket, impl=TRITON)
         ops.sumsq_there([bucket])
 
 

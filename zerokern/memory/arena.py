@@ -282,10 +282,10 @@ class _Mapping(mmap.mmap):
     registered_at = pid = 0
 
     def unregister(self) -> None:
-        base, self.registered_at = self.registered_at, 0
-        if base and os.getpid() == self.pid:
+        if self.registered_at and os.getpid() == self.pid:
             with with_a_context(), beside_captures():
-                torch.cuda.cudart().cudaHostUnregister(base)
+                torch.cuda.cudart().cudaHostUnregister(self.registered_at)
+                self.registered_at = 0  # last, so that an interrupted attempt is repeated
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

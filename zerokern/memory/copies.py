@@ -222,13 +222,14 @@ class Copies:
         if capturing(self.driver.device):
             raise StateError(_IN_GRAPH)
         leaves = stream is self._out
+        for ticket in (ready, after):
+            if ticket is not None and not isinstance(ticket, Copy):
+                ticket.wait()
+        # Behind the waits: until then another thread may give a tensor other memory.
         check = None if checked else functools.partial(self._checked_memory, pairs, leaves)
         if not pairs.read(self.driver.device, leaves, check) and not checked:
             self._check_all(pairs, leaves)
         pairs = pairs.with_bytes()
-        for ticket in (ready, after):
-            if ticket is not None and not isinstance(ticket, Copy):
-                ticket.wait()
         with self._lock:
             if self._closed:
                 raise StateError("these copies are closed; make others")

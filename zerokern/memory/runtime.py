@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from array import array
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
@@ -141,14 +142,23 @@ def clear_cuda_error() -> None:
             CFUNCTYPE(c_int)(("cudaGetLastError", library))()
 
 
-def with_a_context() -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def with_a_context() -> Iterator[None]:
     """Context manager that makes a device current on which this process has a context: this thread's if it is one.
 
     What asks the runtime for memory that no device owns makes a context on the current device, which is the first one
-    in every new thread: a process on another GPU would hold half a gigabyte there for nothing.
+    in every new thread: a process on another GPU would hold half a gigabyte there for nothing. Where a device has
+    failed none can be chosen, and memory is asked for or given back all the same.
 
     >>> with with_a_context(): pass
     """
+    with contextlib.ExitStack() as chosen:
+        with contextlib.suppress(Exception):
+            chosen.enter_context(_device_with_a_context())
+        yield
+
+
+def _device_with_a_context() -> AbstractContextManager[object]:
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if has_context is None or not torch.cuda.is_initialized():
         return contextlib.nullcontext()

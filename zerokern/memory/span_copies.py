@@ -184,8 +184,8 @@ class SpanCopies:
     """Copies spans between one device and pinned host memory, on streams of its driver.
 
     `driver`: a `CudaDriver`. `batches`: its copy engines. `kernels`: by default those of the device, looked for when a
-    list first wants one and nothing is captured: to look for them launches one and waits for it. They reach no memory
-    but what is pinned, as `Copies` has checked.
+    list first wants one and nothing is captured, for its first launch is a trial that the host waits for. They reach no
+    memory but what is pinned, as `Copies` has checked.
 
     >>> SpanCopies.copy.__annotations__["to_host"]
     'bool'

@@ -190,9 +190,11 @@ class CudaDriver:
                 for dst, src in pairs:
                     dst.view(-1).copy_(src.view(-1), non_blocking=True)
             return
+        if not pairs:
+            return
         rows = pairs.rows if isinstance(pairs, Pairs) else Pairs(*zip(*pairs, strict=True)).rows
         with torch.cuda.device(self.device):
-            self._spans.copy(stream, rows, to_host=bool(pairs) and pairs[0][0].is_cpu)
+            self._spans.copy(stream, rows, to_host=pairs[0][0].is_cpu)
 
     def aside(self, name: str) -> AbstractContextManager[None]:
         """Context manager that makes this stream current; its work does not wait for the program's, or for that of

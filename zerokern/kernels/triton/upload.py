@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import threading
 import weakref
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ __all__ = [
 Table = TypeVar("Table")
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
-_ALWAYS_NBYTES = 1 << 20  # of one size, whether the words that were sent by them are held or not
-
+_ALWAYS_NBYTES = 1 << 20  # of one size, whether so many were uploaded or not
+_GONE_NBYTES = 256 << 20  # of all sizes: the tables of 8B parameters have 64 MiB, for each op that makes its own
 
 _REMEMBERED = 1 << 17  # tiles, a megabyte
 MOST_TILES = 2**31 - 1  # of a CUDA grid, and of the int32 numbers of the map
@@ -47,8 +48,9 @@ MOST_TILES = 2**31 - 1  # of a CUDA grid, and of the int32 numbers of the map
 class SetAside:
     """Pinned memory for captures to come, in spans of powers of two.
 
-    Of each size there are as many spans as words that were uploaded and are still held, and for what is uploaded and
-    dropped in every step a megabyte of small ones. Tables that are made anew thus keep no more than the last ones did.
+    Of each size there are as many spans as words were uploaded, and a megabyte of small ones. A step whose tables are
+    made and dropped by each call thus finds in a capture what it takes. Of words that are gone the oldest uploads are
+    forgotten beyond `gone_nbytes` of all sizes together: binding an optimizer again and again pins no more than that.
 
     >>> spans = SetAside(pin=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     >>> spans.keep(100); spans.keep(100); spans.take(90).numel(), spans.take(128).numel()
@@ -57,23 +59,22 @@ class SetAside:
     128
     """
 
-    def __init__(self, pin: Callable[[int], Tensor]) -> None:
-        self._pin = pin
+    def __init__(self, pin: Callable[[int], Tensor], gone_nbytes: int = _GONE_NBYTES) -> None:
+        self._pin, self._gone_nbytes = pin, gone_nbytes
         self._spans: dict[int, list[Tensor]] = defaultdict(list)
-        self._held: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # words on the device
+        self._uploads: dict[int, deque[_Upload]] = defaultdict(functools.partial(deque, maxlen=_MOST))  # oldest first
+        self._numbers = itertools.count()
         self._taken: list[int] = []
         self._lock = threading.Lock()
 
     def keep(self, nbytes: int, words: Tensor | None = None) -> None:
-        """One more span, for an upload of `words`; called outside of captures. Drops those of words that are gone."""
+        """One more span, for an upload of `words`; called outside of captures."""
         size = _size(nbytes)
         with self._lock:
-            for some, spans in self._spans.items():
-                self._held[some] = [one for one in self._held[some] if one() is not None]
-                del spans[self._most(some) :]
-            held = self._held[size]
-            if words is not None and len(held) < _MOST and not any(one() is words for one in held):
-                held.append(weakref.ref(words))
+            uploads = self._uploads[size]
+            if words is not None and not any(one.words() is words for one in uploads):
+                uploads.append(_Upload(next(self._numbers), size, weakref.ref(words)))
+            self._forget()
             lacks = len(self._spans[size]) < self._most(size)
         if lacks:
             span = self._pin(size)
@@ -98,8 +99,29 @@ class SetAside:
         with self._lock:
             return self._taken.pop() if self._taken else None
 
+    def _forget(self) -> None:
+        """Forgets the oldest uploads of words that are gone, and drops the spans that are for nothing known."""
+        if sum(size * len(uploads) for size, uploads in self._uploads.items()) > self._gone_nbytes:
+            gone = sorted(one for uploads in self._uploads.values() for one in uploads if one.words() is None)
+            excess = sum(one.size for one in gone) - self._gone_nbytes
+            for one in gone:
+                if excess <= 0:
+                    break
+                self._uploads[one.size].remove(one)
+                excess -= one.size
+        for some, spans in self._spans.items():
+            del spans[self._most(some) :]
+
     def _most(self, size: int) -> int:
-        return min(_MOST, max(_ALWAYS_NBYTES // size, len(self._held[size]), 1))
+        return min(_MOST, max(_ALWAYS_NBYTES // size, len(self._uploads[size])))
+
+
+class _Upload(NamedTuple):
+    """One that was made outside of captures, by its number."""
+
+    number: int
+    size: int
+    words: weakref.ref[Tensor]  # on the device
 
 
 def _size(nbytes: int) -> int:
