@@ -51,7 +51,17 @@ def adamw(**given: Any) -> Any:
     return zk.AdamW(Model().parameters(), **given)
 
 
+def moments(first: torch.dtype, second: torch.dtype) -> Any:
+    param, grad = torch.zeros(4), torch.zeros(4)
+    return zk.kernels.adam(param, grad, torch.zeros(4, dtype=first), torch.zeros(4, dtype=second), lr=0.1, step=1)
+
+
 MESSAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
+    (
+        "moments of two dtypes",
+        lambda _: moments(torch.bfloat16, torch.float32),
+        ["exp_avg is torch.bfloat16 and exp_avg_sq is torch.float32", "one dtype for both"],
+    ),
     ("a parameter of two", lambda _: in_two(), ["optimizers=", "blocks.0.weight in optimizers[0] and optimizers[1]"]),
     (
         "a pattern",

@@ -99,6 +99,9 @@ class _Row:
         dtype = self._check(first, *rule.state_dtypes).dtype
         for name, codes in zip(rule.moments, formats.CODES.values(), strict=False):
             if name != first:
+                other = getattr(self.tensors.get(name), "dtype", dtype)
+                if dtype != torch.int8 and other != dtype and other in rule.state_dtypes:
+                    raise TypeError(f"{first}{at} is {dtype} and {name}{at} is {other}; allowed: one dtype for both")
                 self._check(name, codes if dtype == torch.int8 else dtype)
             if dtype == torch.int8:
                 if (scale := f"{name}_scale") not in self.tensors:
