@@ -120,8 +120,8 @@ class Agreement:
             return
         operation.warned = True
         logging.getLogger("zerokern").warning(
-            "rank %d has waited %.0f s for %s, in %s%s. It waits on, until the group's timeout of %g s: a slow rank may "
-            "be compiling, reading or writing%s",
+            "rank %d has waited %.0f s for %s, in %s%s. It waits on, until the group's timeout of %g s: a slow rank "
+            "may be compiling, reading or writing%s",
             self.rank,
             waited_s,
             ranks_in_words(others) if others else "the other ranks",
