@@ -253,13 +253,14 @@ class SpanList:
     def _lie_apart(self, into: bool, tensors: Sequence[Tensor], bucket: Tensor) -> bool:
         """Whether contiguous tensors lie beside the bucket, and beside each other where they are written: by their
         addresses alone, for gradients have new ones in each backward pass."""
-        if any(t.is_neg() for t in tensors):
+        if any(map(Tensor.is_neg, tensors)):
             return False
         begin = bucket.data_ptr()
         end = begin + self.numel * bucket.itemsize
         places = [(t.data_ptr(), nbytes) for t, nbytes in zip(tensors, self._nbytes, strict=True) if nbytes]
-        if any(place < end and begin < place + nbytes for place, nbytes in places):
-            return False
+        for place, nbytes in places:  # a generator would be a Python frame for each gradient
+            if place < end and begin < place + nbytes:
+                return False
         if not into:
             places.sort()
             return all(place + nbytes <= after for (place, nbytes), (after, _) in itertools.pairwise(places))
