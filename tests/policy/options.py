@@ -67,7 +67,7 @@ def of_callable(name: str, value: Any) -> Iterator[str]:
 
 
 def stable_names(page: str) -> Iterator[tuple[str, str, list[str] | None]]:
-    """The names in the first columns of a page's tables: a module, a name in it, the arguments of a call if it is one."""
+    """The names in the first columns of the tables: a module, a name in it, and its arguments if it is called."""
     for cell in re.findall(r"^\| (`zerokern\..*?) \|", page, re.MULTILINE):
         for module, name, arguments in STABLE.findall(cell):
             called = f"{name}({arguments})`" in cell
@@ -88,7 +88,7 @@ def resolved(module: str, name: str) -> Any:
 
 
 def of_blocks(page: str) -> Iterator[str]:
-    """One line for each: with the arguments that the page shows and the library has, and those that a call must have."""
+    """One line for each, with the arguments that the page shows and those that a call must have."""
     for module, name, shown in stable_names(page):
         value = resolved(module, name)
         if shown is None:

@@ -1,7 +1,9 @@
 """Options are few and stay: a new one is a decision, seen in the diff of options.txt and told on a page of the docs.
 
 What docs/building-blocks.md calls stable in `zerokern.comm`, `zerokern.schedule` and `zerokern.memory` is frozen with
-them: authors of frameworks build on these names, and on no others there. A page is where users look an option up. The changelog tells what differs between releases; names are not listed there.
+them: authors of frameworks build on these names, and on no others there.
+
+A page is where users look an option up. The changelog tells what differs between releases; names are not listed there.
 """
 
 from __future__ import annotations
