@@ -8,6 +8,7 @@ Of the packages that docs/building-blocks.md shows to authors of frameworks, it 
 from __future__ import annotations
 
 import argparse
+import dis
 import importlib
 import inspect
 import re
@@ -74,13 +75,19 @@ def stable_names(page: str) -> Iterator[tuple[str, str, list[str] | None]]:
             yield module, name, re.findall(r"\w+", arguments) if called else None
 
 
+def set_when_made(owner: type) -> set[str]:
+    """The attributes that a class's own `__init__` assigns."""
+    made = owner.__init__  # type: ignore[misc]
+    steps = dis.get_instructions(made) if inspect.isfunction(made) else ()
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
+
+
 def resolved(module: str, name: str) -> Any:
     """What a name of a module is; None where it is an attribute that instances have."""
     owner: Any = importlib.import_module(module)
     for part in name.split("."):
         if inspect.isclass(owner) and not hasattr(owner, part):
-            made = {*inspect.get_annotations(owner), *owner.__init__.__code__.co_names}
-            if part not in made:
+            if part not in inspect.get_annotations(owner) and part not in set_when_made(owner):
                 raise AttributeError(f"{module}.{name} is on {BLOCKS.name} and not in the library")
             return None
         owner = getattr(owner, part)
