@@ -1,5 +1,8 @@
 """Options are few and stay: a new one is a decision, seen in the diff of options.txt and told on a page of the docs.
 
+What docs/building-blocks.md calls stable in `zerokern.comm`, `zerokern.schedule` and `zerokern.memory` is frozen with
+them: authors of frameworks build on these names, and on no others there.
+
 A page is where users look an option up. The changelog tells what differs between releases; names are not listed there.
 """
 
@@ -9,7 +12,20 @@ import argparse
 import difflib
 import re
 
-from .options import argument_names, collect, command_line, environment, of_parser, public_callables, subcommands
+import pytest
+
+from .options import (
+    BLOCKS,
+    argument_names,
+    collect,
+    command_line,
+    environment,
+    of_blocks,
+    of_parser,
+    public_callables,
+    stable_names,
+    subcommands,
+)
 from .test_docs import code
 from .tree import files, read
 
@@ -44,6 +60,26 @@ def test_fewer_than_ten_environment_names() -> None:
     # torchrun sets some, nobody else; of NCCL's own the user is only warned
     ours = [name for name in environment() if not name.endswith("WORLD_SIZE") and not name.startswith("NCCL_")]
     assert len(ours) < 10
+
+
+def test_the_page_of_building_blocks_shows_calls_as_they_are() -> None:
+    page = BLOCKS.read_text(encoding="utf-8")
+    assert [line for line in of_blocks(page) if f"`{line}`" not in page] == []
+    modules = {module for module, _, _ in stable_names(page)}
+    assert modules == {"zerokern.comm", "zerokern.memory", "zerokern.schedule", "zerokern.schedule.executor"}
+
+
+def test_a_change_of_a_building_block_is_found() -> None:
+    page = "| `zerokern.comm.Group.broadcast(tensor, src, gone)`, `zerokern.comm.Group.rank` | one |\n"
+    page += "| `zerokern.comm.Group.all_reduce(op)` | lacks one that a call needs |\n`zerokern.comm.Handle` is no row\n"
+    assert list(of_blocks(page)) == [
+        "zerokern.comm.Group.broadcast(tensor, src)",
+        "zerokern.comm.Group.rank",
+        "zerokern.comm.Group.all_reduce(tensor, op)",
+    ]
+    for gone in ("comm.Group.no_such", "comm.Group.no_such()", "comm.Group.weakref", "comm.no_such()", "schedule.Op.x"):
+        with pytest.raises(AttributeError, match=gone.rpartition(".")[2].removesuffix("()")):
+            list(of_blocks(f"| `zerokern.{gone}` | gone |\n"))
 
 
 def test_a_new_option_is_found() -> None:
