@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_a_moment_that_is_loaded_before_it_has_begun_begins_with_the_gradient(ti
 
 
 def test_readers_of_one_ring_take_turns(tier: Tier) -> None:
-    """One goes back and forth, another begins meanwhile, and a step ends both."""
+    """One goes back and forth, another begins meanwhile, and a step ends both. A read is over as it begins."""
     params = make_params([(100_000,)] * 16)
     optimizer = AdamW(params, tier=tier(ring_nbytes=1 << 20))
     set_grads(params)
@@ -66,6 +67,14 @@ def test_readers_of_one_ring_take_turns(tier: Tier) -> None:
     disk = optimizer.holdings.disk
     owners = all_on_disk(optimizer.holdings.held)
     expected = [{key: tensor.clone() for key, tensor in one.items()} for one in disk.read(owners)]
+    fetch = disk.fetch
+
+    def fetch_now(*of: Any) -> Any:
+        ticket = fetch(*of)
+        ticket.wait()
+        return ticket
+
+    disk.fetch = fetch_now
     one, other = RecordReader(disk, owners), RecordReader(disk, owners)
     order = list(one.spans)
     assert len(order) > 2 * len(disk.ring.slots)
