@@ -12,6 +12,7 @@ import torch
 from copy_cases import ThreadDriver
 from tables import each
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from zerokern.kernels.spans import WORDS, by_alignment, rows_of
 from zerokern.memory import Copies, pairs
@@ -35,6 +36,19 @@ def some_pairs(seed: int, count: int = 60) -> Pairs:
 
 def test_this_torch_can_be_asked() -> None:
     assert pairs._calls() is not None
+
+
+class Elsewhere(TorchFunctionMode):
+    """Says of every tensor that it lies elsewhere."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 8 if func is torch.Tensor.data_ptr else func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_has_no_part_in_what_is_found_once() -> None:
+    pairs._calls.cache_clear()
+    with Elsewhere():
+        assert pairs._calls() is not None
 
 
 @each("leaves, checked", [(True, True), (True, False), (False, True), (False, False)])

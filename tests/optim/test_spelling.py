@@ -38,7 +38,12 @@ def test_the_nearest_name_is_told(wrong: str, meant: str) -> None:
 
 
 def test_where_none_is_near_none_is_told() -> None:
-    with pytest.raises(TypeError, match=r"^SGD\(\) has no argument 'betas'$"):
+    with pytest.raises(TypeError, match=r"^SGD\(\) has no argument 'hello'$"):
+        zk.SGD(params(), hello=1)
+
+
+def test_what_another_rule_calls_otherwise_is_told() -> None:
+    with pytest.raises(TypeError, match=r"^SGD\(\) has no argument 'betas'; it has 'momentum'$"):
         zk.SGD(params(), betas=(0.9, 0.99))
 
 
