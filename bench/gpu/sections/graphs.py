@@ -5,12 +5,10 @@ against those of eager steps, bit for bit, and the time of both. A rehearsal rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import zerokern as zk
@@ -21,7 +19,7 @@ from ...offload.device import HYPER, MAX_NORM, Stage, Trainer
 from ..report import Desk
 from ..turns import Contest
 from . import zero
-from .zero import BYTES, STAGES, Field, name_of, through_the_library
+from .zero import BYTES, STAGES, Field, name_of, one_rank
 
 WARM, COMPARED = 3, 4
 
@@ -91,20 +89,9 @@ def trainer(stage: Stage, number: int, group: Group | None, graph: bool) -> Trai
     return Trainer(Replayed(step, on_gpu) if graph else step)
 
 
-@contextmanager
-def alone(desk: Desk) -> Iterator[tuple[Group, str]]:
-    """The group of one rank whose collectives are launched, and the backend's name."""
-    rehearse = desk.settings.rehearse
-    dist.init_process_group("gloo" if rehearse else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield through_the_library(desk.settings.device), "gloo" if rehearse else "nccl"
-    finally:
-        dist.destroy_process_group()
-
-
 def run(desk: Desk) -> None:
     settings = desk.settings
-    with alone(desk) as (group, backend):
+    with one_rank(settings) as (group, backend):
         stage = Stage(settings.device, zero.TOY if settings.rehearse else zero.SHAPE, recompute=False)
         tokens = zero.TOY_TOKENS if settings.rehearse else zero.TOKENS
         apart = {}

@@ -19,8 +19,7 @@ from .. import host_rate
 from ..report import Desk
 from ..turns import Contest
 from . import zero
-from .graphs import alone
-from .zero import BYTES, Field
+from .zero import BYTES, Field, one_rank
 
 STAGE = 3
 DEVICE, HOST, DISK = "device", "cpu", "disk"
@@ -29,7 +28,7 @@ DEVICE, HOST, DISK = "device", "cpu", "disk"
 def run(desk: Desk) -> None:
     settings = desk.settings
     host_rate.tell(desk, "keep")
-    with alone(desk) as (group, _), tempfile.TemporaryDirectory(dir=desk.file.parent) as folder:
+    with one_rank(desk.settings) as (group, _), tempfile.TemporaryDirectory(dir=desk.file.parent) as folder:
         stage = Stage(settings.device, zero.TOY if settings.rehearse else zero.SHAPE, recompute=False)
         tokens = zero.TOY_TOKENS if settings.rehearse else zero.TOKENS
         batch, losses = stage.batch(tokens), {}

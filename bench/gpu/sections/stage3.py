@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ...offload import device
@@ -20,7 +19,7 @@ from ..report import Desk
 from ..settings import Settings
 from ..turns import Contest
 from . import zero
-from .zero import BYTES, Field, name_of, sharded, through_the_library
+from .zero import BYTES, Field, name_of, one_rank, sharded
 
 STEPS, TOP = 5, 20
 STAGE = 3
@@ -32,11 +31,7 @@ def warmers(settings: Settings) -> list[Callable[[], object]]:
 
 def run(desk: Desk) -> None:
     settings = desk.settings
-    backend = "gloo" if settings.rehearse else "nccl"
-    both = "gloo" if settings.rehearse else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(both, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = through_the_library(settings.device)
+    with one_rank(settings) as (group, backend):
         stage = Stage(settings.device, zero.TOY if settings.rehearse else zero.SHAPE, recompute=False)
         tokens = zero.TOY_TOKENS if settings.rehearse else zero.TOKENS
         field, ours = Field(stage, tokens, tokens), name_of(STAGE, backend)
@@ -57,8 +52,6 @@ def run(desk: Desk) -> None:
             found = {**profiled(trainer, batch, stage), "python_calls_a_step": python_calls(trainer, batch)}
             desk.fact(f"stage3: the host's time, {name}", "rehearsed" if settings.rehearse else found)
             del trainer
-    finally:
-        dist.destroy_process_group()
 
 
 def profiled(trainer: device.Trainer, batch: Any, stage: Stage) -> dict[str, Any]:

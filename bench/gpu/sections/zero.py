@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,11 +62,7 @@ def warmers(settings: Settings) -> list[Callable[[], object]]:
 
 def run(desk: Desk) -> None:
     settings = desk.settings
-    backend = "gloo" if settings.rehearse else "nccl"
-    both = "gloo" if settings.rehearse else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(both, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = through_the_library(settings.device)
+    with one_rank(settings) as (group, backend):
         small = Stage(settings.device, TOY if settings.rehearse else SHAPE, recompute=False)
         outcome = desk.contest(_overhead(small, group, backend), 2)
         _judge(desk, outcome, [name_of(stage, which) for which in (ALONE, backend) for stage in STAGES])
@@ -80,6 +77,16 @@ def run(desk: Desk) -> None:
         for number, peer in plain_training.FSDP2.items():
             desk.ratio_to_fastest(f"zero.fsdp2_stage{number}", outcome, name_of(number, backend), [peer])
         _fragments(desk, small)
+
+
+@contextmanager
+def one_rank(settings: Settings) -> Iterator[tuple[Group, str]]:
+    """Context manager: a process group of one rank whose collectives are launched, and the name of its backend."""
+    backend = "gloo" if settings.rehearse else "nccl"
+    both = "gloo" if settings.rehearse else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(both, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield through_the_library(settings.device), backend
     finally:
         dist.destroy_process_group()
 
