@@ -19,7 +19,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 7
+#define ZK_ABI 8
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128
@@ -115,6 +115,9 @@ typedef struct zk_segment {
     uint64_t key;  /* ZK_STOCHASTIC: tells parameters apart */
     int64_t first; /* ZK_STOCHASTIC: number of this segment's element 0 within its parameter; numel more, and a block,
                       are counted */
+    uint8_t *changed; /* null, or one bit for each element, the lowest first, which is set where the bits of the
+                         published value (out, or else the parameter; FP32 without out: the master) become others; no
+                         bit is cleared. ceil(numel / 8) bytes. MUON: ignored */
 } zk_segment;
 
 /* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is

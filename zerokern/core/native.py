@@ -31,7 +31,7 @@ __all__ = [
     "isa_usable", "library", "path", "set_cpus", "set_threads", "threads",
 ]  # fmt: skip
 
-ABI = 7
+ABI = 8
 SUMSQ_CHUNK = 65536
 
 
@@ -61,6 +61,7 @@ class NativeSegment(Structure):
 
     _fields_ = _fields(
         "u64 param remainder master exp_avg exp_avg_sq exp_avg_scale exp_avg_sq_scale grad out numel group key first"
+        " changed"
     )
 
 
