@@ -11,7 +11,7 @@ from zerokern.core.errors import got, nearest
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
-    "STATE_FORMATS", "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
+    "STATE_FORMATS", "MasterFormat", "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
     "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
@@ -21,6 +21,7 @@ Schedule = Literal["sync", "overlap"]  # or zk.Delayed(after=N)
 Update = Literal["host", "device"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 MasterFormat = Literal["fp32", "split16", "split8", "none"]
+Publish = Literal["all", "delta"]
 Reduce = Literal["mean", "sum"]
 
 BLOCK = 128

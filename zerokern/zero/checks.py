@@ -82,6 +82,23 @@ def reduce(value: object) -> str:
     return str(value)
 
 
+def publish(value: object, stage: int, device: torch.device) -> str:
+    """
+    >>> publish("delta", 2, torch.device("cpu"))
+    'delta'
+    """
+    if value not in ("all", "delta"):
+        do = did_you_mean(value, ("all", "delta"))
+        raise ValueError(got("publish", value, "'all', or 'delta' for what an update has changed", do))
+    if value == "delta" and stage not in (1, 2):
+        do = "at stage 3 units are gathered when they compute, at stage 0 each rank updates everything"
+        raise ValueError(got("publish", value, f"'all' at stage {stage}", do))
+    if value == "delta" and device.type != "cpu":
+        do = "how many bytes to send is not known without waiting for the device"
+        raise ValueError(got("publish", value, f"'all' for parameters on {device.type!r}", do))
+    return str(value)
+
+
 def model(module: object, units: Sequence[UnitSpec], group: Group, *, built: bool) -> torch.device:
     """The device that everything is on or, if it is yet to be built, will be on; everything else is checked first."""
     params = [(name, param) for unit in units for name, param in unit.params]

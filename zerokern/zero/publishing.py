@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
+from zerokern.zero.changed_spans import ChangedSpan
 from zerokern.zero.kinds import Distributed
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
@@ -105,7 +106,10 @@ class Publisher:
     for an update talks to no other rank: one rank may save its model while the others go on.
     """
 
-    def __init__(self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, by_gather: bool) -> None:
+    def __init__(
+        self, units: Sequence[UnitSpec], memories: Sequence[BucketMemory], *, by_gather: bool, by_changes: bool = False
+    ) -> None:
+        """`by_changes`: ranks send what an update has changed, where that is less than all."""
         self._memories = [memory for memory in memories if memory.bucket.trainable]
         self._by_gather = by_gather
         self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers(one)}
@@ -115,6 +119,10 @@ class Publisher:
         self._read = [one.param if one.full is None else one.full for one in entries]
         shards = [shard_of(one) for one in self._read]
         self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)
+        self._spans: dict[int, ChangedSpan] = {}
+        for memory in filter(self.gathers, self._memories) if by_changes else ():
+            homes = [shard for entry in memory.entries if (shard := shard_of(entry.param)) is not None]
+            self._spans[id(memory)] = ChangedSpan(memory, homes)
         # of the update that is under way, if any
         self._ready: Callable[[int], None] | None = None
         self._tears: Callable[[], object] = _nothing
@@ -132,9 +140,13 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
+        for span in self._spans.values():
+            span.look()
         updated = self._pieces.written(accept=True)
         if updated:
             torch.autograd.graph.increment_version([self._read[place] for place in updated])
+        for span in self._spans.values():
+            span.accept()
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others."""
@@ -149,13 +161,17 @@ class Publisher:
     def launch_gather(self, memory: BucketMemory) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
         with during("", of=f"updated parameters from {memory.called} on"):
-            return memory.group.all_gather(memory.full)
+            return self._send(memory, memory.group.all_gather)
 
     def gather(self, number: int) -> Handle:
         """Send this rank's span of a bucket to all: from any thread, all ranks in one order."""
         memory = self._memories[number]
         with during("an update", of=f"updated parameters from {memory.called} on"):
-            return memory.group.publish(memory.full)
+            return self._send(memory, memory.group.publish)
+
+    def _send(self, memory: BucketMemory, send: Callable[[Tensor], Handle]) -> Handle:
+        span = self._spans.get(id(memory))
+        return send(memory.full) if span is None else span.gather(send)
 
     def prepare(self) -> None:
         """Finish the last update; `begin` tells of the next one. No other thread publishes in this group meanwhile."""
@@ -163,6 +179,8 @@ class Publisher:
         for group in self._groups.values():
             group.wait_for_publications(besides=self)
             group.publishing.add(self)
+        for span in self._spans.values():  # `announce` may come after the first gather
+            span.look()
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """Show an update that is under way: `ready(i)` returns once bucket i has it, `tears` is called if it fails.

@@ -76,6 +76,7 @@ class Sharding:
         reduce: str = "mean",
         groups: GroupsOf = one_group,
         whole: Whole = None,
+        publish: str = "all",
     ) -> None:
         """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
         given = {name: str(value) for name, value in locals().items() if name not in _NOT_COMPARED}
@@ -94,6 +95,7 @@ class Sharding:
         found = units_of(module, units)
         checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
+        self.publishes_changes = checks.publish(publish, stage, device) == "delta"
         if shards_parameters(stage):
             checks.warn_of_large_units(found)
         params = [pair for unit in found for pair in unit.params]
@@ -203,7 +205,7 @@ class Sharding:
         self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
         self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
-        self.publisher = Publisher(units, self.memories, by_gather=in_parts)
+        self.publisher = Publisher(units, self.memories, by_gather=in_parts, by_changes=self.publishes_changes)
 
     def _broadcast_buffers(self) -> None:
         """Copies rank 0's buffers to all ranks, as bytes, whatever their dtype."""

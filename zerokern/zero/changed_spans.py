@@ -1,0 +1,110 @@
+"""Publishes an updated bucket as what has changed of it, where that is less than all of it (`publish="delta"`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from zerokern.comm import Handle
+from zerokern.kernels.changed import Packed, pack_changed, unpack_changed
+from zerokern.zero.params import BucketMemory
+from zerokern.zero.partition import Piece
+from zerokern.zero.shard import Shard
+from zerokern.zero.watch import Watch
+
+__all__ = ["ChangedSpan"]
+
+_HEAD = torch.int64.itemsize  # of what a rank sends: how many bytes its changes take, or that it needs all
+_NEEDS_ALL = -1
+_MOST = 0.75  # of the bytes of a span: where changes take more, packing costs more than it saves
+_MOST_PAUSES = 64
+Send = Callable[[Tensor], Handle]
+
+
+class ChangedSpan:
+    """Sends of this rank's span of one bucket the elements whose bits have changed; all ranks send as many bytes.
+
+    How many that are follows from what all ranks needed last time, which each has seen, so nobody has to meet for it.
+    Where some rank needs more, or all, everybody sees that in what was sent, and sends the whole span after it.
+    """
+
+    def __init__(self, memory: BucketMemory, shards: Sequence[Shard]) -> None:
+        """`shards`: of the bucket's parameters, in their order."""
+        self._memory = memory
+        bucket, group = memory.bucket, memory.group
+        self._pieces = [bucket.pieces(rank) for rank in range(group.size)]
+        of = {place.param: shard for place, shard in zip(bucket.places, shards, strict=True)}
+        self._shards = [of[piece.param] for piece in self._pieces[group.rank]]
+        self._watch = Watch((entry.param for entry in memory.entries), memory=False)
+        self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
+        self._room = self._most
+        self._pause = self._paused = 0
+        self._needs_all = False
+
+    def look(self) -> None:
+        """Notes what others than updates have written; who counts updates as writes calls it before, then `accept`.
+
+        This rank's span is sent whole then, and the others' are asked for: the program may have written them here alone.
+        """
+        self._needs_all = bool(self._watch.written(accept=True)) or self._needs_all
+
+    def accept(self) -> None:
+        """Takes the parameters as they are for published."""
+        self._watch.accept_writes()
+
+    def gather(self, send: Send) -> Handle:
+        """Starts to send; `send` gathers the spans of all ranks into a flat tensor."""
+        needs_all, self._needs_all = self._needs_all or any(one.changed is None for one in self._shards), False
+        if self._paused:
+            self._paused -= 1
+            self._clear()
+            return send(self._memory.full)
+        group = self._memory.group
+        wire = torch.empty(group.size, _HEAD + self._room, dtype=torch.uint8)
+        packed = [] if needs_all else list(map(self._pack, self._shards, self._pieces[group.rank]))
+        self._clear()
+        need = _NEEDS_ALL if needs_all else sum(one.nbytes for one in packed)
+        mine = wire[group.rank]
+        mine[:_HEAD].view(torch.int64).fill_(need)
+        if 0 < need <= self._room:
+            parts = [part.view(torch.uint8) for one in packed for part in (one.counts, one.places, one.values)]
+            torch.cat(parts, out=mine[_HEAD : _HEAD + need])
+        handle = send(wire)
+        return Handle(partial(self._complete, wire, handle, send))
+
+    def _pack(self, shard: Shard, piece: Piece) -> Packed:
+        assert shard.changed is not None
+        return pack_changed(shard.changed, self._memory.own[piece.offset : piece.offset + piece.numel])
+
+    def _clear(self) -> None:
+        for shard in self._shards:
+            shard.forget_changes()
+
+    def _complete(self, wire: Tensor, handle: Handle, send: Send) -> None:
+        handle.wait()
+        group = self._memory.group
+        needs = wire[:, :_HEAD].contiguous().view(torch.int64).view(-1).tolist()
+        if min(needs) == _NEEDS_ALL or max(needs) > self._room:
+            send(self._memory.full).wait()
+        else:
+            for rank, need in enumerate(needs):
+                if rank != group.rank:
+                    self._unpack(rank, wire[rank, _HEAD : _HEAD + need])
+        if max(needs) > self._most:  # that may stay so: tried again after twice as many updates
+            self._pause = min(2 * self._pause or 1, _MOST_PAUSES)
+            self._paused = self._pause
+        elif max(needs) >= 0:
+            self._pause = 0
+            self._room = min(self._most, -(-(max(needs) * 5 // 4 + 512) // 64) * 64)
+
+    def _unpack(self, rank: int, sent: Tensor) -> None:
+        begin = rank * self._memory.bucket.shard_numel
+        for piece in self._pieces[rank]:
+            at = begin + piece.offset
+            out = self._memory.full.data[at : at + piece.numel]
+            packed, sent = Packed.take(sent, piece.numel, self._memory.dtype)
+            unpack_changed(packed, out)
