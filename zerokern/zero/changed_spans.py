@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from zerokern.comm import Handle
 from zerokern.kernels.changed import Packed, pack_changed, unpack_changed
+from zerokern.kernels.formats import blocks
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.partition import Piece
 from zerokern.zero.shard import Shard
@@ -19,6 +19,7 @@ from zerokern.zero.watch import Watch
 __all__ = ["ChangedSpan"]
 
 _HEAD = torch.int64.itemsize  # of what a rank sends: how many bytes its changes take, or that it needs all
+_SIZES = 2 * torch.int32.itemsize  # of each piece: the bytes of its places and values
 _NEEDS_ALL = -1
 _MOST = 0.75  # of the bytes of a span: where changes take more, packing costs more than it saves
 _MOST_PAUSES = 64
@@ -48,7 +49,7 @@ class ChangedSpan:
     def look(self) -> None:
         """Notes what others than updates have written; who counts updates as writes calls it before, then `accept`.
 
-        This rank's span is sent whole then, and the others' are asked for: the program may have written them here alone.
+        All spans are sent whole then: the program may have written here alone.
         """
         self._needs_all = bool(self._watch.written(accept=True)) or self._needs_all
 
@@ -56,33 +57,31 @@ class ChangedSpan:
         """Takes the parameters as they are for published."""
         self._watch.accept_writes()
 
-    def gather(self, send: Send) -> Handle:
-        """Starts to send; `send` gathers the spans of all ranks into a flat tensor."""
-        needs_all, self._needs_all = self._needs_all or any(one.changed is None for one in self._shards), False
+    def gather(self, send: Send, take: Callable[[Tensor], Tensor | None]) -> Handle:
+        """Starts to send. `send` gathers the spans of all ranks into a flat tensor; `take` gives up the bits of what
+        updates have changed of a piece since it last did, or None if nobody has kept them."""
+        bits = [take(shard.piece) for shard in self._shards]
+        needs_all, self._needs_all = self._needs_all or any(one is None for one in bits), False
         if self._paused:
             self._paused -= 1
-            self._clear()
             return send(self._memory.full)
-        group = self._memory.group
+        group, packed = self._memory.group, []
         wire = torch.empty(group.size, _HEAD + self._room, dtype=torch.uint8)
-        packed = [] if needs_all else list(map(self._pack, self._shards, self._pieces[group.rank]))
-        self._clear()
-        need = _NEEDS_ALL if needs_all else sum(one.nbytes for one in packed)
+        need = _NEEDS_ALL
+        if not needs_all:
+            packed = [self._pack(*one) for one in zip(bits, self._pieces[group.rank], strict=True)]
+            need = sum(_SIZES + one.nbytes for one in packed)
         mine = wire[group.rank]
         mine[:_HEAD].view(torch.int64).fill_(need)
         if 0 < need <= self._room:
+            sizes = torch.tensor([(one.places.nbytes, one.values.nbytes) for one in packed], dtype=torch.int32)
             parts = [part.view(torch.uint8) for one in packed for part in (one.counts, one.places, one.values)]
-            torch.cat(parts, out=mine[_HEAD : _HEAD + need])
+            torch.cat([sizes.view(torch.uint8).view(-1), *parts], out=mine[_HEAD : _HEAD + need])
         handle = send(wire)
         return Handle(partial(self._complete, wire, handle, send))
 
-    def _pack(self, shard: Shard, piece: Piece) -> Packed:
-        assert shard.changed is not None
-        return pack_changed(shard.changed, self._memory.own[piece.offset : piece.offset + piece.numel])
-
-    def _clear(self) -> None:
-        for shard in self._shards:
-            shard.forget_changes()
+    def _pack(self, bits: Tensor, piece: Piece) -> Packed:
+        return pack_changed(bits, self._memory.own[piece.offset : piece.offset + piece.numel])
 
     def _complete(self, wire: Tensor, handle: Handle, send: Send) -> None:
         handle.wait()
@@ -102,9 +101,11 @@ class ChangedSpan:
             self._room = min(self._most, -(-(max(needs) * 5 // 4 + 512) // 64) * 64)
 
     def _unpack(self, rank: int, sent: Tensor) -> None:
-        begin = rank * self._memory.bucket.shard_numel
-        for piece in self._pieces[rank]:
-            at = begin + piece.offset
-            out = self._memory.full.data[at : at + piece.numel]
-            packed, sent = Packed.take(sent, piece.numel, self._memory.dtype)
-            unpack_changed(packed, out)
+        begin, pieces, full = rank * self._memory.bucket.shard_numel, self._pieces[rank], self._memory.full.data
+        head = _SIZES * len(pieces)
+        sizes = sent[:head].clone().view(torch.int32).view(-1, 2).tolist()
+        lengths = [length for piece, one in zip(pieces, sizes, strict=True) for length in (blocks(piece.numel), *one)]
+        parts = iter(sent[head:].split(lengths))
+        for piece, counts, places, values in zip(pieces, parts, parts, parts, strict=True):
+            packed = Packed(piece.numel, counts, places, values.clone().view(self._memory.dtype))  # aligned
+            unpack_changed(packed, full[begin + piece.offset :][: piece.numel])

@@ -114,6 +114,7 @@ class Publisher:
         self._by_gather = by_gather
         self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers(one)}
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
+        self.changes_of: Callable[[Tensor], Tensor | None] = _unknown  # set by who updates
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
         self._read = [one.param if one.full is None else one.full for one in entries]
@@ -171,7 +172,7 @@ class Publisher:
 
     def _send(self, memory: BucketMemory, send: Callable[[Tensor], Handle]) -> Handle:
         span = self._spans.get(id(memory))
-        return send(memory.full) if span is None else span.gather(send)
+        return send(memory.full) if span is None else span.gather(send, self.changes_of)
 
     def prepare(self) -> None:
         """Finish the last update; `begin` tells of the next one. No other thread publishes in this group meanwhile."""
@@ -259,4 +260,8 @@ class Publisher:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _unknown(piece: Tensor) -> None:
     pass
