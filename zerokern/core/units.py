@@ -11,8 +11,8 @@ from zerokern.core.errors import got, nearest
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
-    "STATE_FORMATS", "MasterFormat", "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units",
-    "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
+    "STATE_FORMATS", "MasterFormat", "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update",
+    "in_units", "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
