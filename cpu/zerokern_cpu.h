@@ -117,7 +117,8 @@ typedef struct zk_segment {
                       are counted */
     uint8_t *changed; /* null, or one bit for each element, the lowest first, which is set where the bits of the
                          published value (out, or else the parameter; FP32 without out: the master) become others; no
-                         bit is cleared. ceil(numel / 8) bytes. MUON: ignored */
+                         bit is cleared. ceil(numel / 8) bytes. What an out of another dtype than the parameter's was
+                         is the kept value before, rounded to it. MUON: ignored */
 } zk_segment;
 
 /* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is
@@ -129,6 +130,20 @@ typedef struct zk_segment {
  * the norm is not finite, skip the step. With a scaled loss, multiply both norm and scale by the inverse. */
 ZK_API int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups,
                      const float *scale, int64_t *bad);
+
+/* What changed in one tensor, packed. Of blocks of ZK_BLOCK elements, the last may be shorter, in order: `counts`, a
+ * byte each, how many changed; `places`: of a block with none or with all changed nothing, of one with fewer than 16 a
+ * byte for each of its changed elements, ascending, else its bits as in zk_segment.changed; `values`: the new words.
+ *
+ * zk_changed_count gives the counts of a mask, and in `sizes` how many bytes of places and how many values there are;
+ * zk_changed_pack fills these. Bits behind the last element count for nothing. zk_changed_unpack writes the values to
+ * where they belong in `to`, and nothing elsewhere. Malformed input is ZK_E_COUNT (a count above its block, or sizes
+ * that the counts do not add up to) or ZK_E_VALUE (places that are not those of a block); nothing is written then. */
+ZK_API int zk_changed_count(const uint8_t *mask, int64_t numel, uint8_t *counts, int64_t *sizes);
+ZK_API int zk_changed_pack(const uint8_t *mask, const void *from, uint32_t dtype, int64_t numel, uint8_t *places,
+                           void *values);
+ZK_API int zk_changed_unpack(const uint8_t *counts, const uint8_t *places, int64_t nplaces, const void *values,
+                             int64_t nvalues, uint32_t dtype, int64_t numel, void *to);
 
 /* sums[i] = sum of squares of source i in float64, in an order that depends on nothing but the count; non-finite if an
  * element is. partials: scratch of zk_sumsq_partials(numels, n) doubles. */

@@ -74,6 +74,10 @@ struct Staggered<AdamRule, G, T, ZK_INT8, O> {
         return unpacked(low, _mm256_add_epi16(load_256(at<uint16_t>(s.param, i)), _mm256_srai_epi16(low, 15)));
     }
     ZK_INLINE void store_values(int64_t i, Two p) const {
+        if (__builtin_expect(s.changed != nullptr, 0)) {
+            const F x[Q] = {_mm256_permute2f128_ps(p.a, p.b, 0x20), _mm256_permute2f128_ps(p.a, p.b, 0x31)};
+            return Plain::store_params(s, k, i, x);
+        }
         if constexpr (T == TO_FP32) {
             float *to = at<float>(s.master, i);
             for (int j = 0; j < 2; ++j, to += 4) {

@@ -30,11 +30,34 @@ struct PairStreams {
         return {load(at<float>(s.master, i)), load(at<float>(s.master, i + W))};
     }
     ZK_INLINE void store_values(int64_t i, const Two &p) const {
+        if (__builtin_expect(s.changed != nullptr, 0)) return store_marked(i, p);
+        store_unmarked(i, p);
+    }
+    // Streams lie in their order in memory, and what has a copy is in natural order.
+    ZK_INLINE void store_marked(int64_t i, const Two &p) const {
+        if constexpr (T != TO_FP32) {
+            const I before = load_512(at<uint16_t>(s.param, i));
+            store_unmarked(i, p);
+            mark(s, i, _mm512_cmpneq_epi16_mask(before, load_512(at<uint16_t>(s.param, i))));
+        } else if constexpr (O == ZK_BF16) {
+            const Two old = values(i);
+            mark(s, i, _mm512_cmpneq_epi16_mask(published(old), published(p)));
+            store_unmarked(i, p);
+        } else {
+            const auto different = [](const float *old, F x) {
+                return static_cast<__mmask32>(_mm512_cmpneq_epi32_mask(load_512(old), ints(x)));
+            };
+            mark(s, i, different(at<float>(s.master, i), p.a) | different(at<float>(s.master, i + W), p.b) << W);
+            store_unmarked(i, p);
+        }
+    }
+    ZK_INLINE I published(const Two &p) const { return pairs.bf16_of(pairs.canonical(p.a), pairs.canonical(p.b)); }
+    ZK_INLINE void store_unmarked(int64_t i, const Two &p) const {
         if constexpr (T == TO_FP32) {
             store(at<float>(s.master, i), p.a);
             store(at<float>(s.master, i + W), p.b);
             if constexpr (O == ZK_BF16) {
-                const I out = pairs.bf16_of(pairs.canonical(p.a), pairs.canonical(p.b));
+                const I out = published(p);
                 I *const to = reinterpret_cast<I *>(at<uint16_t>(s.out, i));
                 stream_out ? _mm512_stream_si512(to, out) : store_512(to, out);
             }

@@ -21,9 +21,9 @@ struct Call {
     std::vector<zk_group> groups;
     std::vector<zk_segment> segments;
     Memory memory;
-    // Of each buffer, what every instruction set gives the same bits of: all; all where divisions are exact; or the
-    // codes of blocks with a finite scale, which the next buffer holds.
-    enum class Same { all, unless_approximate, codes };
+    // Of each buffer, what every instruction set gives the same bits of: all; all where divisions are exact; the codes
+    // of blocks with a finite scale, which the next buffer holds; or nothing: what changed tells NaNs from each other.
+    enum class Same { all, unless_approximate, codes, own };
     std::vector<Same> same;
 
     const Buffer *scales_of(size_t i, const Memory &of) const {
@@ -78,6 +78,8 @@ zk_segment valid_segment(Call &call, Random &random, const zk_group &g, uint64_t
     s.first = static_cast<int64_t>(random.next() >> 2);
     // Adam's update may use an approximate division on int8 states; what follows from it is not compared.
     const Same exact = g.algorithm == ZK_ADAM && g.state == ZK_INT8 ? Same::unless_approximate : Same::all;
+    if (random.one_in(2))
+        s.changed = static_cast<uint8_t *>(give(call, random, Kind::bytes, (s.numel + 7) / 8, false, Same::own));
     s.grad = give(call, random, kind_of(g.grad), s.numel);
     const int64_t blocks = (s.numel + ZK_BLOCK - 1) / ZK_BLOCK;
     if (g.algorithm == ZK_MUON) {  // no parameter, and sums of chunks where others have a second average
@@ -261,12 +263,62 @@ void describe(const Call &call, const Buffer &wide, const Buffer &scalar, int64_
     print_element(wide, scalar, at);
 }
 
+// The values of a row that it publishes: where they are, or, with `before`, what they were, as words.
+Buffer published(const Call &call, const zk_segment &s, const Memory *before) {
+    const zk_group &g = call.groups[s.group];
+    const auto was = [&](const void *now) -> const void * {
+        for (size_t i = 0; before && i < call.memory.size(); ++i)
+            if (call.memory[i]->data() == now) return (*before)[i]->data();
+        return now;
+    };
+    const bool fp32 = g.master == ZK_MASTER_FP32, split = !fp32 && g.master != ZK_MASTER_NONE;
+    const uint32_t kept = fp32 ? static_cast<uint32_t>(ZK_F32) : split ? static_cast<uint32_t>(ZK_BF16) : g.param;
+    const bool copied = g.out != ZK_NONE && g.out != kept;
+    const void *const from = was(fp32 ? s.master : s.param);
+    Buffer words(kind_of(copied ? g.out : kept), s.numel, 0);
+    if (!copied || !before) {
+        std::memcpy(words.data(), copied ? s.out : from, static_cast<size_t>(words.nbytes));
+        return words;
+    }
+    std::vector<float> joined(static_cast<size_t>(s.numel));
+    if (split)
+        zk_convert(g.master == ZK_MASTER_SPLIT16 ? ZK_JOIN16 : ZK_JOIN8, joined.data(), const_cast<void *>(from),
+                   const_cast<void *>(was(s.remainder)), s.numel);
+    const void *const source = split ? joined.data() : from;
+    zk_accumulate(words.data(), g.out, &source, 1, split ? static_cast<uint32_t>(ZK_F32) : kept, s.numel, 0, 1.0f);
+    return words;
+}
+
+// Of each mask: the bits from before, and one for each published value that has become another.
+void expect_changed_bits(const Call &call, const Memory &before, uint64_t execution) {
+    for (const zk_segment &s : call.segments) {
+        if (!s.changed || !s.numel) continue;
+        const bool directions = call.groups[s.group].algorithm == ZK_MUON;
+        size_t mask = 0;
+        while (call.memory[mask]->data() != reinterpret_cast<char *>(s.changed)) ++mask;
+        std::vector<char> expected(before[mask]->data(), before[mask]->data() + before[mask]->nbytes);
+        if (!directions) {
+            const Buffer old = published(call, s, &before), now = published(call, s, nullptr);
+            const int64_t width = width_of(old.kind);
+            for (int64_t e = 0; e < s.numel; ++e)
+                if (std::memcmp(old.data() + e * width, now.data() + e * width, static_cast<size_t>(width)) != 0)
+                    expected[static_cast<size_t>(e / 8)] |= static_cast<char>(1 << e % 8);
+        }
+        for (size_t byte = 0; byte < expected.size(); ++byte)
+            if (call.memory[mask]->data()[byte] != expected[byte]) {
+                describe(call, *call.memory[mask], *before[mask], static_cast<int64_t>(byte));
+                fail("zk_update", execution, "wrong bits of what changed in byte", static_cast<int64_t>(byte));
+            }
+    }
+}
+
 // Leaves scalar's results in the call's memory.
 void expect_scalar_bits(Call &call, uint64_t choices, uint64_t execution) {
     const Memory before = copy(call.memory);
     int64_t bad = -1;
     Random random(choices);
     if (const int code = run(call, random, bad)) fail("zk_update", execution, "a valid call was refused", code);
+    expect_changed_bits(call, before, execution);
     if (zk_isa_active() == zk_isa_name(0)) return;
     const Memory wide = copy(call.memory);
     restore(call.memory, before);
@@ -277,7 +329,7 @@ void expect_scalar_bits(Call &call, uint64_t choices, uint64_t execution) {
     run(call, random, bad);
     zk_isa_force(name);
     for (size_t i = 0; i < wide.size(); ++i) {
-        if (approximate && call.same[i] == Same::unless_approximate) continue;
+        if (call.same[i] == Same::own || (approximate && call.same[i] == Same::unless_approximate)) continue;
         const int64_t at = first_difference(*wide[i], *call.memory[i], call.scales_of(i, call.memory));
         if (at < 0) continue;
         describe(call, *wide[i], *call.memory[i], at);
@@ -301,7 +353,8 @@ Counts fuzz_update(Random &random, uint64_t executions) {
         } else {
             expect_scalar_bits(call, random.next(), i);
             for (size_t b = 0; b < call.memory.size(); ++b)
-                counts.digest.add(*call.memory[b], call.scales_of(b, call.memory));
+                if (call.same[b] != Same::own)
+                    counts.digest.add(*call.memory[b], call.scales_of(b, call.memory));
             ++counts.accepted;
         }
     }

@@ -96,6 +96,8 @@ ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, con
     }
 }
 
+ZK_INLINE int dtype_of(int target) { return target == TO_F16 ? ZK_F16 : target == TO_FP32 ? ZK_NONE : ZK_BF16; }
+
 // The published copy: the parameter itself where it has that dtype, so that both agree, else the value rounded to it.
 template <int T, int O, bool NANS>
 ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
@@ -103,8 +105,7 @@ ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const
     if (kind == ZK_NONE) return;
     const int target = T == ANY ? static_cast<int>(k.target) : T;
     uint16_t *to = at<uint16_t>(s.out, i);
-    const int param = target == TO_F16 ? ZK_F16 : target == TO_FP32 ? ZK_NONE : ZK_BF16;
-    if (kind == param) {
+    if (kind == dtype_of(target)) {
         std::memcpy(to, at<uint16_t>(s.param, i), sizeof(uint16_t) * STEP);
     } else if (kind == ZK_BF16) {
         k.stream_out ? stream_bf16<NANS>(to, p) : store_bf16<NANS>(to, p);

@@ -2,7 +2,7 @@
 // every byte once.
 #pragma once
 
-#include "update/formats.inl.h"
+#include "update/changed.inl.h"
 #include "update/units.inl.h"
 
 namespace zk {
@@ -49,8 +49,7 @@ struct Update {
         load_value<T>(s, k, i, p);
     }
     static ZK_INLINE void store_params(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
-        store_value<T, true>(s, k, i, p);
-        store_out<T, O, true>(s, k, i, p);
+        store_published<T, O, true>(s, k, i, p);
     }
 
     static void prefetch_tile(const zk_segment &s, const Scalars &k, int64_t i) {
@@ -85,8 +84,7 @@ struct Update {
                                       const F (&a)[Q], const F (&b)[Q]) {
         if constexpr (Rule::STATES >= 1) store_state<S, NANS>(s.exp_avg, i, a);
         if constexpr (Rule::STATES >= 2) store_state<S, NANS>(s.exp_avg_sq, i, b);
-        store_value<T, NANS>(s, k, i, p);
-        store_out<T, O, NANS>(s, k, i, p);
+        store_published<T, O, NANS>(s, k, i, p);
     }
 
 #if defined(ZK_LIFT)
@@ -250,6 +248,7 @@ struct Update {
     // The last, partial tile runs on padded copies, so that no kernel needs masks and none reads past a buffer.
     static void tail(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base, int64_t n) {
         alignas(64) unsigned char room[7][TILE * 4];
+        uint8_t changed[TILE / 8] = {};
         std::memset(room, 0, sizeof room);
         const int target = T == ANY ? static_cast<int>(k.target) : T;
         const int out_bytes = (O == ANY ? static_cast<int>(k.out) : O) == ZK_NONE ? 0 : 2;
@@ -282,10 +281,13 @@ struct Update {
         padded.exp_avg = room[4];
         padded.exp_avg_sq = room[5];
         padded.out = room[6];
+        padded.changed = s.changed ? changed : nullptr;
         padded.first = s.first + base;
         if (CODED) padded.exp_avg_scale = s.exp_avg_scale + block;
         if (CODED && Rule::STATES >= 2) padded.exp_avg_sq_scale = s.exp_avg_sq_scale + block;
         tile(padded, k, rule, 0);
+        for (int64_t e = 0; s.changed && e < n; e += 8)
+            s.changed[(base + e) / 8] |= static_cast<uint8_t>(changed[e / 8] & (n - e < 8 ? (1 << (n - e)) - 1 : 255));
         for (int r = 1; r < 7; ++r)
             if (roles[r].width)
                 std::memcpy(at<char>(roles[r].real, base * roles[r].width), room[r],

@@ -135,6 +135,9 @@ _POINTERS = POINTER(c_void_p)
 _ACCUMULATION = [c_void_p, c_uint32, _POINTERS, c_int64, c_uint32, c_int64, c_int, c_float]
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_update": (c_int, [c_void_p, c_int64, c_void_p, c_int64, POINTER(c_float), POINTER(c_int64)]),
+    "zk_changed_count": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
+    "zk_changed_pack": (c_int, [c_void_p, c_void_p, c_uint32, c_int64, c_void_p, c_void_p]),
+    "zk_changed_unpack": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_uint32, c_int64, c_void_p]),
     "zk_sumsq_partials": (c_int64, [c_void_p, c_int64]),
     "zk_sumsq": (c_int, [c_void_p, c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
     "zk_accumulate": (c_int, _ACCUMULATION),

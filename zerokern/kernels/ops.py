@@ -62,12 +62,15 @@ def adam(
     stochastic_seed: int | None = None,
     key: int | Sequence[int] = 0,
     first: int | Sequence[int] = 0,
+    changed: Tensors | None = None,
     impl: str | None = None,
 ) -> None:
     """One Adam (``decoupled=False``) or AdamW step.
 
     The formats follow from the tensors: a bf16 ``param`` with an int16 or int8 ``remainder`` is a split master, with an
     fp32 ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128.
+    ``changed``, here and in the other steps: uint8, one bit for each element, the lowest first, which is set where
+    the bits of what is published (``out``, or else ``param``) become others; none is cleared.
 
     >>> p, g, m, v = torch.ones(4), torch.ones(4), torch.zeros(4), torch.zeros(4)
     >>> adam(p, g, m, v, lr=0.1, step=1)
@@ -96,6 +99,7 @@ def lion(
     stochastic_seed: int | None = None,
     key: int | Sequence[int] = 0,
     first: int | Sequence[int] = 0,
+    changed: Tensors | None = None,
     impl: str | None = None,
 ) -> None:
     """One Lion step.
@@ -126,6 +130,7 @@ def adagrad(
     stochastic_seed: int | None = None,
     key: int | Sequence[int] = 0,
     first: int | Sequence[int] = 0,
+    changed: Tensors | None = None,
     impl: str | None = None,
 ) -> None:
     """One Adagrad step.
@@ -158,6 +163,7 @@ def sgd(
     stochastic_seed: int | None = None,
     key: int | Sequence[int] = 0,
     first: int | Sequence[int] = 0,
+    changed: Tensors | None = None,
     impl: str | None = None,
 ) -> None:
     """One SGD step; ``first_step`` starts the momentum buffer as the gradient.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerokern.kernels.changed import changed_mask
 from zerokern.kernels.reference_codecs import (
     decode_int8,
     encode_int8,
@@ -68,6 +69,7 @@ def adam(
     stochastic_seed: int | None = None,
     key: int = 0,
     first: int = 0,
+    changed: Tensor | None = None,
 ) -> None:
     """One step of Adam, or AdamW where `decoupled`, in place.
 
@@ -104,7 +106,7 @@ def adam(
             step=step,
             factor=-scale if maximize else scale,
         )
-        publish(p, param, remainder, master, out, random)
+        publish(p, param, remainder, master, out, random, changed)
         return
     g = load_grad(grad, scale, maximize)
     m, v = exp_avg.float(), exp_avg_sq.float()
@@ -125,7 +127,7 @@ def adam(
     p = p - fma(decay, p, m / fma(slope, sqrt(v), floor))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
-    publish(p, param, remainder, master, out, random)
+    publish(p, param, remainder, master, out, random, changed)
 
 
 def lion(
@@ -147,6 +149,7 @@ def lion(
     stochastic_seed: int | None = None,
     key: int = 0,
     first: int = 0,
+    changed: Tensor | None = None,
 ) -> None:
     """One step of Lion, in place.
 
@@ -173,7 +176,7 @@ def lion(
         codes, scales = encode_int8(m)
         exp_avg.copy_(codes)
         exp_avg_scale.copy_(scales.view(exp_avg_scale.shape))
-    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first))
+    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first), changed)
 
 
 def adagrad(
@@ -194,6 +197,7 @@ def adagrad(
     stochastic_seed: int | None = None,
     key: int = 0,
     first: int = 0,
+    changed: Tensor | None = None,
 ) -> None:
     """One step of Adagrad, in place.
 
@@ -217,7 +221,7 @@ def adagrad(
     total = (total + g * g).float()
     p = p - (lr / (1.0 + (step - 1) * lr_decay)) * (g.float() / (sqrt(total) + eps))
     state_sum.copy_(total)
-    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first))
+    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first), changed)
 
 
 def sgd(
@@ -240,6 +244,7 @@ def sgd(
     stochastic_seed: int | None = None,
     key: int = 0,
     first: int = 0,
+    changed: Tensor | None = None,
 ) -> None:
     """One step of SGD, in place.
 
@@ -271,7 +276,7 @@ def sgd(
         d = d + momentum * b if nesterov else b
         momentum_buffer.copy_(b)
     p = (before - lr * d).float()
-    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first))
+    publish(p, param, remainder, master, out, random_of(p, stochastic_seed, key, step, first), changed)
 
 
 def muon(
@@ -409,8 +414,14 @@ def publish(
     master: Tensor | None,
     out: Tensor | None,
     random: Tensor | None,
+    changed: Tensor | None = None,
 ) -> None:
-    """Stores the new master value, and its published form in `param` and `out`."""
+    """Stores the new master value, and its published form in `param` and `out`; in `changed` the bits of what becomes
+    another there. What `out` was follows from the value before, for it is never read."""
+    published = param if out is None or out.dtype == param.dtype else out
+    if changed is not None:
+        kept = param if master is None and published is param else load_master(param, remainder, master)
+        before = kept.to(published.dtype, copy=True)
     if master is not None:
         master.copy_(p)
     if remainder is not None:
@@ -423,3 +434,5 @@ def publish(
         param.copy_(p)
     if out is not None:
         out.copy_(param if out.dtype == param.dtype else p)
+    if changed is not None:
+        changed |= changed_mask(before, published).view(changed.shape)

@@ -79,7 +79,8 @@ class ReferenceTable:
                 continue
             for old, new in zip((stored, scales), encode_int8(moment, column), strict=True):
                 old.copy_(new)
-        publish(p, param, remainder, None, out, random)
+        changed = _at(words["changed"], torch.uint8, -(-numel // 8)) if words["changed"] else None
+        publish(p, param, remainder, None, out, random, changed)
 
 
 def _at(address: int, dtype: torch.dtype, numel: int) -> Tensor:

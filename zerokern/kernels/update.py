@@ -57,6 +57,9 @@ class _Row:
             "state_format": self._state_format(hyper),
             "out_dtype": self._out_dtype(like),
         }
+        if "changed" in self.tensors:
+            bits = -(-self.numel // 8)
+            self._check("changed", torch.uint8, numel=bits, why=f"one bit for each of {self.numel} elements")
         self.written = [(f"{name}{at}", t) for name, t in self.tensors.items() if name != "grad"]
         self.read = (f"grad{at}", tensors["grad"])
 
