@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     )
     from zerokern.debug.tracing import trace
     from zerokern.integrations.deepspeed import from_deepspeed
+    from zerokern.interop.delta import Delta
+    from zerokern.interop.deltas import Deltas, deltas
     from zerokern.interop.exporter import export
     from zerokern.interop.pretrained import load_pretrained
     from zerokern.io import Nvme
@@ -117,6 +119,8 @@ __all__ = [
     "ChainedOptimizer",
     "CommError",
     "Delayed",
+    "Delta",
+    "Deltas",
     "IoError",
     "KernelError",
     "Lion",
@@ -132,6 +136,7 @@ __all__ = [
     "build",
     "clip_grad_norm_",
     "convert_state",
+    "deltas",
     "export",
     "from_deepspeed",
     "gathered",
@@ -171,6 +176,8 @@ _NAMES = {
     "zerokern.checkpoint.folder": "latest",
     "zerokern.checkpoint.loader": "load",
     "zerokern.checkpoint.saver": "save",
+    "zerokern.interop.delta": "Delta",
+    "zerokern.interop.deltas": "Deltas deltas",
     "zerokern.interop.exporter": "export",
     "zerokern.interop.pretrained": "load_pretrained",
     "zerokern.io": "Nvme",

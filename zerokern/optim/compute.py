@@ -22,6 +22,7 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.memory.interrupts import whole
 from zerokern.optim import checks, device
+from zerokern.optim.changed import Changes
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import DeviceSteps
 from zerokern.optim.matrices import parts_in_rows
@@ -31,6 +32,7 @@ from zerokern.optim.survey import Groups, Survey, names_of, same_objects
 
 __all__ = ["DeviceCompute", "Member", "RowTable", "TableGroup"]
 
+_OUT = POINTERS.index("out")
 Member = tuple[int, Any]
 """A row: the parameter's place in the survey, and the `RecordSpan`, `Segment` or `Matrix` that it is; None: all of a
 parameter in memory."""
@@ -54,6 +56,7 @@ class RowTable:
     """
 
     book: Any = None
+    changes: Any = Changes()  # who reads which bits its updates change; nobody
     place = torch.device("cpu")  # where it multiplies matrices
 
     def __init__(self, open_table: Callable[[int, int], Any] = UpdateTable) -> None:
@@ -93,6 +96,11 @@ class RowTable:
         table.columns["first"][:] = array("Q", map(operator.add, map(survey.firsts.__getitem__, index), starts))
         for name, words in zip(POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
             table.columns[name][:] = array("Q", words)
+        if self.changes.wanted:
+            rounds = [bool(row.words[_OUT]) for row in rows]
+            tensors = map(survey.params.__getitem__, index)
+            table.changed = self.changes.rows(zip(tensors, starts, table.columns["numel"], rounds, strict=True))
+            table.columns["changed"][:] = array("Q", [bits.data_ptr() for bits in table.changed])
         shifts = [start * survey.grad_dtypes[i].itemsize for i, start in zip(index, starts, strict=True)]
         whole = index == list(range(len(survey.params))) and not any(shifts)
         self.table, self.groups, self._gradients = table, made, None if whole else (index, shifts)

@@ -17,6 +17,7 @@ from zerokern.memory.order import TierOrder
 from zerokern.optim.accord import OWED, TORN, UNTOLD, WHOLE, Outcome
 from zerokern.optim.beside import Beside
 from zerokern.optim.binding import Binding
+from zerokern.optim.changed import Changes
 from zerokern.optim.compute import DeviceCompute, RowTable
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
@@ -104,6 +105,7 @@ class Holdings:
         self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host = HostCopies(None, self.delays)  # of nothing, until some are made
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
+        self.changes = Changes()  # what updates change, for whoever follows the model
         self.unbind(())
         self.closed = ""  # why nothing can be done with it any more
         self.outcome = WHOLE
@@ -375,6 +377,7 @@ class Holdings:
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""
         self.unbind(tracked(self.held))
+        self.changes.renew()
         if loaded:  # the model may yet be loaded, which has the checkpoint's values already
             self.followed.compare_bits()
         self.settle(WHOLE)
@@ -428,6 +431,8 @@ class Holdings:
         beside = None
         if (self.has_both or streams) and self.host.link is not None:
             beside = Beside(self.host, self.room, self.schedule, self.algorithm.name)
+            beside.resident.changes = beside.passing.changes = self.changes
+        compute.changes = self.changes
         if previous is not None and not previous.is_like(compute, beside):
             previous = None
         last_ones: Any = {"previous": previous, "followed": self.followed}

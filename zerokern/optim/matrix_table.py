@@ -25,7 +25,7 @@ __all__ = ["MatrixBatch", "MatrixTable", "SpareMatrix"]
 
 _HOST = torch.device("cpu")
 _OF_AVERAGES = ("exp_avg", "exp_avg_scale")
-_OF_PARAMETERS = ("param", "remainder", "master", "out", "key", "first")
+_OF_PARAMETERS = ("param", "remainder", "master", "out", "key", "first", "changed")
 _UNUSED = ("exp_avg_sq", "exp_avg_sq_scale")
 _IN_A_GRAPH = (
     "a step of Muon cannot go into a CUDA graph; capture forward and backward alone, and call step() after each replay"

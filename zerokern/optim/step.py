@@ -92,6 +92,8 @@ class StepRunner:
             last.look()
             self._publish(last)
         shards = here.shards = here.shards_of(groups)
+        if shards is not last:
+            here.changes.replace(last, shards)
         shards.shown.adopt(here.state, refuse_plain=stepped and last.stand_alone)
         if here.recorder is not None and shards is not last:
             for _, memory, name in buckets_of(shards, self._parts_of(shards)):
@@ -290,8 +292,11 @@ class StepRunner:
 
         `made`: an update whose program gathers it; without one, a delayed update that waits for this.
         """
-        with self._holdings.writing():
+        changes = self._holdings.changes
+        with self._holdings.writing(), changes.told():
             late, self._unpublished = self._unpublished, None
+            if self._holdings.delays:
+                changes.expect(copy.values for copy in shards.host.pending)
             if late is not None:
                 for op in late.run.program.ops:
                     if op.verb == "Publish":
@@ -299,6 +304,8 @@ class StepRunner:
             shards.publish(None if made is None else made.run.finish)
             if made is not None and not shards.stand_alone:
                 made.binding.followed.accept_writes()
+        if self._holdings.delays:  # what was computed is seen now
+            changes.tell(shards)
         self.set_late(False)
 
     def set_late(self, late: bool) -> None:
@@ -314,7 +321,8 @@ class StepRunner:
             self._take_first(update, taken)
         update.count()
         self._keep_gradients(update, taken)
-        shards.announce()
+        with self._holdings.changes.told():
+            shards.announce()
         for sharding in [one for one in shards.shardings if one.publisher is not None]:
             names = {part.bucket.number: part.name for part in self._parts_of(shards) if part.sharding is sharding}
             sharding.publish_later(partial(self._perform_bucket, update, names), self._holdings.tear)

@@ -1,0 +1,378 @@
+"""zk.deltas: follows a model in training, and says exactly what has changed of it since it was last asked."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerokern.checkpoint.ranks import Ranks
+from zerokern.checkpoint.training_state import aliases, finish_updates, named_tensors, refuse_meta
+from zerokern.comm import Group, during, group_of, group_on
+from zerokern.core.errors import StateError, got
+from zerokern.interop.delta import Delta, Difference, weighted_sum
+from zerokern.interop.tensorfile import code_of
+from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_changed
+from zerokern.kernels.formats import BLOCK, DTYPES
+from zerokern.memory.here import Here
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.chained import unchained
+from zerokern.optim.changed import Reader
+from zerokern.optim.survey import params_of
+from zerokern.zero.kinds import present, shardings_of
+from zerokern.zero.shard import Shard, shards_of
+
+__all__ = ["Deltas", "deltas"]
+
+_TOGETHER = 64 << 20  # bytes of all ranks that are exchanged at once
+_DENSE = -1
+_ANEW = "call zk.deltas(model, opt) anew, and begin from a full copy"
+Header = list[int]  # of a tensor's part on one rank: counts, places and values, or _DENSE; its checksum
+
+
+def deltas(model: nn.Module, opt: Any, *, group: Any = None) -> Deltas:
+    """Follows a model from now on: each `take()` returns exactly what has changed since the last one.
+
+    At the rates of fine-tuning most bf16 parameters keep their bits in a step. The update knows which do not, so that
+    nothing is compared and no second copy is kept: it takes a bit for each parameter, and another one for those that
+    wait to be taken. Under `zk.shard` all ranks call this, and `take()`, together; each gets all that has changed.
+
+    What anything but these optimizers writes (`load_state_dict`, `copy_`, an average that is swapped in, a buffer) is
+    in the next delta whole.
+
+    Args:
+        model: any module, sharded or not.
+        opt: the optimizer of this library that steps it, a chain, a list of several, or None: then all that changes is
+            whole.
+        group: the ranks that call it, as a ProcessGroup or a DeviceMesh; by default all, as for `zk.save`.
+
+    >>> import torch, zerokern as zk
+    >>> model = torch.nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16)
+    >>> opt = zk.AdamW(model.parameters(), lr=1e-5)
+    >>> follower = zk.deltas(model, opt)
+    >>> model(torch.ones(1, 1000, dtype=torch.bfloat16)).sum().backward(); opt.step()
+    >>> delta = follower.take()
+    >>> delta.names, 0 < delta.nbytes < delta.dense_nbytes, follower.take().names
+    (['weight'], True, [])
+    """
+    return Deltas(model, opt, group=group)
+
+
+class Deltas:
+    """Follows a model; `zk.deltas` makes it. It ends when nobody refers to it any more."""
+
+    def __init__(self, model: nn.Module, opt: Any, *, group: Any = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(got("model", type(model).__name__, "an nn.Module"))
+        self.model, self._optimizers = model, unchained(opt)
+        for one in self._optimizers:
+            if not isinstance(one, FusedOptimizer):
+                allowed = "optimizers of zerokern, or None: what others write is sent whole"
+                raise TypeError(got("opt", type(one).__name__, allowed))
+        self._tensors = named_tensors(model)
+        for name, tensor in self._tensors.items():
+            refuse_meta(name, tensor)
+            code_of(name, tensor.dtype)
+        self._names = list(self._tensors)
+        shards = [one for opt in self._optimizers for one in opt.holdings.shards.shards]
+        self._shards = shards_of(list(self._tensors.values()), self._names, shards)
+        self._reader = Reader(list(zip(self._tensors.values(), self._shards, strict=True)))
+        self._group = _group_of(group, self._shards)
+        with during("zk.deltas", of="zk.deltas"):
+            self._settle()
+            self._parts = self._divide()
+            self._mine = [self._has_part(place) for place in range(len(self._names))]
+            for optimizer in self._optimizers:
+                self._follow(optimizer)
+            self._reader.look(whole=True)
+            self._reader.dense.clear()
+            with torch.no_grad():
+                self._sums = [self._sum(place) if mine else 0 for place, mine in enumerate(self._mine)]
+            everyone = self._group.exchange(self._sums)
+            self._before = [sum(some) % (1 << 64) for some in zip(*everyone, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"Deltas(of {len(self._names)} tensors, rank {self._group.rank} of {self._group.size})"
+
+    def take(self) -> Delta:
+        """Returns what has changed since the last time, or since the follower was made. Waits for updates under way.
+
+        An update that `zk.Delayed` has yet to publish is not part of it: its parameters are not seen yet. After an
+        error the next delta has everything, whole.
+        """
+        try:
+            with during("take() of zk.deltas", of="zk.deltas"), torch.no_grad():
+                return self._take()
+        except BaseException:
+            self._reader.dense.update(range(len(self._names)))
+            raise
+
+    def _take(self) -> Delta:
+        headers: list[Header] = []
+        packs: list[Packed | None] = []
+        failure: Exception | None = None
+        try:
+            self._settle()
+            self._collect()
+            for place in range(len(self._names)):
+                header, packed = self._pack(place)
+                headers.append(header)
+                packs.append(packed)
+        except Exception as error:  # the other ranks wait in the exchange
+            failure = error
+        everyone = self._group.exchange(headers if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, theirs in enumerate(everyone):
+            if isinstance(theirs, str):
+                raise StateError(f"rank {rank} could not say what has changed: {theirs}")
+        after = [sum(theirs[place][3] for theirs in everyone) % (1 << 64) for place in range(len(self._names))]
+        made = {}
+        for place, name in enumerate(self._names):
+            tensor = self._tensors[name]
+            made[name] = Difference(tuple(tensor.shape), tensor.dtype, self._before[place], after[place])
+        for forms in self._batches(everyone):
+            for place, part in zip(forms, self._gather(forms, everyone, packs), strict=True):
+                made[self._names[place]].part = part
+        self._before, self._sums = after, [header[3] for header in headers]
+        self._reader.dense.clear()
+        return Delta(made, aliases(self.model))
+
+    # What has changed here.
+
+    def _settle(self) -> None:
+        """Returns once nothing is under way, and parameters are those of the last step."""
+        for optimizer in self._optimizers:
+            if not optimizer.holdings.closed:
+                optimizer.runner.wait_until_whole(optimizer.param_groups)
+        finish_updates(self.model)
+        now = named_tensors(self.model)
+        for name, tensor, shard in zip(self._names, self._tensors.values(), self._shards, strict=True):
+            if now.get(name) is not tensor or not shard.fits(tensor) or tensor.dtype != shard.piece.dtype:
+                raise StateError(f"{name!r} was exchanged, moved or divided since it is followed; {_ANEW}")
+            if shard.materialized is not None:
+                raise StateError(f"{name!r} is whole within zk.gathered; call take() outside of it")
+        if len(now) != len(self._names):
+            raise StateError(f"{next(name for name in now if name not in self._tensors)!r} came later; {_ANEW}")
+
+    def _follow(self, optimizer: FusedOptimizer) -> None:
+        here = optimizer.holdings
+        here.changes.add(self._reader, loaded=here.binding is None and bool(here.held))
+
+    def _collect(self) -> None:
+        """Has all optimizers tell what their updates have changed."""
+        for optimizer in list(self._optimizers):
+            here = optimizer.holdings
+            if self._reader not in here.changes.readers or here.closed:  # and what was there is gone
+                for param in params_of(optimizer.param_groups):
+                    if (place := self._reader.place_of(param)) is not None:
+                        self._reader.dense.add(place)
+                if here.closed:
+                    self._optimizers.remove(optimizer)
+                    continue
+                self._follow(optimizer)
+            if not here.delays:
+                here.changes.tell(here.shards)
+        self._reader.look(whole=True)
+
+    def _flat(self, place: int) -> Tensor:
+        return self._shards[place].piece.detach().contiguous().view(-1)
+
+    def _sum(self, place: int) -> int:
+        shard, total = self._shards[place], 0
+        with present(shard.piece):
+            flat = self._flat(place)
+            for start, numel, first in shard.here.runs():
+                total += weighted_sum(flat[first : first + numel], start)
+        return total % (1 << 64)
+
+    def _pack(self, place: int) -> tuple[Header, Packed | None]:
+        """Returns the header of this rank's part of a tensor, and the part, unless it is dense."""
+        bits, is_dense = self._reader.take(place), place in self._reader.dense
+        if not self._mine[place]:
+            return [_DENSE if is_dense else 0, 0, 0, 0], None
+        total = self._sum(place)
+        if not is_dense and bits is None:
+            return [_DENSE if total != self._sums[place] else 0, 0, 0, total], None  # whoever has written it
+        piece = self._shards[place].piece
+        if is_dense or piece.dtype not in DTYPES:
+            return [_DENSE, 0, 0, total], None
+        with present(piece):
+            packed = pack_changed(bits, self._flat(place))
+        if packed.nbytes >= piece.nbytes:
+            return [_DENSE, 0, 0, total], None
+        return [packed.counts.numel(), packed.places.numel(), packed.values.numel(), total], packed
+
+    # Which ranks have what.
+
+    def _divide(self) -> list[list[tuple[int, Here]]]:
+        """Returns by tensor which ranks say something of it, each with its elements: of ranks that have the same ones
+        it is the first."""
+        described = [(name, str(one.dtype), list(one.shape)) for name, one in self._tensors.items()]
+        digest = zlib.crc32(json.dumps(described).encode())
+        rows = [[one.here.offsets, one.here.sizes, one.here.start, one.here.numel] for one in self._shards]
+        everyone = self._group.exchange([digest, rows])
+        if any(theirs[0] != digest for theirs in everyone):
+            raise StateError(
+                "ranks have models with other tensors (names, shapes or dtypes differ); allowed: zk.deltas on ranks "
+                "that have one model together (group=... names them)"
+            )
+        parts: list[list[tuple[int, Here]]] = []
+        for place, (name, tensor) in enumerate(self._tensors.items()):
+            ranks: dict[Here, int] = {}
+            for rank, (_, theirs) in enumerate(everyone):
+                offsets, sizes, start, numel = theirs[place]
+                if numel:
+                    ranks.setdefault(Here(tensor.shape, tuple(offsets), tuple(sizes), start, numel), rank)
+            if sum(here.numel for here in ranks) != tensor.numel():
+                raise StateError(
+                    f"the ranks that call zk.deltas have not each element of {name!r} once; allowed: all ranks that "
+                    "have a part of the model (group=... names them)"
+                )
+            parts.append([(rank, here) for here, rank in sorted(ranks.items(), key=lambda pair: pair[0].first)])
+        return parts
+
+    def _has_part(self, place: int) -> bool:
+        return any(rank == self._group.rank for rank, _ in self._parts[place])
+
+    def _form(self, place: int, everyone: Sequence[Sequence[Header]]) -> str:
+        """Returns how a tensor is sent: "" where nothing of it has changed, "packed" or "dense"."""
+        tensor, headers = self._tensors[self._names[place]], [theirs[place] for theirs in everyone]
+        if any(header[0] == _DENSE for header in headers):
+            return "dense" if tensor.numel() else ""
+        nbytes = sum(counts + places + values * tensor.itemsize for counts, places, values, _ in headers)
+        return "" if not nbytes else "packed" if nbytes < tensor.numel() * tensor.itemsize else "dense"
+
+    def _segments(self, place: int, rank: int, form: str, everyone: Sequence[Sequence[Header]]) -> list[int]:
+        """Returns the bytes of each tensor that a rank sends of this one."""
+        itemsize = self._tensors[self._names[place]].itemsize
+        if form == "dense":
+            return [here.numel * itemsize for sender, here in self._parts[place] if sender == rank]
+        counts, places, values, _ = everyone[rank][place]
+        return [counts, places, values * itemsize] if counts else []
+
+    def _batches(self, everyone: Sequence[Sequence[Header]]) -> Iterator[dict[int, str]]:
+        """Yields the forms of tensors that have changed, as many at once as are exchanged together."""
+        batch: dict[int, str] = {}
+        nbytes = 0
+        for place in range(len(self._names)):
+            form = self._form(place, everyone)
+            if not form:
+                continue
+            more = sum(sum(self._segments(place, rank, form, everyone)) for rank in range(self._group.size))
+            if batch and nbytes + more > _TOGETHER:
+                yield batch
+                batch, nbytes = {}, 0
+            batch[place] = form
+            nbytes += more
+        if batch:
+            yield batch
+
+    def _gather(
+        self, forms: dict[int, str], everyone: Sequence[Sequence[Header]], packs: Sequence[Packed | None]
+    ) -> Iterator[Tensor | Packed]:
+        """Yields what has changed of these tensors, in their whole shape. All ranks send what they have of them."""
+        sent: list[Tensor] = []
+        for place, form in forms.items():
+            packed, piece = packs[place], self._shards[place].piece
+            if form == "packed":
+                sent += [] if packed is None else [packed.counts, packed.places, packed.values]
+            elif self._has_part(place):
+                with present(piece):
+                    sent.append(self._flat(place).clone())
+        ranks = range(self._group.size)
+        sizes = [[self._segments(place, rank, form, everyone) for place, form in forms.items()] for rank in ranks]
+        received = [iter(one) for one in self._move(sent, sizes)]
+        for number, (place, form) in enumerate(forms.items()):
+            dtype = self._tensors[self._names[place]].dtype
+            found = []
+            for rank, here in self._parts[place]:
+                parts = [next(received[rank]) for _ in sizes[rank][number]]
+                if form == "dense":
+                    found.append((here, parts[0].view(dtype)))
+                elif parts:
+                    found.append((here, Packed(here.numel, parts[0], parts[1], parts[2].view(dtype))))
+                else:
+                    found.append((here, None))
+            yield _joined(self._tensors[self._names[place]], found)
+
+    def _move(self, sent: list[Tensor], sizes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
+        """Returns what each rank has sent, tensor by tensor, as bytes."""
+        group = self._group
+        if group.size == 1:
+            return [[one.view(torch.uint8) for one in sent]]
+        lengths = [[_room(nbytes) for some in rank for nbytes in some] for rank in sizes]
+        totals = [sum(one) for one in lengths]
+        longest = max(totals)
+        senders = [rank for rank, total in enumerate(totals) if total]
+        span = torch.zeros(longest, dtype=torch.uint8, device=group.device)
+        at = 0
+        for one, room in zip(sent, lengths[group.rank], strict=True):
+            span[at : at + one.nbytes].copy_(one.view(torch.uint8))
+            at += room
+        if len(senders) == 1:
+            group.broadcast(span, senders[0]).wait()
+            spans = {senders[0]: span}
+        else:
+            whole = torch.empty(longest * group.size, dtype=torch.uint8, device=group.device)
+            group.all_gather(whole, span).wait()
+            spans = dict(enumerate(whole.split(longest)))
+        received = []
+        for rank, rooms in enumerate(lengths):
+            flat = [nbytes for some in sizes[rank] for nbytes in some]
+            cut = spans[rank].split([*rooms, longest - totals[rank]]) if rooms else ()
+            received.append([one[:nbytes] for one, nbytes in zip(cut, flat, strict=False)])
+        return received
+
+
+def _room(nbytes: int) -> int:
+    """Returns the bytes that a tensor takes among others, each at a multiple of any element."""
+    return -(-nbytes // 16) * 16
+
+
+def _joined(tensor: Tensor, parts: Sequence[tuple[Here, Any]]) -> Tensor | Packed:
+    """Joins the parts of a tensor that ranks have: all values, or what has changed of them."""
+    numel, known = tensor.numel(), next(part for _, part in parts if part is not None)
+    if isinstance(known, Tensor):
+        whole = torch.empty(numel, dtype=tensor.dtype, device=known.device)
+        for here, part in parts:
+            for start, count, first in here.runs():
+                whole[start : start + count] = part[first : first + count]
+        return whole
+    device = known.values.device
+    runs = [here.runs() for here, _ in parts]
+    if all(len(some) == 1 and some[0][0] % BLOCK == 0 for some in runs):  # in order, and no block is of two ranks
+        none = torch.empty(0, dtype=torch.uint8, device=device)
+        counts = [torch.zeros(-(-here.numel // BLOCK), dtype=torch.uint8, device=device) for here, _ in parts]
+        counts = [zero if part is None else part.counts for zero, (_, part) in zip(counts, parts, strict=True)]
+        places = torch.cat([none, *(part.places for _, part in parts if part is not None)])
+        return Packed(numel, torch.cat(counts), places, torch.cat([p.values for _, p in parts if p is not None]))
+    whole = torch.zeros(numel, dtype=tensor.dtype, device=device)
+    marks = torch.zeros_like(whole)
+    for (here, part), some in zip(parts, runs, strict=True):
+        if part is None:
+            continue
+        values, marked = (torch.zeros(here.numel, dtype=tensor.dtype, device=device) for _ in range(2))
+        unpack_changed(part, values)
+        ones = torch.ones_like(part.values)
+        unpack_changed(Packed(part.numel, part.counts, part.places, ones), marked)
+        for start, count, first in some:
+            whole[start : start + count] = values[first : first + count]
+            marks[start : start + count] = marked[first : first + count]
+    return pack_changed(changed_mask(torch.zeros_like(marks), marks), whole)
+
+
+def _group_of(group: Any, shards: Sequence[Shard]) -> Group:
+    """Returns the ranks that take together: those that were named, all, or those that the model is sharded over."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        over = [one.group for one in shardings_of(shards)]
+        group = over[0] if over else group_on()
+    if isinstance(group, Group):
+        return getattr(group, "shard", group)  # of replicas, too, one has everything
+    pg = Ranks.of(group, "zk.deltas").pg
+    return group_on() if pg is None else group_of(pg)

@@ -1,0 +1,191 @@
+"""Keeps bits of what updates have changed of the values that others see, for whoever follows a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.optim.device import refuse_capture
+from zerokern.zero.kinds import version_of
+from zerokern.zero.shard import Shard, shard_of
+from zerokern.zero.watch import Watch
+
+__all__ = ["Changes", "Reader"]
+
+_EVERY = 0xFF
+
+
+class _Mask:
+    """The bits of one tensor that is updated. `apart`: by their first element, those of rows that begin within a byte:
+    two rows, of which each may run in a thread of its own, share none."""
+
+    def __init__(self, tensor: Tensor, fill: int) -> None:
+        refuse_capture(tensor.device)
+        self.tensor = tensor  # which keeps its id
+        self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
+        self.apart: dict[int, Tensor] = {}
+
+    def of(self, start: int, numel: int) -> Tensor:
+        """Returns the bits of these elements."""
+        if start % 8 == 0:
+            return self.bits[start // 8 : start // 8 + -(-numel // 8)]
+        there = self.apart.get(start)
+        if there is None or there.numel() < -(-numel // 8):
+            there = self.apart[start] = self.bits.new_zeros(-(-numel // 8))
+        return there
+
+    def take(self) -> Tensor | None:
+        """Returns the bits, if there are any, and clears them."""
+        for start, bits in self.apart.items():
+            begin, shift = start // 8, start % 8
+            wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
+            wide[1:] |= wide[:-1] >> 8
+            part = self.bits[begin : begin + wide.numel()]
+            part |= (wide & _EVERY).to(torch.uint8)[: part.numel()]
+            bits.zero_()
+        found = self.bits.clone() if bool(self.bits.any()) else None
+        self.bits.zero_()
+        return found
+
+
+class Reader:
+    """What one follower knows of a model's tensors: bits that updates have told, and what anybody else has written.
+
+    `dense`: places of tensors of which somebody has written what no bits tell.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Shard]]) -> None:
+        """`pairs`: the tensors, each with what this rank holds of it."""
+        self.pairs = pairs
+        self.dense: set[int] = set()
+        self._bits: dict[int, Tensor] = {}
+        self._watch = Watch(shard.piece for _, shard in pairs)
+        self._divided = [(tensor, shard) for tensor, shard in pairs if shard.sharding is not None]
+        # no shards of zk.shard's: an optimizer has others of them, and counts writes with these
+        self._placed = [(tensor, shard) for tensor, shard in self._divided if shard_of(tensor) is not shard]
+        self._places = {id(tensor): place for place, (tensor, _) in enumerate(pairs)}
+        self._places |= {id(shard.piece): place for place, (_, shard) in enumerate(pairs)}
+
+    def place_of(self, *tensors: Tensor) -> int | None:
+        """Returns the place of the tensor that one of these is, or is a piece of."""
+        return next((place for one in tensors if (place := self._places.get(id(one))) is not None), None)
+
+    def look(self, *, whole: bool = False) -> None:
+        """Notes what was written since writes were last accepted. `whole`: of whole parameters, too, which an optimizer
+        has looked at before its own writes."""
+        for tensor, shard in self._divided if whole else self._placed:
+            shard.count_writes(tensor)
+        if not self._watch.unchanged():
+            places = self._watch.changed()
+            self.dense.update(places)
+            self._watch.accept(places)
+
+    def accept(self) -> None:
+        """Accounts for writes of an update, which bits tell."""
+        for tensor, shard in self._placed:
+            shard.seen_version = version_of(tensor)
+        self._watch.accept_writes()
+
+    def join(self, place: int, bits: Tensor) -> None:
+        """Adds bits of a tensor."""
+        known = self._bits.get(place)
+        self._bits[place] = bits if known is None else known | bits
+
+    def take(self, place: int) -> Tensor | None:
+        """Returns the bits of a tensor, if any are set; there are none then."""
+        return self._bits.pop(place, None)
+
+
+class Changes:
+    """Keeps, for each tensor that one optimizer updates, a bit for each element that kernels set where they change it.
+
+    There is nothing of it while nobody reads it. Rows of tables point at the bits, on the device where they are updated.
+    """
+
+    def __init__(self) -> None:
+        self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self._masks: dict[int, _Mask] = {}
+        self._fill = 0  # of those of masters that may have been loaded without their parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that bits take."""
+        return sum(mask.bits.nbytes for mask in self._masks.values())
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody reads them."""
+        return bool(self.readers)
+
+    def add(self, reader: Reader, *, loaded: bool) -> None:
+        """Begins to tell a reader. `loaded`: no update has been made since state was loaded."""
+        if not loaded:
+            self._fill = 0
+        self.readers.add(reader)
+
+    def rows(self, rows: Iterable[tuple[Tensor, int, int, bool]]) -> list[Tensor]:
+        """Returns the bits of these rows: of a tensor the first element, how many, and whether what is published is
+        rounded from a master, and the kernel reads that alone."""
+        found = []
+        for tensor, start, numel, rounds in rows:
+            mask = self._masks.get(id(tensor))
+            if mask is None:
+                mask = self._masks[id(tensor)] = _Mask(tensor, self._fill if rounds else 0)
+            found.append(mask.of(start, numel))
+        return found
+
+    def forget(self) -> None:
+        """Gives the memory back, which tables keep as long as they point at it."""
+        self._masks.clear()
+
+    def renew(self) -> None:
+        """State is another one: what the next update changes it may know by values that nobody has seen."""
+        self._fill = _EVERY
+        for mask in self._masks.values():
+            mask.bits.fill_(_EVERY)
+
+    def expect(self, updated: Iterable[Tensor]) -> None:
+        """Values of these are about to be published, with or without bits: all of those without count as changed."""
+        for tensor in updated if self.wanted else ():
+            if id(tensor) not in self._masks:
+                self._masks[id(tensor)] = _Mask(tensor, _EVERY)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Context manager around what versions count as writes, and bits tell."""
+        for reader in self.readers:
+            reader.look()
+        yield
+        for reader in self.readers:
+            reader.accept()
+
+    def replace(self, last: Any, now: Any) -> None:
+        """Shards are others: what was updated in the place of parameters may be gone, with its bits."""
+        if not self.wanted:
+            return
+        kept = set(map(id, now.updated))
+        for param, local, updated in zip(last.params, last.local, last.updated, strict=True):
+            if id(updated) not in kept and self._masks.pop(id(updated), None) is not None:
+                for reader in self.readers:
+                    place = reader.place_of(param, local)
+                    if place is not None:
+                        reader.dense.add(place)
+
+    def tell(self, shards: Any) -> None:
+        """Tells readers what kernels have set until now; shards say whose values those that are updated stand for."""
+        if not self.wanted:
+            return
+        owners = {id(updated): pair for *pair, updated in zip(shards.params, shards.local, shards.updated, strict=True)}
+        for key, mask in self._masks.items():
+            bits = mask.take()
+            if bits is None:
+                continue
+            for reader in self.readers:
+                place = reader.place_of(*owners.get(key, (mask.tensor,)))
+                if place is not None:
+                    reader.join(place, bits)
