@@ -102,14 +102,15 @@ class Reader:
 
 
 class Changes:
-    """Keeps, for each tensor that one optimizer updates, a bit for each element that kernels set where they change it.
+    """Keeps, of each tensor that one optimizer updates, a bit for each element that kernels set where they change it.
 
-    There is nothing of it while nobody reads it. Rows of tables point at the bits, on the device where they are updated.
+    There is nothing of it while nobody reads it. Rows of tables point at bits on the device where they are updated.
     """
 
     def __init__(self) -> None:
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._masks: dict[int, _Mask] = {}
+        self.publishes = False  # whether ranks send each other what updates change
         self._fill = 0  # of those of masters that may have been loaded without their parameters
 
     @property
@@ -120,7 +121,7 @@ class Changes:
     @property
     def wanted(self) -> bool:
         """Whether anybody reads them."""
-        return bool(self.readers)
+        return self.publishes or bool(self.readers)
 
     def add(self, reader: Reader, *, loaded: bool) -> None:
         """Begins to tell a reader. `loaded`: no update has been made since state was loaded."""
@@ -168,6 +169,7 @@ class Changes:
         """Shards are others: what was updated in the place of parameters may be gone, with its bits."""
         if not self.wanted:
             return
+        self._updated = dict(zip(map(id, now.local), now.updated, strict=True))
         kept = set(map(id, now.updated))
         for param, local, updated in zip(last.params, last.local, last.updated, strict=True):
             if id(updated) not in kept and self._masks.pop(id(updated), None) is not None:
@@ -183,9 +185,20 @@ class Changes:
         owners = {id(updated): pair for *pair, updated in zip(shards.params, shards.local, shards.updated, strict=True)}
         for key, mask in self._masks.items():
             bits = mask.take()
-            if bits is None:
-                continue
-            for reader in self.readers:
-                place = reader.place_of(*owners.get(key, (mask.tensor,)))
-                if place is not None:
-                    reader.join(place, bits)
+            if bits is not None:
+                self._join(bits, owners.get(key, (mask.tensor,)))
+
+    def take(self, piece: Tensor) -> Tensor:
+        """Returns the bits of a piece that is published, and tells them to readers; of what no row has, none is set."""
+        mask = self._masks.get(id(self._updated.get(id(piece), piece)))
+        bits = None if mask is None else mask.take()
+        if bits is None:
+            return torch.zeros(-(-piece.numel() // 8), dtype=torch.uint8)
+        self._join(bits, (piece,))
+        return bits
+
+    def _join(self, bits: Tensor, tensors: Iterable[Tensor]) -> None:
+        for reader in self.readers:
+            place = reader.place_of(*tensors)
+            if place is not None:
+                reader.join(place, bits)

@@ -341,6 +341,8 @@ class Holdings:
         self._await_others()
         self.shards.shown.adopt(self.state)
         self.shards.refetch()
+        for publisher in self.shards.publishers:
+            publisher.send_all()
         follow(tracked(self.held), self.held)
         self.followed.accept()
 

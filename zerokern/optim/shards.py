@@ -25,6 +25,7 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.parts import Part, needed_first
 from zerokern.optim.shown import ShownState
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
+from zerokern.zero.changed_spans import Take
 from zerokern.zero.kinds import is_divided, is_placed, shardings_of
 from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import Sumsq
@@ -342,15 +343,18 @@ class Shards:
         """Counts what the host has updated as written to parameters; with a delay, what it had updated before."""
         self.host.publish(self.host.of([self.local[place] for place in self._fetched]))
 
-    def publish(self, gather: Callable[[], object] | None = None) -> None:
-        """Publishes what was updated to all ranks. `gather`: sends the buckets, in their order, if not one by one."""
+    def publish(self, gather: Callable[[], object] | None = None, take: Take | None = None) -> None:
+        """Publishes what was updated to all ranks. `gather`: sends the buckets, in their order, if not one by one.
+
+        `take`: gives up the bits of what has changed of a piece; None: nobody knows.
+        """
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
                 if sharding.publisher is None:
                     sharding.publish()
                 elif gather is None:
-                    sharding.publish(self.reaches)
+                    sharding.publish(self.reaches, take)
                 else:
                     sharding.begin_publishing()
             if gather is not None:

@@ -93,6 +93,7 @@ class StepRunner:
             self._publish(last)
         shards = here.shards = here.shards_of(groups)
         if shards is not last:
+            here.changes.publishes = any(getattr(one, "publishes_changes", False) for one in shards.shardings)
             here.changes.replace(last, shards)
         shards.shown.adopt(here.state, refuse_plain=stepped and last.stand_alone)
         if here.recorder is not None and shards is not last:
@@ -194,7 +195,7 @@ class StepRunner:
             parts = taken[::-1] if here.delays else taken
         else:
             parts = [part_of(ALL, survey.numbers)]
-        update = Update(binding, self._decision, shards, parts)
+        update = Update(binding, self._decision, shards, parts, here.changes.take)
         for group in update.exchanges:
             group.begin_exchanging(None if inline else update)
         prepare = together(update.exchanges)(prepare)
@@ -301,7 +302,7 @@ class StepRunner:
                 for op in late.run.program.ops:
                     if op.verb == "Publish":
                         late.run.perform(op.verb, op.what)
-            shards.publish(None if made is None else made.run.finish)
+            shards.publish(None if made is None else made.run.finish, changes.take)
             if made is not None and not shards.stand_alone:
                 made.binding.followed.accept_writes()
         if self._holdings.delays:  # what was computed is seen now

@@ -14,6 +14,7 @@ from zerokern.optim.parts import Part
 from zerokern.optim.rounds import together
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
+from zerokern.zero.changed_spans import Take
 from zerokern.zero.partition import shards_parameters, shards_state
 from zerokern.zero.watch import Watch
 
@@ -44,8 +45,11 @@ def gathers(part: Part) -> bool:
 class Update:
     """Carries out one update, part by part, in the order of `parts`: where it is made at once, there is one, `ALL`."""
 
-    def __init__(self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part]) -> None:
-        self.binding, self.decision, self.parts = binding, decision, parts
+    def __init__(
+        self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part], take: Take | None = None
+    ) -> None:
+        """`take`: gives up the bits of what has changed of a piece."""
+        self.binding, self.decision, self.parts, self._take = binding, decision, parts, take
         turns = [turn for part in parts for turn in part.turns]
         first = accumulate((len(part.turns) for part in parts), initial=0)
         self._turn_of = {part.name: turn for part, turn in zip(parts, first, strict=False)}
@@ -161,12 +165,12 @@ class Update:
         """Sends this rank's span of an updated bucket to all ranks. On a CPU the worker waits for the end."""
         self.gathered.add(part.name)
         if driver is None:
-            part.sharding.publisher.gather(part.bucket.number).wait()
+            part.sharding.publisher.gather(part.bucket.number, self._take).wait()
             return None
         with driver.aside("publish"):  # not behind all that the program has launched
             if self._launched is not None:
                 self._launched.gate()
-            return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number), driver)
+            return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number, self._take), driver)
 
     def actions(
         self,
@@ -195,7 +199,7 @@ class Update:
             yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, taken):
             if sharding.publisher.gathers(memory) and shards.reaches(memory):
-                yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
+                yield ("Gather", name), partial(sharding.publisher.launch_gather, memory, self._take)
 
     def _actions_of(
         self, part: Part, program: StepProgram, shards: Shards, tickets: Sequence[Any], ready: Any, inline: bool

@@ -16,14 +16,15 @@ from zerokern.zero.partition import Piece
 from zerokern.zero.shard import Shard
 from zerokern.zero.watch import Watch
 
-__all__ = ["ChangedSpan"]
+__all__ = ["ChangedSpan", "Send", "Take"]
 
 _HEAD = torch.int64.itemsize  # of what a rank sends: how many bytes its changes take, or that it needs all
 _SIZES = 2 * torch.int32.itemsize  # of each piece: the bytes of its places and values
 _NEEDS_ALL = -1
 _MOST = 0.75  # of the bytes of a span: where changes take more, packing costs more than it saves
-_MOST_PAUSES = 64
+_PAUSE = 8  # publications, of which the last alone asks how many bytes there are, where the last ones took more
 Send = Callable[[Tensor], Handle]
+Take = Callable[[Tensor], Tensor]
 
 
 class ChangedSpan:
@@ -43,25 +44,28 @@ class ChangedSpan:
         self._watch = Watch((entry.param for entry in memory.entries), memory=False)
         self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
         self._room = self._most
-        self._pause = self._paused = 0
+        self._paused = 0
         self._needs_all = False
 
-    def look(self) -> None:
+    def look(self, *, written: bool = False) -> None:
         """Notes what others than updates have written; who counts updates as writes calls it before, then `accept`.
 
         All spans are sent whole then: the program may have written here alone.
         """
-        self._needs_all = bool(self._watch.written(accept=True)) or self._needs_all
+        self._needs_all = bool(self._watch.written(accept=True)) or written or self._needs_all
 
     def accept(self) -> None:
         """Takes the parameters as they are for published."""
         self._watch.accept_writes()
 
-    def gather(self, send: Send, take: Callable[[Tensor], Tensor | None]) -> Handle:
-        """Starts to send. `send` gathers the spans of all ranks into a flat tensor; `take` gives up the bits of what
-        updates have changed of a piece since it last did, or None if nobody has kept them."""
-        bits = [take(shard.piece) for shard in self._shards]
-        needs_all, self._needs_all = self._needs_all or any(one is None for one in bits), False
+    def gather(self, send: Send, take: Take | None) -> Handle:
+        """Starts to send.
+
+        `send`: gathers the spans of all ranks into a flat tensor. `take`: gives up the bits of what has changed of a
+        piece since it last did; None: nobody knows.
+        """
+        bits = [] if take is None else [take(shard.piece) for shard in self._shards]
+        needs_all, self._needs_all = self._needs_all or take is None, False
         if self._paused:
             self._paused -= 1
             return send(self._memory.full)
@@ -93,11 +97,9 @@ class ChangedSpan:
             for rank, need in enumerate(needs):
                 if rank != group.rank:
                     self._unpack(rank, wire[rank, _HEAD : _HEAD + need])
-        if max(needs) > self._most:  # that may stay so: tried again after twice as many updates
-            self._pause = min(2 * self._pause or 1, _MOST_PAUSES)
-            self._paused = self._pause
+        if max(needs) > self._most:
+            self._paused, self._room = _PAUSE - 1, 0
         elif max(needs) >= 0:
-            self._pause = 0
             self._room = min(self._most, -(-(max(needs) * 5 // 4 + 512) // 64) * 64)
 
     def _unpack(self, rank: int, sent: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
-from zerokern.zero.changed_spans import ChangedSpan
+from zerokern.zero.changed_spans import ChangedSpan, Send, Take
 from zerokern.zero.kinds import Distributed
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
@@ -114,7 +114,6 @@ class Publisher:
         self._by_gather = by_gather
         self._groups: dict[int, Group] = {id(one.group): one.group for one in self._memories if self.gathers(one)}
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
-        self.changes_of: Callable[[Tensor], Tensor | None] = _unknown  # set by who updates
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
         self._read = [one.param if one.full is None else one.full for one in entries]
@@ -149,30 +148,38 @@ class Publisher:
         for span in self._spans.values():
             span.accept()
 
-    def gather_all(self, among: Callable[[BucketMemory], bool] | None = None) -> None:
-        """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others."""
+    def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
+        """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others.
+
+        `take`: gives up the bits of what has changed of a piece since it was last published; None: nobody knows.
+        """
         handles = []
         for memory in filter(among, filter(self.gathers, self._memories)):
-            handle, recorder = self.launch_gather(memory), memory.recorder
+            handle, recorder = self.launch_gather(memory, take), memory.recorder
             size = memory.group.size
             handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))
         for handle in handles:
             handle.wait()
 
-    def launch_gather(self, memory: BucketMemory) -> Handle:
+    def send_all(self) -> None:
+        """Has the next publication send all: somebody has written what no version counts."""
+        for span in self._spans.values():
+            span.look(written=True)
+
+    def launch_gather(self, memory: BucketMemory, take: Take | None = None) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
         with during("", of=f"updated parameters from {memory.called} on"):
-            return self._send(memory, memory.group.all_gather)
+            return self._send(memory, memory.group.all_gather, take)
 
-    def gather(self, number: int) -> Handle:
+    def gather(self, number: int, take: Take | None = None) -> Handle:
         """Send this rank's span of a bucket to all: from any thread, all ranks in one order."""
         memory = self._memories[number]
         with during("an update", of=f"updated parameters from {memory.called} on"):
-            return self._send(memory, memory.group.publish)
+            return self._send(memory, memory.group.publish, take)
 
-    def _send(self, memory: BucketMemory, send: Callable[[Tensor], Handle]) -> Handle:
+    def _send(self, memory: BucketMemory, send: Send, take: Take | None) -> Handle:
         span = self._spans.get(id(memory))
-        return send(memory.full) if span is None else span.gather(send, self.changes_of)
+        return send(memory.full) if span is None else span.gather(send, take)
 
     def prepare(self) -> None:
         """Finish the last update; `begin` tells of the next one. No other thread publishes in this group meanwhile."""
@@ -260,8 +267,4 @@ class Publisher:
 
 
 def _nothing() -> None:
-    pass
-
-
-def _unknown(piece: Tensor) -> None:
     pass

@@ -22,6 +22,7 @@ from zerokern.memory.order import TierOrder
 from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.memory.tier import DevicePool
 from zerokern.zero import checks, hooks
+from zerokern.zero.changed_spans import Take
 from zerokern.zero.checks import check_policy
 from zerokern.zero.containers import cast_floats
 from zerokern.zero.gradients import GradientBucket
@@ -311,13 +312,14 @@ class Sharding:
         if self.in_pass():
             self.reduction.joins_backward()
 
-    def publish(self, among: Callable[[BucketMemory], bool] | None = None) -> None:
+    def publish(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it.
 
-        `among`: the buckets that it has parameters in, alike on all ranks. None: all are looked at.
+        `among`: the buckets that it has parameters in, alike on all ranks. None: all are looked at. `take`: see
+        `Publisher.gather_all`.
         """
         self.begin_publishing()
-        self.publisher.gather_all(among)
+        self.publisher.gather_all(among, take)
 
     def begin_publishing(self) -> None:
         """Publishes without the gathers, which the caller makes in the order of the buckets."""
