@@ -25,19 +25,23 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class Layout:
-    """An update format: dtypes of gradient, parameter and output, and the formats of master and state."""
+    """An update format: dtypes of gradient, parameter and output, and the formats of master and state.
+
+    `changed`: with a bit for each parameter, read and written, that says whether what is published became another.
+    """
 
     grad: torch.dtype
     master: str
     state: str
     param: torch.dtype = torch.bfloat16
     out: torch.dtype | None = None
+    changed: bool = False
 
     @property
     def name(self) -> str:
         kept = f"{SHORT[self.param]} parameters" if self.master == "none" else self.master
         published = f" + {SHORT[self.out]} out" if self.out else ""
-        return f"{SHORT[self.grad]} grad, {kept}{published}, {self.state} states"
+        return f"{SHORT[self.grad]} grad, {kept}{published}, {self.state} states{' + changed bits' * self.changed}"
 
     @property
     def lossy(self) -> str:
@@ -45,7 +49,8 @@ class Layout:
 
     def nbytes(self, algorithm: str) -> float:
         """Bytes per parameter that the update must move; the norm is not part of it."""
-        return rules.bytes_per_parameter(algorithm, self.grad, self.master, self.state, self.param, self.out)
+        moved = rules.bytes_per_parameter(algorithm, self.grad, self.master, self.state, self.param, self.out)
+        return moved + (2 / 8 if self.changed else 0)
 
     def streams(self, states: int) -> tuple[int, int, int]:
         """How many streams are read, updated in place and written, the scales of int8 not counted."""
@@ -66,6 +71,10 @@ class DeviceStep(KernelStep):
         self._lay_out_master()
         for name, column in zip(problem.algorithm.states, COLUMNS, strict=False):
             self._lay_out_state(name, column)
+        self.changed = [
+            torch.zeros(-(-grad.numel() // 8), dtype=torch.uint8, device=problem.device)
+            for grad in (self.grads if layout.changed else ())
+        ]
         self.table = self._device_table({} if config is None else {"config": config})
 
     def _lay_out_master(self) -> None:
@@ -96,6 +105,8 @@ class DeviceStep(KernelStep):
         )
         for row, grad in enumerate(self.grads):
             pointers = {name: tensors[row].data_ptr() for name, tensors in self.columns.items()}
+            if self.changed:
+                pointers["changed"] = self.changed[row].data_ptr()
             table.set_row(row, group=0, numel=grad.numel(), **pointers)
         return table
 

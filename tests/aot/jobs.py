@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -311,15 +312,14 @@ def every_format() -> Iterator[Formats]:
         yield Formats("muon", grad, BF16, "none", state, out, False)
     for algorithm in states:
         for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
-            for out in (None, BF16, FP16):
-                yield Formats(algorithm, grad, param, master, state, out, random)
-            if master == "fp32":
-                for published in (BF16, FP16):
-                    yield Formats(algorithm, grad, published, master, state, published, random)
+            outs = [(param, out) for out in (None, BF16, FP16)]
+            outs += [(published, published) for published in (BF16, FP16) if master == "fp32"]
+            for (dtype, out), changed in product(outs, (False, True)):
+                yield Formats(algorithm, grad, dtype, master, state, out, random, changed)
 
 
 def of_updates(every: bool) -> list[Job]:
-    """What training runs on, or every combination, with a second output where gradients are bf16."""
+    """What training runs on, or every combination, with a second output or masks where gradients are bf16."""
     usual = [
         Formats("adam", FP32, FP32, "fp32", "fp32", None, False),
         Formats("adam", BF16, BF16, "split16", "fp32", None, False),
@@ -333,12 +333,12 @@ def of_updates(every: bool) -> list[Job]:
         Formats("muon", BF16, BF16, "none", "bf16", BF16, False),
         Formats("muon", BF16, BF16, "none", "int8", BF16, False),
     ]
+    usual += [replace(made, changed=True) for made in usual if made.algorithm != "muon"]
     many = (
         made
         for made in every_format()
-        if made.out is None
-        or (made.master == "fp32" and made.out == made.param)
-        or (made.grad == BF16 and not made.random)
+        if (made.grad == BF16 and not made.random)
+        or (not made.changed and (made.out is None or (made.master == "fp32" and made.out == made.param)))
     )
     return [job for made in (many if every else usual) for job in updates(made)]
 

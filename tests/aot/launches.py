@@ -95,7 +95,8 @@ def updates() -> None:
                 master_format=made.master, state_format=made.state, out_dtype=made.out,
                 stochastic_seed=7 if made.random else None,
             )  # fmt: skip
-            one.set_row(0, group=0, numel=64, **dict.fromkeys(("param", "grad", "exp_avg", "out"), memory.data_ptr()))
+            names = ("param", "grad", "exp_avg", "out", *["changed"] * made.changed)
+            one.set_row(0, group=0, numel=64, **dict.fromkeys(names, memory.data_ptr()))
             one.run()
 
 

@@ -210,7 +210,7 @@ def test_jobs_survive_json_name_every_argument_and_have_names_of_their_own() -> 
 
 def test_formats_cover_what_the_ops_accept() -> None:
     every = set(every_format())
-    assert len(every) == 777
+    assert len(every) == 1536
     assert all(made.vector in (4, 8) and 16 % made.vector == 0 for made in every)
     assert {made.algorithm for made in every} == set(RULES)
     fp32 = Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False)

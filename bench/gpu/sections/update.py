@@ -27,6 +27,9 @@ MASTERS = (
     ("none", F16, None),
 )
 GRADS = (BF16, F32, F16)
+# What the bits of changed values cost, beside the same formats without them. They add 0.25 bytes to each element: of
+# 26, 18 and 12.125, so 1.010, 1.014 and 1.021 times as long where memory is all that a step waits for.
+MARKED = (("split16", "fp32"), ("split16", "bf16"), ("split8", "int8"))
 WARM_NUMEL = 1 << 20
 
 
@@ -35,8 +38,10 @@ def layouts(algorithm: Algorithm) -> list[list[Layout]]:
     states = {"adam": ("fp32", "bf16", "int8"), "lion": ("fp32", "bf16", "int8")}.get(algorithm.name, ("fp32", "bf16"))
     grads = GRADS if algorithm.name == "adam" else (BF16,)
     masters = MASTERS if algorithm.name == "adam" else MASTERS[:4]
+    marked = [Layout(BF16, master, state, changed=True) for master, state in MARKED]
     return [
         [Layout(grad, master, state, param, out) for master, param, out in masters for state in states]
+        + (marked if grad == BF16 and algorithm.name == "adam" else [])
         for grad in grads
     ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +272,10 @@ class DeviceTable:
         """Cuts the rows of each combination of formats into tiles."""
         members: dict[Formats, list[int]] = {}
         for row in rows:
-            members.setdefault(self._formats_of(self.columns["group"][row]), []).append(row)
+            made = self._formats_of(self.columns["group"][row])
+            if self.columns["changed"][row] and made.algorithm != "muon":
+                made = replace(made, changed=True)
+            members.setdefault(made, []).append(row)
         updates, measured = [], []
         for made, some in members.items():
             config = self.config_of(made)

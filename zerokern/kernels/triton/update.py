@@ -41,7 +41,7 @@ from zerokern.kernels.triton.sgd import sgd
 __all__ = ["BLOCK", "ROW_WORDS", "WORDS", "update"]
 
 # Words of a row: addresses and counts, 128 bytes, in the order of the C ABI.
-WORDS = {name: i for i, name in enumerate((*formats.POINTERS, "numel", "group", "key", "first", "aligned"))}
+WORDS = {name: i for i, name in enumerate((*formats.POINTERS, "numel", "group", "key", "first", "aligned", "changed"))}
 ROW_WORDS = tl.constexpr(16)
 BLOCK = tl.constexpr(formats.BLOCK)
 
@@ -62,7 +62,7 @@ def _words(at):
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
         tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
-        tl.load(at + 12),
+        tl.load(at + 12), tl.load(at + 13),
     )  # fmt: skip
 
 
@@ -85,18 +85,20 @@ def _wides(at):
 
 @triton.jit
 def _load_param(words, base, at, mask, PARAM: tl.constexpr, MASTER: tl.constexpr, VEC: tl.constexpr):
-    """The parameter's most precise value, in fp32."""
+    """(the parameter's most precise value, in fp32; what is kept of it in the widest of its arrays)."""
     if MASTER == "fp32":
-        p = tl.load(_at(words, 2, base, tl.float32, 4, VEC) + at, mask=mask, other=0.0)
+        kept = tl.load(_at(words, 2, base, tl.float32, 4, VEC) + at, mask=mask, other=0.0)
+        p = kept
     elif MASTER == "none":
-        p = widened(tl.load(_at(words, 0, base, PARAM, 2, VEC) + at, mask=mask, other=0.0))
+        kept = tl.load(_at(words, 0, base, PARAM, 2, VEC) + at, mask=mask, other=0.0)
+        p = widened(kept)
     else:
-        hi = tl.load(_at(words, 0, base, tl.int16, 2, VEC) + at, mask=mask, other=0)
+        kept = tl.load(_at(words, 0, base, tl.int16, 2, VEC) + at, mask=mask, other=0)
         if MASTER == "split16":
-            p = join16(hi, tl.load(_at(words, 1, base, tl.int16, 2, VEC) + at, mask=mask, other=0))
+            p = join16(kept, tl.load(_at(words, 1, base, tl.int16, 2, VEC) + at, mask=mask, other=0))
         else:
-            p = join8(hi, tl.load(_at(words, 1, base, tl.int8, 1, VEC) + at, mask=mask, other=0))
-    return p
+            p = join8(kept, tl.load(_at(words, 1, base, tl.int8, 1, VEC) + at, mask=mask, other=0))
+    return p, kept
 
 
 @triton.jit
@@ -104,9 +106,13 @@ def _publish(
     words, base, at, mask, p, key, PARAM: tl.constexpr, MASTER: tl.constexpr, OUT: tl.constexpr,
     RANDOM: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Stores the new value in its formats; `out` has the parameter's own rounding where it has its dtype."""
+    """Stores the new value in its formats; `out` has the parameter's own rounding where it has its dtype.
+
+    Returns what is kept, as `_load_param`.
+    """
     if MASTER == "fp32":
-        tl.store(_at(words, 2, base, tl.float32, 4, VEC) + at, p, mask=mask)
+        kept = p
+        tl.store(_at(words, 2, base, tl.float32, 4, VEC) + at, kept, mask=mask)
         if OUT is not None:
             tl.store(_at(words, 7, base, OUT, 2, VEC) + at, rounded(p, OUT), mask=mask)
     elif MASTER == "none":
@@ -121,15 +127,56 @@ def _publish(
             tl.store(out, kept if OUT == PARAM else rounded(p, OUT), mask=mask)
     else:
         if MASTER == "split16":
-            hi, low = split16(p)
+            kept, low = split16(p)
             tl.store(_at(words, 1, base, tl.int16, 2, VEC) + at, low, mask=mask)
         else:
-            hi, low = split8(p)
+            kept, low = split8(p)
             tl.store(_at(words, 1, base, tl.int8, 1, VEC) + at, low, mask=mask)
-        tl.store(_at(words, 0, base, tl.int16, 2, VEC) + at, hi, mask=mask)
+        tl.store(_at(words, 0, base, tl.int16, 2, VEC) + at, kept, mask=mask)
         if OUT is not None:
             out = _at(words, 7, base, OUT, 2, VEC) + at
-            tl.store(out, hi.to(tl.bfloat16, bitcast=True) if OUT == tl.bfloat16 else rounded(p, OUT), mask=mask)
+            tl.store(out, kept.to(tl.bfloat16, bitcast=True) if OUT == tl.bfloat16 else rounded(p, OUT), mask=mask)
+    return kept
+
+
+@triton.jit
+def _published(p, kept, PARAM: tl.constexpr, MASTER: tl.constexpr, OUT: tl.constexpr):
+    """The bits of what others read: `out`, which has what is kept where it has its dtype, or else what is kept."""
+    if OUT is not None and (MASTER == "fp32" or OUT != PARAM):
+        kept = rounded(p, OUT)
+    return kept.to(tl.int32 if kept.dtype == tl.float32 else tl.int16, bitcast=True)
+
+
+@triton.jit
+def _bytes(words, base, numel, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The places of a tile's bits in the row's mask, 16 bytes for a block, and which there are; LANES threads have one.
+
+    A tile begins at a byte of its row's mask, and no other program has elements of its bytes: no atomics are needed.
+    """
+    byte = tl.arange(0, ROWS)[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8 * LANES)[None, :] // LANES
+    return words[13].to(tl.pointer_type(tl.uint8)) + base // 8 + byte, byte * 8 < numel - base
+
+
+@triton.jit
+def _known(words, base, numel, CHANGED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The bits that a tile's mask has, 0 where rows have none."""
+    if CHANGED:
+        byte, there = _bytes(words, base, numel, ROWS, LANES)
+        return tl.load(byte, mask=there, other=0)
+    else:
+        return 0
+
+
+@triton.jit
+def _packed(bits, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The byte of each 8 neighbours, the lowest bit first, in each of the LANES threads that have a part of them."""
+    PART: tl.constexpr = 8 // LANES
+    bits = tl.reshape(bits.to(tl.int32), (ROWS, BLOCK // PART, PART)) << tl.arange(0, PART)[None, None, :]
+    parts = tl.sum(bits, axis=2) << (tl.arange(0, BLOCK // PART) % LANES * PART)[None, :]
+    if LANES > 1:
+        parts = tl.sum(tl.reshape(parts, (ROWS, BLOCK // 8, LANES)), axis=2, keep_dims=True)
+        parts = tl.reshape(tl.broadcast_to(parts, (ROWS, BLOCK // 8, LANES)), (ROWS, BLOCK // PART))
+    return parts.to(tl.uint8)
 
 
 @triton.jit
@@ -209,10 +256,10 @@ def _plain(
 
 @triton.jit
 def _tile(
-    words, grad, base, numel, c, d, key,
+    words, grad, base, numel, c, d, key, known,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
-    VEC: tl.constexpr, GROUP: tl.constexpr,
+    CHANGED: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     left = tl.minimum(numel - base, ROWS * BLOCK).to(tl.int32)  # not above 0 behind the end
     block = tl.arange(0, ROWS)[:, None]
@@ -226,7 +273,9 @@ def _tile(
     if ALGORITHM == "muon":  # no parameter; what the rule returns for one is the direction
         p = g
     else:
-        p = _load_param(words, base, at, mask, PARAM, MASTER, VEC)
+        p, kept = _load_param(words, base, at, mask, PARAM, MASTER, VEC)
+        if CHANGED:
+            before = _published(p, kept, PARAM, MASTER, OUT)
     if STATE == tl.int8:
         p = _coded(words, base, at, block, mask, some, g, p, c, ALGORITHM, VEC)
     else:
@@ -235,7 +284,11 @@ def _tile(
         WIDTH: tl.constexpr = 4 if OUT == tl.float32 else 2
         tl.store(_at(words, 7, base, OUT, WIDTH, VEC) + at, rounded(p, OUT), mask=mask)
     else:
-        _publish(words, base, at, mask, p, key, PARAM, MASTER, OUT, RANDOM, VEC)
+        kept = _publish(words, base, at, mask, p, key, PARAM, MASTER, OUT, RANDOM, VEC)
+        if CHANGED:
+            byte, there = _bytes(words, base, numel, ROWS, 8 // GROUP)
+            bits = (before != _published(p, kept, PARAM, MASTER, OUT)) & mask
+            tl.store(byte, known | _packed(bits, ROWS, 8 // GROUP), mask=there)
 
 
 @triton.jit(do_not_specialize=["each"])
@@ -243,7 +296,7 @@ def update(
     outcome, constants, wides, marks, rows, grads, tiles, each,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, VEC: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, CHANGED: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Program i updates `each` tiles, at most TILES: piece `tiles[i]` = (row, piece within the row). A step that
     `prepare` skips writes nothing.
@@ -268,28 +321,34 @@ def update(
         key = splitmix64(tl.load(marks + group * 2).to(tl.uint64) + words[10].to(tl.uint64))
         key = splitmix64(key + tl.load(marks + group * 2 + 1).to(tl.uint64))
     aligned = (words[12] != 0) & (grad % (VEC * GRAD_WIDTH) == 0)
+    known = _known(words, base, numel, CHANGED, ROWS, 8 // VEC)
     if TILES == 1:
         if aligned:
             _tile(
-                words, grad, base, numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
-                OUT, RANDOM, ROWS, VEC, VEC,
+                words, grad, base, numel, c, d, key, known, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE,
+                STATE_WIDTH, OUT, RANDOM, ROWS, CHANGED, VEC, VEC,
             )  # fmt: skip
         else:
             _tile(
-                words, grad, base, numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
-                OUT, RANDOM, ROWS, 1, VEC,
+                words, grad, base, numel, c, d, key, known, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE,
+                STATE_WIDTH, OUT, RANDOM, ROWS, CHANGED, 1, VEC,
             )  # fmt: skip
         return
     count = tl.minimum(tl.cdiv(numel - base, ROWS * BLOCK), each).to(tl.int32)
     if aligned:
         for i in tl.range(0, count, num_stages=STAGES):
+            start = base + i * (ROWS * BLOCK)
+            # the ring holds no single bytes: these are carried from one tile to the next
+            ahead = _known(words, start + ROWS * BLOCK, numel, CHANGED, ROWS, 8 // VEC)
             _tile(
-                words, grad, base + i * (ROWS * BLOCK), numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
-                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, VEC, VEC,
+                words, grad, start, numel, c, d, key, known, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE,
+                STATE_WIDTH, OUT, RANDOM, ROWS, CHANGED, VEC, VEC,
             )  # fmt: skip
+            known = ahead
     else:
         for i in range(count):
+            start = base + i * (ROWS * BLOCK)
             _tile(
-                words, grad, base + i * (ROWS * BLOCK), numel, c, d, key, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
-                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, 1, VEC,
+                words, grad, start, numel, c, d, key, _known(words, start, numel, CHANGED, ROWS, 8 // VEC), ALGORITHM,
+                GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH, OUT, RANDOM, ROWS, CHANGED, 1, VEC,
             )  # fmt: skip

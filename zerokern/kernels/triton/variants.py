@@ -83,6 +83,7 @@ class Formats:
     state: str
     out: torch.dtype | None
     random: bool
+    changed: bool = False  # whether rows have masks of what changes
 
     @property
     def written_nbytes(self) -> int:
@@ -129,6 +130,7 @@ class Formats:
             "ROWS": config.rows,
             "TILES": config.tiles,
             "STAGES": config.stages,
+            "CHANGED": self.changed,
             "VEC": self.vector,
         }
 
@@ -152,8 +154,8 @@ class Formats:
 
     def __str__(self) -> str:
         names = [str(one).removeprefix("torch.") for one in (self.grad, self.param, self.out)]
-        random = ["random"] if self.random else []
-        return "-".join([self.algorithm, names[0], self.state, names[1], self.master, f"out.{names[2]}", *random])
+        more = [name for name in ("random", "changed") if getattr(self, name)]
+        return "-".join([self.algorithm, names[0], self.state, names[1], self.master, f"out.{names[2]}", *more])
 
 
 MOST_REGISTERS = 255
