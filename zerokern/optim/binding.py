@@ -77,7 +77,11 @@ class Binding:
             new = tier.find(survey, None if previous is None else previous.tier)
             if new:
                 compute.check_new(survey, groups, tier, new)
+                versions = [survey.params[i]._version for i in new]
                 tier.add(groups, new)
+                # masters of 24 bits may round to others than what zk.shard has rounded to
+                pairs = zip((survey.params[i] for i in new), versions, strict=True)
+                compute.changes.wrote(param for param, version in pairs if param._version != version)
                 compute.mark_first(survey, tier, new)
             same = previous is not None and same_objects(survey.all_params, previous.survey.all_params)
             compute.open_book(survey, tier, previous.compute.book if previous and same and not new else None)

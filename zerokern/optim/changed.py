@@ -104,7 +104,7 @@ class Reader:
 class Changes:
     """Keeps, of each tensor that one optimizer updates, a bit for each element that kernels set where they change it.
 
-    There is nothing of it while nobody reads it. Rows of tables point at bits on the device where they are updated.
+    There is nothing of it while nobody reads it. Rows of tables point at the bits, on the device that updates them.
     """
 
     def __init__(self) -> None:
@@ -150,11 +150,14 @@ class Changes:
         for mask in self._masks.values():
             mask.bits.fill_(_EVERY)
 
-    def expect(self, updated: Iterable[Tensor]) -> None:
-        """Values of these are about to be published, with or without bits: all of those without count as changed."""
+    def wrote(self, updated: Iterable[Tensor]) -> None:
+        """Values of these were written without bits: all of them count as changed."""
         for tensor in updated if self.wanted else ():
-            if id(tensor) not in self._masks:
-                self._masks[id(tensor)] = _Mask(tensor, _EVERY)
+            self._masks[id(tensor)] = _Mask(tensor, _EVERY)
+
+    def expect(self, updated: Iterable[Tensor]) -> None:
+        """Values of these are about to be published, with or without bits."""
+        self.wrote(tensor for tensor in updated if id(tensor) not in self._masks)
 
     @contextmanager
     def told(self) -> Iterator[None]:
