@@ -14,7 +14,7 @@ from zerokern.optim.base import FusedOptimizer
 from .tree import ROOT, read
 
 BEGIN, END = "<!-- names:begin -->\n", "<!-- names:end -->"
-MADE = {"Plan", "Probe", "Saving", "Ticket"}  # by the library, and not by who reads this
+MADE = {"Delta", "Deltas", "Plan", "Probe", "Saving", "Ticket"}  # by the library, and not by who reads this
 IO, KERNELS = (tuple(f"{module}.{name}" for name in getattr(zk, module).__all__) for module in ("io", "kernels"))
 HIDDEN = "optim.muon_groups."  # a module of the name of its function, which is found first by who reads the sources
 ERRORS = tuple(name for name in zk.__all__ if name.endswith("Error"))
@@ -27,7 +27,7 @@ PAGES = {  # the names of each, as they are said behind "zk."
     "api-zero": (
         *("shard", "build", "gathered", "no_sync", "shards", "recompute", "tile", "PipelineStage", "from_deepspeed"),
     ),
-    "api-checkpoints": ("save", "load", "latest", "Saving", "export", "load_pretrained"),
+    "api-checkpoints": ("save", "load", "latest", "Saving", "export", "load_pretrained", "deltas", "Deltas", "Delta"),
     "api-plans": ("plan", "Plan", "measure", "trace", "info"),
     "api-io": ("io", *IO),
     "api-kernels": ("kernels", *KERNELS, "get_include", "get_library"),

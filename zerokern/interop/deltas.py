@@ -79,6 +79,7 @@ class Deltas:
             refuse_meta(name, tensor)
             code_of(name, tensor.dtype)
         self._names = list(self._tensors)
+        self._kinds = [_kind(tensor) for tensor in self._tensors.values()]
         shards = [one for opt in self._optimizers for one in opt.holdings.shards.shards]
         self._shards = shards_of(list(self._tensors.values()), self._names, shards)
         self._reader = Reader(list(zip(self._tensors.values(), self._shards, strict=True)))
@@ -152,8 +153,9 @@ class Deltas:
                 optimizer.runner.wait_until_whole(optimizer.param_groups)
         finish_updates(self.model)
         now = named_tensors(self.model)
-        for name, tensor, shard in zip(self._names, self._tensors.values(), self._shards, strict=True):
-            if now.get(name) is not tensor or not shard.fits(tensor) or tensor.dtype != shard.piece.dtype:
+        for kind, name, shard in zip(self._kinds, self._names, self._shards, strict=True):
+            tensor = self._tensors[name]
+            if now.get(name) is not tensor or not shard.fits(tensor) or _kind(tensor) != kind:
                 raise StateError(f"{name!r} was exchanged, moved or divided since it is followed; {_ANEW}")
             if shard.materialized is not None:
                 raise StateError(f"{name!r} is whole within zk.gathered; call take() outside of it")
@@ -328,6 +330,10 @@ class Deltas:
             cut = spans[rank].split([*rooms, longest - totals[rank]]) if rooms else ()
             received.append([one[:nbytes] for one, nbytes in zip(cut, flat, strict=False)])
         return received
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _room(nbytes: int) -> int:

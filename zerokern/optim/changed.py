@@ -30,6 +30,10 @@ class _Mask:
         self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
         self.apart: dict[int, Tensor] = {}
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether the tensor has not been given memory elsewhere, or for other elements."""
+        return self.bits.device == tensor.device and self.bits.numel() == -(-tensor.numel() // 8)
+
     def of(self, start: int, numel: int) -> Tensor:
         """Returns the bits of these elements."""
         if start % 8 == 0:
@@ -135,7 +139,7 @@ class Changes:
         found = []
         for tensor, start, numel, rounds in rows:
             mask = self._masks.get(id(tensor))
-            if mask is None:
+            if mask is None or not mask.fits(tensor):
                 mask = self._masks[id(tensor)] = _Mask(tensor, self._fill if rounds else 0)
             found.append(mask.of(start, numel))
         return found

@@ -1,0 +1,311 @@
+"""zk.deltas: what users write, odd parameters, optimizers that come and go, files. Whole programs: tests/whole."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerokern as zk
+from zerokern.core.errors import IoError, StateError
+from zerokern.kernels.changed import Packed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen one, a buffer, an empty one, a 0-dim one, and one that no optimizer has."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one = nn.Linear(40, 40, dtype=dtype)
+        self.two = nn.Linear(40, 40, dtype=dtype)
+        self.two.weight = self.one.weight
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+        self.empty = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+        self.odd = nn.Parameter(torch.randn(7, 3, dtype=dtype))
+        self.own = nn.Parameter(torch.randn(130, dtype=dtype))
+        self.frozen = nn.Parameter(torch.randn(9, dtype=dtype), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x)) * self.scale + self.odd.sum() + self.own.sum()
+
+
+class Case:
+    """A model in training, and a copy that gets deltas alone."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, lr: float = 1e-3, **settings: Any) -> None:
+        torch.manual_seed(3)
+        self.model, self.dtype = Net(dtype), dtype
+        self.mirror = copy.deepcopy(self.model)
+        trained = [one for name, one in self.model.named_parameters() if name != "own" and one.requires_grad]
+        self.opt: Any = zk.AdamW(trained, lr=lr, **settings)
+        self.follower = zk.deltas(self.model, self.opt)
+
+    def step(self, opt: Any = None) -> None:
+        self.model(torch.randn(2, 40, dtype=self.dtype)).float().pow(2).sum().backward()
+        (opt or self.opt).step()
+        self.model.zero_grad()
+
+    def take(self) -> zk.Delta:
+        delta = self.follower.take()
+        delta.apply_(self.mirror)
+        for name, value in self.mirror.state_dict().items():
+            assert torch.equal(value, self.model.state_dict()[name]), name
+        return delta
+
+    def dense(self) -> set[str]:
+        return {name for name, one in self.take().tensors.items() if isinstance(one.part, Tensor)}
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def test_steps_join(case: Case) -> None:
+    case.step()
+    case.step()
+    assert {"one.weight", "scale", "odd"} <= set(case.take().names) <= set(case.model.state_dict())
+    assert not case.take().names
+    case.step()
+    case.take()
+
+
+def test_at_low_rates_little_changes() -> None:
+    case = Case(lr=1e-5)
+    case.step()
+    case.take()
+    case.step()
+    delta = case.take()
+    weight = delta.tensors["one.weight"]
+    assert isinstance(weight.part, Packed) and weight.nbytes < 0.25 * 1600 * 2, weight.nbytes
+    assert delta.dense_nbytes == sum(one.nbytes for one in dict(case.model.named_parameters()).values()) + 16
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("one.weight", lambda p: p.mul_(2)),
+        ("one.weight", lambda p: p.copy_(torch.ones_like(p))),
+        ("frozen", lambda p: p.add_(1)),
+        ("frozen", lambda p: p.data.add_(1)),  # which no version counts
+        ("own", lambda p: p.zero_()),
+        ("seen", lambda p: p.add_(1)),
+        ("scale", lambda p: setattr(p, "data", torch.zeros_like(p.data))),
+    ],
+)
+def test_what_a_user_writes_is_dense(name: str, write: Any) -> None:
+    case = Case()
+    case.step()
+    case.take()
+    with torch.no_grad():
+        write(case.model.state_dict(keep_vars=True)[name])
+    assert case.dense() == {name}
+    case.step()
+    with torch.no_grad():
+        write(case.model.state_dict(keep_vars=True)[name])
+    case.step()  # which would account for its own writes
+    assert name in case.dense()
+
+
+def test_what_no_version_counts_is_refused_by_name_where_an_update_hides_it() -> None:
+    case = Case(lr=1e-5)
+    case.step()
+    case.take()
+    before = copy.deepcopy(case.mirror.state_dict())
+    case.step()
+    case.model.one.weight.data.mul_(2)
+    case.step()
+    with pytest.raises(StateError, match=r"'one.weight' would not be what it is .*`\.data`"):
+        case.follower.take().apply_(case.mirror)
+    assert all(torch.equal(one, before[name]) for name, one in case.mirror.state_dict().items())
+
+
+def test_out_of_turn_or_twice_is_refused() -> None:
+    case = Case()
+    case.step()
+    first = case.follower.take()
+    case.step()
+    second = case.follower.take()
+    assert first.after == second.before
+    before = copy.deepcopy(case.mirror.state_dict())
+    with pytest.raises(StateError, match="is not as it was before this delta"):
+        second.apply_(case.mirror)
+    assert all(torch.equal(one, before[name]) for name, one in case.mirror.state_dict().items())
+    first.apply_(case.mirror)
+    with pytest.raises(StateError, match="is not as it was"):
+        first.apply_(case.mirror)
+    second.apply_(case.mirror)
+    with pytest.raises(StateError, match="lacks"):
+        first.apply_(nn.Linear(2, 2))
+    with pytest.raises(StateError, match="another model"):
+        first.apply_(case.model.float())
+
+
+def test_a_state_dict_with_tied_names_gets_each() -> None:
+    case = Case()
+    there = {name: one.clone() for name, one in case.model.state_dict().items()}  # not tied any more
+    case.step()
+    case.follower.take().apply_(there)
+    assert all(torch.equal(one, there[name]) for name, one in case.model.state_dict().items())
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0), zk.Delayed(after=2)], ids=str)
+def test_two_followers_and_each_has_its_own_time(tier: str, schedule: Any) -> None:
+    case = Case(tier=tier, schedule=schedule)
+    case.step()
+    other, mirror = zk.deltas(case.model, case.opt), copy.deepcopy(case.model)
+    for number in range(5):
+        case.step()
+        if number % 2:
+            case.take()
+    other.take().apply_(mirror)
+    assert torch.equal(mirror.one.weight, case.model.one.weight)
+    case.opt.flush()
+    case.take()
+    other.take().apply_(mirror)
+    assert torch.equal(mirror.one.weight, case.model.one.weight)
+
+
+def test_a_follower_that_is_gone_leaves_nothing() -> None:
+    case = Case()
+    case.step()
+    changes = case.opt.holdings.changes
+    assert changes.nbytes
+    del case.follower
+    gc.collect()
+    case.step()
+    assert not changes.wanted and not changes.nbytes
+
+
+def test_groups_and_freezing() -> None:
+    case = Case()
+    case.step()
+    case.opt.add_param_group({"params": [case.model.own]})
+    case.step()
+    case.take()
+    case.model.odd.requires_grad_(False)
+    case.step()
+    case.take()
+    case.model.odd.requires_grad_(True)
+    case.step()
+    assert "own" in case.take().names
+
+
+def test_optimizers_that_come_and_go() -> None:
+    case = Case()
+    case.step()
+    case.take()
+    state = case.opt.state_dict()
+    case.opt.load_state_dict(state)
+    case.step()
+    case.take()
+    fork = copy.deepcopy(case.opt)
+    assert not fork.holdings.changes.wanted
+    case.step()
+    case.opt.__setstate__(case.opt.__getstate__())
+    case.step()
+    case.take()
+    case.step()
+    case.opt.close()
+    assert "one.weight" in case.dense()
+    new = zk.AdamW(case.opt.param_groups[0]["params"], lr=1e-3)
+    case.step(new)
+    assert "one.weight" in case.dense()  # nobody tells what it changes
+
+
+def test_masters_that_were_loaded_without_their_parameters() -> None:
+    case = Case(master_format="fp32")
+    case.step()
+    case.take()
+    state = copy.deepcopy(case.opt.state_dict())
+    state["state"][0]["master"].add_(1.0)
+    case.opt.load_state_dict(state)
+    case.step()
+    case.take()
+
+
+def test_several_optimizers_of_one_model() -> None:
+    case = Case()
+    more = zk.SGD([case.model.own], lr=0.1)
+    case.follower, case.mirror = zk.deltas(case.model, [case.opt, more]), copy.deepcopy(case.model)
+    case.model(torch.randn(2, 40, dtype=case.dtype)).float().sum().backward()
+    case.opt.step()
+    more.step()
+    assert {"own", "one.weight"} <= set(case.take().names)
+
+
+def test_others_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="optimizers of zerokern"):
+        zk.deltas(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
+        zk.deltas(model.state_dict(), None)  # type: ignore[arg-type]
+    case = Case()
+    case.model.float()
+    with pytest.raises(StateError, match="was exchanged, moved or divided"):
+        case.follower.take()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_is_applied_to_a_sharded_module(stage: int) -> None:
+    case = Case()
+    there = zk.shard(copy.deepcopy(case.mirror), stage=stage)
+    case.step()
+    case.follower.take().apply_(there)
+    with zk.gathered(there):
+        assert all(torch.equal(one, there.state_dict()[name]) for name, one in case.model.state_dict().items())
+
+
+def test_a_file_keeps_all(tmp_path: Path) -> None:
+    case = Case()
+    for number in range(3):
+        case.step()
+        if number == 1:
+            with torch.no_grad():
+                case.model.seen.add_(1)
+        delta = case.follower.take()
+        delta.save(path := tmp_path / f"{number}.safetensors")
+        again = zk.Delta.load(path)
+        assert (again.before, again.after, again.names) == (delta.before, delta.after, delta.names)
+        again.apply_(case.mirror)
+        assert all(torch.equal(one, case.model.state_dict()[n]) for n, one in case.mirror.state_dict().items())
+    path.write_bytes(path.read_bytes().replace(b"zerokern delta 1", b"zerokern delta 9"))
+    with pytest.raises(IoError, match="delta 9"):
+        zk.Delta.load(path)
+
+
+def test_the_reader_in_numpy_does_the_same(tmp_path: Path) -> None:
+    place = ROOT / "examples" / "read_delta.py"
+    spec = importlib.util.spec_from_file_location("read_delta", place)
+    assert spec and spec.loader
+    reader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reader)
+    text = place.read_text()
+    assert "torch" not in text and "import zerokern" not in text and len(text.splitlines()) <= 40
+    case = Case(lr=1e-5)
+    kinds = {2: (torch.int16, np.uint16), 8: (torch.int64, np.uint64)}
+    words = {}
+    for name, one in case.follower._tensors.items():
+        signed, unsigned = kinds[one.itemsize]
+        words[name] = one.detach().reshape(-1).view(signed).numpy().copy().view(unsigned)
+    for _ in range(4):
+        case.step()
+        with torch.no_grad():
+            case.model.seen.add_(1)
+        case.follower.take().save(path := tmp_path / "delta.safetensors")
+        reader.read(str(path), words)
+    for name, one in case.follower._tensors.items():
+        assert np.array_equal(
+            one.detach().reshape(-1).view(kinds[one.itemsize][0]).numpy(), words[name].view(f"i{one.itemsize}")
+        )
