@@ -61,7 +61,7 @@ class Muon(FusedOptimizer):
         made on the host then, so "host" is refused for these.
 
     state_format ("fp32", "bf16" or "int8", of momentum_buffer), master_format, max_grad_norm, group, stochastic_seed
-    and schedule: as `zerokern.optim.Adam` says.
+    and schedule: as `zk.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(2, 2))

@@ -96,7 +96,7 @@ class AdamW(Adam):
     """AdamW: Adam whose weight decay shrinks the parameter instead of entering the gradient.
 
     All keywords, also those beside torch's (state_format, master_format, max_grad_norm, group, stochastic_seed, tier,
-    schedule, update), mean what `zerokern.optim.Adam` says.
+    schedule, update), mean what `zk.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -141,7 +141,7 @@ class Lion(FusedOptimizer):
     as much higher. `betas`: what the momentum weighs in the sign, and how it decays.
 
     state_format: "fp32" (exact), "bf16" or "int8" for exp_avg. master_format, max_grad_norm, group, stochastic_seed,
-    tier, schedule and update: as `zerokern.optim.Adam` says.
+    tier, schedule and update: as `zk.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -182,7 +182,7 @@ class Adagrad(FusedOptimizer):
     As torch defines it, except that `sum` is made at the first step, from `initial_accumulator_value`.
 
     state_format: "fp32" (exact) or "bf16" for `sum`. master_format, max_grad_norm, group, stochastic_seed, tier,
-    schedule and update: as `zerokern.optim.Adam` says.
+    schedule and update: as `zk.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -231,7 +231,7 @@ class SGD(FusedOptimizer):
     Without momentum there is no state but the master's. The first momentum_buffer is the gradient itself.
 
     state_format: "fp32" (exact) or "bf16" for momentum_buffer. master_format, max_grad_norm, group, stochastic_seed,
-    tier, schedule and update: as `zerokern.optim.Adam` says.
+    tier, schedule and update: as `zk.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
