@@ -43,7 +43,7 @@ class Saving:
     >>> from zerokern import load, save
     >>> model = torch.nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saving = save(f"{folder}/step1", model, wait=False)
+    ...     saving = zk.save(f"{folder}/step1", model, wait=False)
     ...     saving.wait(); saving.done(), saving.exception()
     (True, None)
     """

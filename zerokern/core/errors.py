@@ -33,7 +33,7 @@ FRAMEWORKS = {module.partition(".")[0] for module in ADAPTERS}
 class ZerokernError(Exception):
     """Base of all errors of this library that are not about one argument (those are ``ValueError`` and ``TypeError``).
 
-    >>> issubclass(KernelError, ZerokernError)
+    >>> issubclass(zk.KernelError, zk.ZerokernError)
     True
     """
 
@@ -41,7 +41,6 @@ class ZerokernError(Exception):
 class BackendError(ZerokernError):
     """An implementation that was asked for is missing, or the native library does not fit this package.
 
-    >>> import zerokern as zk
     >>> zk.kernels.sumsq([], impl="cpu.neon9")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
@@ -63,7 +62,7 @@ class KernelError(ZerokernError):
 class ShardError(ZerokernError):
     """A model that cannot be sharded as it is, or that is no longer as it was when it was sharded.
 
-    >>> issubclass(ShardError, ZerokernError)
+    >>> issubclass(zk.ShardError, zk.ZerokernError)
     True
     """
 
@@ -71,7 +70,7 @@ class ShardError(ZerokernError):
 class StateError(ZerokernError):
     """Optimizer state that does not fit what it is used for, or that is torn.
 
-    >>> str(StateError("no state"))
+    >>> str(zk.StateError("no state"))
     'no state'
     """
 
@@ -79,7 +78,7 @@ class StateError(ZerokernError):
 class BudgetError(ZerokernError):
     """Memory or disk that was asked for and is not there; nothing was taken. The message shows who holds what.
 
-    >>> issubclass(BudgetError, ZerokernError)
+    >>> issubclass(zk.BudgetError, zk.ZerokernError)
     True
     """
 
@@ -87,7 +86,7 @@ class BudgetError(ZerokernError):
 class IoError(ZerokernError):
     """A transfer that failed: which span of which file, for which key, and why. No other transfer is affected.
 
-    >>> error = IoError("no space", path="swap", offset=4096, nbytes=512, errno=28, key="layer.0")
+    >>> error = zk.IoError("no space", path="swap", offset=4096, nbytes=512, errno=28, key="layer.0")
     >>> error.path, error.offset, error.nbytes, error.errno, error.key
     ('swap', 4096, 512, 28, 'layer.0')
     """
@@ -102,7 +101,7 @@ class IoError(ZerokernError):
 class CommError(ZerokernError):
     """A collective that did not come to its end: which operation, between which ranks, and which of them are gone.
 
-    >>> error = CommError("rank 1 is gone", operation="all_gather", ranks=(0, 1), gone=(1,))
+    >>> error = zk.CommError("rank 1 is gone", operation="all_gather", ranks=(0, 1), gone=(1,))
     >>> error.operation, error.ranks, error.gone
     ('all_gather', (0, 1), (1,))
     """

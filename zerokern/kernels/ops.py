@@ -70,7 +70,7 @@ def adam(
     fp32 ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128.
 
     >>> p, g, m, v = torch.ones(4), torch.ones(4), torch.zeros(4), torch.zeros(4)
-    >>> adam(p, g, m, v, lr=0.1, step=1)
+    >>> zk.kernels.adam(p, g, m, v, lr=0.1, step=1)
     >>> p
     tensor([0.9000, 0.9000, 0.9000, 0.9000])
     """
@@ -101,7 +101,7 @@ def lion(
     """One Lion step.
 
     >>> p, g, m = torch.ones(2), torch.tensor([3.0, -2.0]), torch.zeros(2)
-    >>> lion(p, g, m, lr=0.25)
+    >>> zk.kernels.lion(p, g, m, lr=0.25)
     >>> p
     tensor([0.7500, 1.2500])
     """
@@ -131,7 +131,7 @@ def adagrad(
     """One Adagrad step.
 
     >>> p, g, s = torch.ones(2), torch.full((2,), 2.0), torch.zeros(2)
-    >>> adagrad(p, g, s, lr=0.5, step=1)
+    >>> zk.kernels.adagrad(p, g, s, lr=0.5, step=1)
     >>> p
     tensor([0.5000, 0.5000])
     """
@@ -163,7 +163,7 @@ def sgd(
     """One SGD step; ``first_step`` starts the momentum buffer as the gradient.
 
     >>> p, g = torch.ones(2), torch.ones(2)
-    >>> sgd(p, g, lr=0.5)
+    >>> zk.kernels.sgd(p, g, lr=0.5)
     >>> p
     tensor([0.5000, 0.5000])
     """
@@ -191,7 +191,7 @@ def muon(
 
     >>> g, m, out = torch.tensor([4.0, -8.0]), torch.zeros(2), torch.empty(2)
     >>> sums = torch.empty(1, dtype=torch.float64)
-    >>> muon(g, m, out, sums, momentum=0.75)
+    >>> zk.kernels.muon(g, m, out, sums, momentum=0.75)
     >>> m, out, sums
     (tensor([ 1., -2.]), tensor([ 1.7500, -3.5000]), tensor([15.3125], dtype=torch.float64))
     """
@@ -201,7 +201,7 @@ def muon(
 def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
     """Sum of squares of all elements in float64, in a fixed order; non-finite if any element is.
 
-    >>> sumsq(torch.tensor([3.0, 4.0]))
+    >>> zk.kernels.sumsq(torch.tensor([3.0, 4.0]))
     25.0
     """
     sources, device = _sources(tensors)
@@ -278,7 +278,7 @@ def stream(
 
     What is updated or written holds nothing of use afterwards.
 
-    >>> stream(reads=[torch.zeros(1024)], updates=[torch.zeros(1024)])
+    >>> zk.kernels.stream(reads=[torch.zeros(1024)], updates=[torch.zeros(1024)])
     """
     every = [*reads, *updates, *writes]
     named = [(f"stream {i}", t) for i, t in enumerate(every)]

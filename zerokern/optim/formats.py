@@ -298,9 +298,9 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
 
     >>> from zerokern.optim import AdamW
     >>> weight = torch.nn.Parameter(torch.ones(4)); weight.grad = torch.ones(4)
-    >>> exact, small = AdamW([weight]), AdamW([weight], state_format="int8")
+    >>> exact, small = zk.AdamW([weight]), zk.AdamW([weight], state_format="int8")
     >>> exact.step()
-    >>> small.load_state_dict(convert_state(exact.state_dict(), state_format="int8"))
+    >>> small.load_state_dict(zk.convert_state(exact.state_dict(), state_format="int8"))
     >>> small.state[weight]["exp_avg"]
     tensor([127, 127, 127, 127], dtype=torch.int8)
     """

@@ -56,9 +56,9 @@ class Adam(FusedOptimizer):
         later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For parameters
         in host memory both are one.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = Adam([weight], lr=0.1)
+    >>> opt = zk.Adam([weight], lr=0.1)
     >>> weight.grad = torch.tensor([1.0, -1.0]); opt.step(); weight.data
     tensor([0.9000, 1.1000])
     """
@@ -98,9 +98,9 @@ class AdamW(Adam):
     All keywords, also those beside torch's (state_format, master_format, max_grad_norm, group, stochastic_seed, tier,
     schedule, update), mean what `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> opt = AdamW([weight], lr=0.5, weight_decay=0.5, max_grad_norm=1.0)
+    >>> opt = zk.AdamW([weight], lr=0.5, weight_decay=0.5, max_grad_norm=1.0)
     >>> weight.grad = torch.zeros_like(weight); opt.step(); weight.data, opt.grad_norm
     (tensor([0.7500, 0.7500], dtype=torch.bfloat16), 0.0)
     """
@@ -143,9 +143,9 @@ class Lion(FusedOptimizer):
     state_format: "fp32" (exact), "bf16" or "int8" for exp_avg. master_format, max_grad_norm, group, stochastic_seed,
     tier, schedule and update: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = Lion([weight], lr=0.25)
+    >>> opt = zk.Lion([weight], lr=0.25)
     >>> weight.grad = torch.tensor([3.0, -0.1]); opt.step(); weight.data
     tensor([0.7500, 1.2500])
     """
@@ -184,9 +184,9 @@ class Adagrad(FusedOptimizer):
     state_format: "fp32" (exact) or "bf16" for `sum`. master_format, max_grad_norm, group, stochastic_seed, tier,
     schedule and update: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = Adagrad([weight], lr=0.5)
+    >>> opt = zk.Adagrad([weight], lr=0.5)
     >>> weight.grad = torch.tensor([2.0, -2.0]); opt.step(); weight.data
     tensor([0.5000, 1.5000])
     """
@@ -233,9 +233,9 @@ class SGD(FusedOptimizer):
     state_format: "fp32" (exact) or "bf16" for momentum_buffer. master_format, max_grad_norm, group, stochastic_seed,
     tier, schedule and update: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = SGD([weight], lr=0.5, momentum=0.5)
+    >>> opt = zk.SGD([weight], lr=0.5, momentum=0.5)
     >>> for _ in range(2): weight.grad = torch.ones(2); opt.step()
     >>> weight.data
     tensor([-0.2500, -0.2500])

@@ -20,9 +20,9 @@ class Delayed:
 
     The first `after` steps are exact, because gradients change fast early in training (ZeRO-Offload waits 40 steps).
 
-    >>> Delayed(after=40)
+    >>> zk.Delayed(after=40)
     Delayed(after=40)
-    >>> Delayed(after=-1)
+    >>> zk.Delayed(after=-1)
     Traceback (most recent call last):
     ...
     ValueError: after=-1: must be a number of exact steps that is not negative
