@@ -90,6 +90,18 @@ def test_the_front_page_shows_what_counts() -> None:
     assert "](pictures/" in front and "bytes per parameter" in front and "## Install" in front
 
 
+def test_the_picture_shows_the_numbers_of_the_table_and_of_kept_results() -> None:
+    """After a change of README's table or of a result: python docs/pictures/beside.py"""
+    beside = runpy.run_path(str(ROOT / "docs/pictures/beside.py"))
+    assert read("docs/pictures/beside.svg") == beside["drawn"]()
+    fits, speeds = list(beside["counted"]()), list(beside["measured"]())
+    assert [value for value, _ in fits[0].values.values()] == [14, 16, 18]
+    for bars in fits + speeds:
+        ours, *others = (value for value, _ in bars.values.values())
+        assert others and min(others) > ours, bars.title
+    assert "](docs/pictures/beside.svg)" in read("README.md") and "](pictures/beside.svg)" in read("docs/index.md")
+
+
 def test_no_line_of_code_is_cut_off_by_the_style() -> None:
     style = read("docs/site/site.css")
     assert "white-space: pre-wrap" in style.partition(".md-typeset pre > code {")[2].partition("}")[0]
