@@ -37,22 +37,22 @@ class Adam(FusedOptimizer):
         `math.inf` measures the norm, as `opt.grad_norm`, and clips nothing.
     group: ranks that hold other parameters of the same model, such as the stages of a pipeline: `mesh["pp"]` or a
         ProcessGroup. They share one norm and one decision to step. Each rank has one optimizer for all that it holds.
-    stochastic_seed: rounds stochastically where master_format is "none". The same seed gives the same bits.
+    stochastic_seed: rounds stochastically where master_format is "none". The same seed gives bitwise identical results.
     tier: where the state is kept. "device": next to the parameters. "cpu": in pinned host memory, where the update runs
         too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
         `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
-        each step, and the bits are the same. A list of tiers is filled one after the other, each up to its budget:
+        each step, with bitwise identical results. A list of tiers is filled one after the other, each up to its budget:
         `["device:8GiB", "cpu:64GiB", zk.Nvme(path)]`. The state of a parameter goes to the first one that has room for
         all of it, and parameters that a forward needs first choose first. What stays on the device is updated there.
     schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
-        parameters come back one by one while the next forward waits only for those it needs. The bits are the same.
+        parameters come back one by one while the next forward waits only for those it needs. Results are bitwise identical.
         Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
         update runs beside the following forward and backward, and the next `step()` publishes it: one step late, which
         is another trajectory.
     update: where the update of state in tier="cpu" runs, for parameters on a GPU. "host": on the CPU. "device": on the
         GPU, through which the state streams from pinned host memory and back, piece by piece. Gradients and parameters
-        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; the bits are
-        the same. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the state of
+        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; results
+        are bitwise identical. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the state of
         later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For parameters
         in host memory both are one.
 
