@@ -34,7 +34,9 @@ log = logging.getLogger("zerokern.checkpoint")
 
 
 class Saving:
-    """A save in the background. Training may continue: what is saved has been copied, or written already.
+    """A handle to a save that runs in the background.
+
+    Training may continue: what is saved has been copied, or written already.
 
     `path`: the folder. An error is raised by `wait()`, else by the next save, and is always logged. Python does not
     exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end.

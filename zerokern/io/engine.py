@@ -57,7 +57,9 @@ class Faults:
 
 
 class Engine:
-    """One native engine. ``kind`` is the one that runs; ``why`` says why it is not io_uring, or is empty.
+    """A native engine that reads and writes blocks of files.
+
+    ``kind`` is the one that runs; ``why`` says why it is not io_uring, or is empty.
 
     >>> with zk.io.Engine("threads", depth=4, block=1 << 20) as engine:
     ...     engine.kind, engine.stats()["pending"]

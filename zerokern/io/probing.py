@@ -44,7 +44,7 @@ _log = logging.getLogger("zerokern.io")
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured of a disk. Without O_DIRECT nothing is: then speeds are 0, depth and block a usual choice.
+    """The result of measuring a disk. Without O_DIRECT nothing is: then speeds are 0, depth and block a usual choice.
 
     >>> zk.io.Probe(depth=16, block=1 << 20, engine="uring", direct=True, read_gb_s=6.5, write_gb_s=3.25).line()
     'uring, O_DIRECT, depth 16, block 1024 KiB, read 6.50 GB/s, write 3.25 GB/s'

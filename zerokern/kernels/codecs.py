@@ -30,7 +30,7 @@ def _convert(family: str, verb: str, kind: str, x: Tensor, codes: Tensor, aux: T
 
 
 def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
+    """Returns codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
 
     >>> zk.kernels.encode_int8(torch.tensor([1.0, -0.5]))
     (tensor([127, -85], dtype=torch.int8), tensor([1.]))
@@ -46,7 +46,7 @@ def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) ->
 
 
 def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> Tensor:
-    """The fp32 values that codes and block scales stand for. Returns a new tensor.
+    """Returns the fp32 values that codes and block scales stand for. Returns a new tensor.
 
     >>> zk.kernels.decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
     tensor([2., 0.])
@@ -62,7 +62,7 @@ def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: st
 
 
 def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """The bf16 upper half and the remainder of fp32 values: ``"split16"`` keeps every bit, ``"split8"`` 24 bits.
+    """Returns the bf16 upper half and the remainder of fp32 values: "split16" keeps every bit, "split8" 24 bits.
 
     >>> zk.kernels.split(torch.tensor([1.00390625]), "split16")
     (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
@@ -80,7 +80,7 @@ def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Te
 
 
 def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
-    """The fp32 values of a split master. Returns a new tensor.
+    """Returns the fp32 values of a split master. Returns a new tensor.
 
     >>> zk.kernels.join(*zk.kernels.split(torch.tensor([0.1]), "split16"))
     tensor([0.1000])

@@ -64,7 +64,7 @@ def adam(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One Adam (``decoupled=False``) or AdamW step.
+    """Performs one Adam (``decoupled=False``) or AdamW step.
 
     The formats follow from the tensors: a bf16 ``param`` with an int16 or int8 ``remainder`` is a split master, with an
     fp32 ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128.
@@ -98,7 +98,7 @@ def lion(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One Lion step.
+    """Performs one Lion step.
 
     >>> p, g, m = torch.ones(2), torch.tensor([3.0, -2.0]), torch.zeros(2)
     >>> zk.kernels.lion(p, g, m, lr=0.25)
@@ -128,7 +128,7 @@ def adagrad(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One Adagrad step.
+    """Performs one Adagrad step.
 
     >>> p, g, s = torch.ones(2), torch.full((2,), 2.0), torch.zeros(2)
     >>> zk.kernels.adagrad(p, g, s, lr=0.5, step=1)
@@ -160,7 +160,7 @@ def sgd(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One SGD step; ``first_step`` starts the momentum buffer as the gradient.
+    """Performs one SGD step; ``first_step`` starts the momentum buffer as the gradient.
 
     >>> p, g = torch.ones(2), torch.ones(2)
     >>> zk.kernels.sgd(p, g, lr=0.5)
@@ -183,7 +183,7 @@ def muon(
     scale: float = 1.0,
     impl: str | None = None,
 ) -> None:
-    """The element-wise half of one Muon step: moves the average, and writes the matrix that is to be orthogonalized.
+    """Performs the element-wise half of one Muon step: moves the average, and writes the matrix to orthogonalize.
 
     No parameter is read or written: `orthogonal.iterate_` takes ``out`` (fp32 or bf16) and ``sums``, and its
     result is applied as `orthogonal.apply_settings` says. ``sums`` gets the sum of squares of each started chunk of
@@ -199,7 +199,7 @@ def muon(
 
 
 def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
-    """Sum of squares of all elements in float64, in a fixed order; non-finite if any element is.
+    """Returns the sum of squares of all elements in float64, in a fixed order; non-finite if any element is.
 
     >>> zk.kernels.sumsq(torch.tensor([3.0, 4.0]))
     25.0
@@ -274,7 +274,7 @@ def stream(
     *,
     impl: str | None = None,
 ) -> None:
-    """The roof: reads, updates and writes the bytes of equally large tensors and computes next to nothing.
+    """Reads, updates and writes equally large tensors and computes next to nothing: its time is the roof.
 
     What is updated or written holds nothing of use afterwards.
 

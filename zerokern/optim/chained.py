@@ -49,7 +49,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     (5.0, tensor([0.7000, 0.6000]), [0.05, 0.25])
     """
 
-    _zk_shards = True  # steps parameters that zk.shard divides
+    _zk_shards = True  # steps parameters that zk.shard shards
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizers: Iterable[FusedOptimizer], max_grad_norm: float | None = None) -> None:

@@ -29,7 +29,7 @@ from zerokern.zero.units import check_split
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
 TAKES_LESS = (
     f'state_format="int8" with master_format="split8" takes {_SMALLEST:.1f} bytes per bf16 parameter; zk.shard '
-    'divides it by the ranks from stage=1 on; tier=zk.Nvme(path) keeps state on disk; zk.plan(..., tier="cpu") '
+    'shards it from stage=1 on; tier=zk.Nvme(path) keeps state on disk; zk.plan(..., tier="cpu") '
     "says beforehand what fits"
 )
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk

@@ -45,16 +45,16 @@ class Adam(FusedOptimizer):
         `["device:8GiB", "cpu:64GiB", zk.Nvme(path)]`. The state of a parameter goes to the first one that has room for
         all of it, and parameters that a forward needs first choose first. What stays on the device is updated there.
     schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
-        parameters come back one by one while the next forward waits only for those it needs. Results are bitwise identical.
-        Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
-        update runs beside the following forward and backward, and the next `step()` publishes it: one step late, which
-        is another trajectory.
+        parameters come back one by one while the next forward waits only for those it needs. Results are bitwise
+        identical. Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact
+        steps each update runs beside the following forward and backward, and the next `step()` publishes it: one step
+        late, which is another trajectory.
     update: where the update of state in tier="cpu" runs, for parameters on a GPU. "host": on the CPU. "device": on the
         GPU, through which the state streams from pinned host memory and back, piece by piece. Gradients and parameters
-        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; results
-        are bitwise identical. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the state of
-        later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For parameters
-        in host memory both are one.
+        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; results are
+        bitwise identical. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the
+        state of later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For
+        parameters in host memory both are one.
 
     >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))

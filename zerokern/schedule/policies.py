@@ -16,7 +16,7 @@ __all__ = ["Delayed", "check_schedule", "program_of", "refuse_at_rest", "residen
 
 @dataclass(frozen=True)
 class Delayed:
-    """Each update takes effect one step late, and so hides behind a whole forward and backward pass.
+    """Schedule in which each update takes effect one step late, and so hides behind a whole forward and backward pass.
 
     The first `after` steps are exact, because gradients change fast early in training (ZeRO-Offload waits 40 steps).
 
