@@ -18,12 +18,11 @@ from torch import Tensor
 from zerokern.comm import Group, Handle
 from zerokern.kernels import Flattener, cpu
 from zerokern.kernels.cpu import sumsq_pointers
-from zerokern.kernels.squares import Squares, one_by_one
+from zerokern.kernels.squares import ChunkSums, Squares, one_by_one
 from zerokern.memory import HostTier, Wanted
 from zerokern.memory.addresses import GradientReader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
-from zerokern.memory.squares import SquaresBelow
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.tiers import rests_in_turns
 
@@ -183,7 +182,7 @@ class Reducer:
         self._divides = whole and losses is not None and self._op == "sum"  # itself, and not the transport
         self.needed = self._others or self._divides  # whether anything is to be done
         self._last: Copy | None = None  # of what was reduced, to host memory
-        self._below: SquaresBelow | None = None
+        self._below: ChunkSums | None = None  # of what goes to host memory
         places, here = {spot.param: place for place, spot in enumerate(bucket.places)}, bucket.pieces(group.rank)
         self._here = [places[piece.param] for piece in here]
         self._measures, self._squares = measures, Squares((piece.offset, piece.numel) for piece in here)
@@ -246,11 +245,11 @@ class Reducer:
                 copy = host.store(out, span)
             else:
                 if self._below is None:
-                    self._below = SquaresBelow(self._squares.numels, [span.dtype] * len(self._here))
-                found = self._below.launch(copies.driver, self._squares.of(span))
+                    self._below = ChunkSums(self._squares.numels, [span.dtype] * len(self._here))
+                here, there = self._below.launch(copies.driver, self._squares.of(span))
                 host.store(out, span)
-                copy = host.store(found.here, found.there)  # behind the other, on one stream
-                self._squares.later = found.later(copy)
+                copy = host.store(here, there)  # behind the other, on one stream
+                self._squares.later = self._below.later(copy.wait)
             self._last = copy
         return Handle(copy.gate, copy.done, copy.gate)
 
