@@ -270,9 +270,11 @@ class Reducer:
         sums: Sequence[Sumsq] | None = self._squares.sums
         if (later := self._squares.later) is not None:
             sums = one_by_one(later, len(self._here))
+        if sums is None and not everything:
+            return [None] * len(reduced)
         if sums is None:
             pointers, numels = array("Q", map(Tensor.data_ptr, reduced)), array("q", map(Tensor.numel, reduced))
-            return list(sumsq_pointers(pointers, numels, reduced[0].dtype)) if everything else [None] * len(reduced)
+            return list(sumsq_pointers(pointers, numels, reduced[0].dtype))
         found: list[Sumsq] = [0.0] * len(reduced)  # of what lies on other ranks
         for place, one in zip(self._here, sums, strict=True):
             found[place] = one
@@ -302,8 +304,10 @@ def known_squares(by_bucket: Rows, grads: Sequence[Tensor]) -> list[Sumsq]:
         ready: GradReady | None = bucket.shown.ready
         if ready is None:
             continue
-        untouched = bucket.shown.is_untouched()
         pieces, sums = ready.pieces, ready.sumsq
+        if sums.count(None) == len(sums):
+            continue
+        untouched = bucket.shown.is_untouched()
         for row, place in zip(rows, places, strict=True):
             if grads[row] is pieces[place]:
                 found[row] = sums[place] if untouched else ready.knows(place, grads[row])
