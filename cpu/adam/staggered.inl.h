@@ -30,9 +30,11 @@ struct PairStreams {
         return {load(at<float>(s.master, i)), load(at<float>(s.master, i + W))};
     }
     ZK_INLINE void store_values(int64_t i, const Two &p) const {
-        if (__builtin_expect(s.changed != nullptr, 0)) return store_marked(i, p);
+        if (__builtin_expect(s.changed != nullptr, 0)) return store_marked_of(*this, i, p);
         store_unmarked(i, p);
     }
+    // A call, with copies: the usual way keeps its registers.
+    static __attribute__((noinline)) void store_marked_of(PairStreams of, int64_t i, Two p) { of.store_marked(i, p); }
     // Streams lie in their order in memory, and what has a copy is in natural order.
     ZK_INLINE void store_marked(int64_t i, const Two &p) const {
         if constexpr (T != TO_FP32) {

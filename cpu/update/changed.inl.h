@@ -64,30 +64,47 @@ ZK_INLINE void mark(const zk_segment &s, int64_t i, BITS bits) {
     }
 }
 
+// The parameter that a value becomes, by the verbs of the store: their arithmetic is done once for both.
+template <int T, bool NANS>
+ZK_INLINE void param_of(const Scalars &k, const F (&p)[Q], uint16_t (&words)[STEP]) {
+    const int target = T == ANY ? static_cast<int>(k.target) : T;
+    alignas(64) int16_t low[STEP];
+    alignas(64) int8_t byte[STEP];
+    if (target == TO_SPLIT16)
+        store_split16<NANS>(words, low, p);
+    else if (target == TO_SPLIT8)
+        store_split8<NANS>(words, byte, p);
+    else if (target == TO_BF16)
+        store_bf16<NANS>(words, p);
+    else
+        store_f16(words, p);
+}
+
 // What a step publishes is the parameter, in its 16 bits; or the fp32 master; or the value rounded to a copy, which is
 // never read: what it was follows from the value before.
 template <int T, int O, bool NANS>
 ZK_INLINE void store_marked(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
     const int target = T == ANY ? static_cast<int>(k.target) : T, out = O == ANY ? static_cast<int>(k.out) : O;
-    alignas(64) uint16_t before[STEP], rounded[STEP];
-    const uint16_t *after = rounded;
+    alignas(64) uint16_t before[STEP], after[STEP];
+    const bool drawn = k.stochastic && (out == ZK_NONE || out == dtype_of(target));
     if (target == TO_FP32 && out == ZK_NONE) {
         mark(s, i, different(at<float>(s.master, i), p));
-        return store_value<T, NANS>(s, k, i, p);
-    }
-    if (out == ZK_NONE || out == dtype_of(target)) {
-        after = at<uint16_t>(s.param, i);
-        std::memcpy(before, after, sizeof before);
+    } else if (drawn) {  // by chance, once
+        std::memcpy(before, at<uint16_t>(s.param, i), sizeof before);
+    } else if (out == ZK_NONE || out == dtype_of(target)) {
+        param_of<T, NANS>(k, p, after);
+        mark(s, i, different(at<uint16_t>(s.param, i), after));
     } else {
         F old[Q];
         load_value<T>(s, k, i, old);
         const auto round = [out](uint16_t *to, const F(&x)[Q]) { out == ZK_BF16 ? store_bf16(to, x) : store_f16(to, x); };
         round(before, old);
-        round(rounded, p);
+        round(after, p);
+        mark(s, i, different(before, after));
     }
     store_value<T, NANS>(s, k, i, p);
     store_out<T, O, NANS>(s, k, i, p);
-    mark(s, i, different(before, after));
+    if (drawn) mark(s, i, different(before, at<uint16_t>(s.param, i)));
 }
 
 // The one place where a step of all formats stores its values.

@@ -29,7 +29,7 @@ __all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "muon_", "sgd_",
 Tensors = Sequence[Tensor]
 _DEVICES = ("cpu", "cuda")
 _LIBRARY = torch.library.Library("zerokern", "FRAGMENT")
-_MASTERS = ("remainder", "master", "out")
+_MASTERS = ("remainder", "master", "out", "changed")
 _SHARED = ("maximize", "scale", "stochastic_seed")  # settings behind those of one rule alone
 
 
@@ -45,7 +45,7 @@ def _over_lists(op: Callable[..., None]) -> OpOverload:
     given = inspect.signature(op).parameters
     tensors = [name for name, one in given.items() if one.annotation.startswith("Tensors")]
     tensors.sort(key=lambda name: (given[name].annotation != "Tensors") * (1 + (name in _MASTERS)))
-    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter("abcdefgh")
+    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter("abcdefghi")
     lists = []
     for name, plural in zip(tensors, names, strict=True):
         kind = "Tensor[]" if name == "grad" else f"Tensor({next(aliases)}!)[]"
