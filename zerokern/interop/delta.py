@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.api import gathered
 from zerokern.checkpoint.training_state import finish_updates, named_tensors, refuse_meta
 from zerokern.core.errors import IoError, StateError, got
 from zerokern.interop.tensorfile import DTYPES, code_of, header, read_header
 from zerokern.io.advice import file_error, on_disk
 from zerokern.io.renaming import Folder
 from zerokern.kernels.changed import Packed, unpack_changed
+from zerokern.zero.full_parameters import full_parameters
 from zerokern.zero.kinds import is_placed
-from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Delta", "Difference", "print_of", "weighted_sum"]
@@ -251,7 +250,7 @@ class Delta:
             with folder.new(new) as file:
                 file.write(begin.first)
                 for name in begin.offsets:
-                    file.write(memoryview(parts[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+                    file.write(_bytes_of(parts[name].detach().cpu().contiguous()))
                 file.flush()
                 os.fsync(file.fileno())
             folder.rename((new, whole.name))
@@ -297,14 +296,19 @@ def _read(path: Path, entries: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, entry in entries.items():
             memory = torch.empty(entry.nbytes, dtype=torch.uint8)
             file.seek(entry.offset)
-            file.readinto(memoryview(memory.numpy()))
+            file.readinto(_bytes_of(memory))
             found[name] = memory.view(DTYPES[entry.code])
     return found
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 @contextmanager
 def _opened(tensor: Tensor, *, write: bool) -> Iterator[Tensor]:
     """Context manager that yields a parameter or buffer with all of its values on this rank."""
-    whole = gathered([tensor], write=write) if isinstance(tensor, Sharded) and shard_of(tensor) else nullcontext()
-    with whole:
+    apart = isinstance(tensor, Sharded) and isinstance(tensor, nn.Parameter)
+    with full_parameters([tensor], write) if apart else nullcontext():  # type: ignore[list-item]
         yield tensor

@@ -69,9 +69,12 @@ class Deltas:
     def __init__(self, model: nn.Module, opt: Any, *, group: Any = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(got("model", type(model).__name__, "an nn.Module"))
-        self.model, self._optimizers = model, unchained(opt)
-        for one in self._optimizers:
-            if not isinstance(one, FusedOptimizer):
+        self.model = model
+        self._optimizers: list[FusedOptimizer] = []
+        for one in unchained(opt):
+            if isinstance(one, FusedOptimizer):
+                self._optimizers.append(one)
+            else:
                 allowed = "optimizers of zerokern, or None: what others write is sent whole"
                 raise TypeError(got("opt", type(one).__name__, allowed))
         self._tensors = named_tensors(model)
@@ -202,7 +205,7 @@ class Deltas:
         if not is_dense and bits is None:
             return [_DENSE if total != self._sums[place] else 0, 0, 0, total], None  # whoever has written it
         piece = self._shards[place].piece
-        if is_dense or piece.dtype not in DTYPES:
+        if is_dense or bits is None or piece.dtype not in DTYPES:
             return [_DENSE, 0, 0, total], None
         with present(piece):
             packed = pack_changed(bits, self._flat(place))
@@ -292,7 +295,7 @@ class Deltas:
         received = [iter(one) for one in self._move(sent, sizes)]
         for number, (place, form) in enumerate(forms.items()):
             dtype = self._tensors[self._names[place]].dtype
-            found = []
+            found: list[tuple[Here, Tensor | Packed | None]] = []
             for rank, here in self._parts[place]:
                 parts = [next(received[rank]) for _ in sizes[rank][number]]
                 if form == "dense":
