@@ -52,6 +52,13 @@ def train(model: Any, opt: Any, batches: Batches) -> float:
     return float(loss)
 
 
+def share_of(delta: zk.Delta) -> float:
+    """Of all elements, how many have other bits."""
+    parts = [one for one in delta.tensors.values() if one.part is not None]
+    changed = sum(one.numel if isinstance(one.part, torch.Tensor) else one.part.values.numel() for one in parts)
+    return changed / sum(one.numel for one in delta.tensors.values())
+
+
 def delta_path(folder: Path, rate: float, step: int) -> Path:
     return folder / f"{rate:g}" / f"{step:04d}.safetensors"
 
@@ -74,7 +81,7 @@ def fine_tune(folder: Path, start: dict[str, torch.Tensor], rate: float, steps: 
         losses.append(train(model, opt, batches))
         delta = follower.take()
         nbytes.append(delta.nbytes)
-        shares.append(delta.share)
+        shares.append(share_of(delta))
         ready = delta_path(folder, rate, step)
         delta.save(ready.with_suffix(".part"))
         ready.with_suffix(".part").rename(ready)  # the follower sees whole files alone
