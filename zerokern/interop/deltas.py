@@ -64,7 +64,12 @@ def deltas(model: nn.Module, opt: Any, *, group: Any = None) -> Deltas:
 
 
 class Deltas:
-    """Follows a model; `zk.deltas` makes it. It ends when nobody refers to it any more."""
+    """Follows a model; `zk.deltas` makes it. It ends when nobody refers to it any more.
+
+    >>> import torch, zerokern as zk
+    >>> zk.deltas(torch.nn.Linear(2, 1), None).take()
+    Delta(0 of 2 tensors, 0 of 12 bytes, ... to ...)
+    """
 
     def __init__(self, model: nn.Module, opt: Any, *, group: Any = None) -> None:
         if not isinstance(model, nn.Module):
