@@ -31,6 +31,7 @@ __all__ = ["Deltas", "deltas"]
 
 _TOGETHER = 64 << 20  # bytes of all ranks that are exchanged at once
 _DENSE = -1
+_MOST = 1.0  # of a tensor's bytes, that what is packed of it may take
 _ANEW = "call zk.deltas(model, opt) anew, and begin from a full copy"
 Header = list[int]  # of a tensor's part on one rank: counts, places and values, or _DENSE; its checksum
 
@@ -64,7 +65,12 @@ def deltas(model: nn.Module, opt: Any, *, group: Any = None) -> Deltas:
 
 
 class Deltas:
-    """Follows a model; `zk.deltas` makes it. It ends when nobody refers to it any more."""
+    """Follows a model; `zk.deltas` makes it. It ends when nobody refers to it any more.
+
+    >>> import torch, zerokern as zk
+    >>> zk.deltas(torch.nn.Linear(2, 1), None).take()
+    Delta(0 of 2 tensors, 0 of 12 bytes, ... to ...)
+    """
 
     def __init__(self, model: nn.Module, opt: Any, *, group: Any = None) -> None:
         if not isinstance(model, nn.Module):
@@ -209,7 +215,7 @@ class Deltas:
             return [_DENSE, 0, 0, total], None
         with present(piece):
             packed = pack_changed(bits, self._flat(place))
-        if packed.nbytes >= piece.nbytes:
+        if packed.nbytes >= _MOST * piece.nbytes:
             return [_DENSE, 0, 0, total], None
         return [packed.counts.numel(), packed.places.numel(), packed.values.numel(), total], packed
 
@@ -251,7 +257,7 @@ class Deltas:
         if any(header[0] == _DENSE for header in headers):
             return "dense" if tensor.numel() else ""
         nbytes = sum(counts + places + values * tensor.itemsize for counts, places, values, _ in headers)
-        return "" if not nbytes else "packed" if nbytes < tensor.numel() * tensor.itemsize else "dense"
+        return "" if not nbytes else "packed" if nbytes < _MOST * tensor.numel() * tensor.itemsize else "dense"
 
     def _segments(self, place: int, rank: int, form: str, everyone: Sequence[Sequence[Header]]) -> list[int]:
         """Returns the bytes of each tensor that a rank sends of this one."""
