@@ -1,4 +1,4 @@
-"""A model that is fine-tuned, and another process that follows it by deltas and generates, as in reinforcement learning.
+"""A model that is fine-tuned, and a process that follows it by deltas and generates, as in reinforcement learning.
 
     python examples/follow.py FOLDER
     python examples/follow.py FOLDER --picture deltas.svg --json deltas.json
@@ -49,7 +49,7 @@ def train(model: Any, opt: Any, batches: Batches) -> float:
     loss.backward()
     opt.step()
     opt.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def share_of(delta: zk.Delta) -> float:
@@ -63,19 +63,19 @@ def delta_path(folder: Path, rate: float, step: int) -> Path:
     return folder / f"{rate:g}" / f"{step:04d}.safetensors"
 
 
-def fine_tune(folder: Path, start: dict[str, torch.Tensor], rate: float, steps: int) -> dict[str, Any]:
-    """Trains from `start` and writes a delta after each step; returns what each was, and the last parameters' sum."""
+def fine_tune(folder: Path, rate: float, steps: int) -> dict[str, Any]:
+    """Trains, and writes a delta after each step; returns what each was, and the last parameters."""
     model = new_model()
-    model.load_state_dict(start)
     opt = zk.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     batches = Batches(read_text(), rows=ROWS, context=CONTEXT, seed=0)
     for _ in range(WARM):
         train(model, opt, batches)
     opt.param_groups[0]["lr"] = rate
-    torch.save(model.state_dict(), folder / f"{rate:g}.pt")  # where the follower begins
+    start = folder / f"{rate:g}.pt"  # where the follower begins
+    torch.save(model.state_dict(), start.with_suffix(".part"))
+    start.with_suffix(".part").rename(start)
     follower = zk.deltas(model, opt)
-    path = delta_path(folder, rate, 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    delta_path(folder, rate, 0).parent.mkdir()
     losses, nbytes, shares = [], [], []
     for step in range(steps):
         losses.append(train(model, opt, batches))
@@ -83,19 +83,19 @@ def fine_tune(folder: Path, start: dict[str, torch.Tensor], rate: float, steps: 
         nbytes.append(delta.nbytes)
         shares.append(share_of(delta))
         ready = delta_path(folder, rate, step)
-        delta.save(ready.with_suffix(".part"))
-        ready.with_suffix(".part").rename(ready)  # the follower sees whole files alone
+        delta.save(ready)  # by renaming: the follower sees whole files alone
     found = {"lr": rate, "losses": losses, "nbytes": nbytes, "shares": shares, "dense_nbytes": delta.dense_nbytes}
-    return {**found, "state": {name: one.clone() for name, one in model.state_dict().items()}}
+    return {**found, "state": model.state_dict()}
 
 
-def follow(folder: Path, rate: float, steps: int, said: Any) -> None:
+def follow(folder: Path, rate: float, steps: int) -> None:
     """The other process: applies each delta as it comes, and generates now and then."""
     torch.set_num_threads(1)
     model = new_model()
     start = folder / f"{rate:g}.pt"
     _wait_for(start)
     model.load_state_dict(torch.load(start))
+    texts = []
     prompt = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8).long()[None]
     for step in range(steps):
         path = delta_path(folder, rate, step)
@@ -103,8 +103,8 @@ def follow(folder: Path, rate: float, steps: int, said: Any) -> None:
         zk.Delta.load(path).apply_(model)
         if (step + 1) % GENERATE_EVERY == 0:
             tokens = model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
-            said.put((step + 1, bytes(tokens[0, prompt.shape[1] :].tolist())))
-    said.put({name: one.clone() for name, one in model.state_dict().items()})
+            texts.append((step + 1, bytes(tokens[0, prompt.shape[1] :].tolist()).decode(errors="replace")))
+    torch.save({"texts": texts, "state": model.state_dict()}, folder / f"{rate:g}-followed.pt")
 
 
 def _wait_for(path: Path, most_s: float = 600.0) -> None:
@@ -119,22 +119,21 @@ def run(folder: Path, rates: tuple[float, ...] = RATES, steps: int = STEPS) -> l
     """Fine-tunes at each rate while another process follows; returns a row for each."""
     rows, context = [], multiprocessing.get_context("spawn")
     for rate in rates:
-        said = context.Queue()
-        other = context.Process(target=follow, args=(folder, rate, steps, said), daemon=True)
+        other = context.Process(target=follow, args=(folder, rate, steps), daemon=True)
         other.start()
-        row = fine_tune(folder, new_model().state_dict(), rate, steps)
-        texts = []
-        while isinstance(found := said.get(timeout=600), tuple):
-            texts.append(found)
+        row = fine_tune(folder, rate, steps)
         other.join()
-        mine = row.pop("state")
-        same = mine.keys() == found.keys() and all(_same_bits(mine[name], found[name]) for name in mine)
-        rows.append({**row, "texts": [(step, text.decode(errors="replace")) for step, text in texts], "same": same})
+        if other.exitcode:
+            raise RuntimeError("the follower has failed; its error is above")
+        found, mine = torch.load(folder / f"{rate:g}-followed.pt"), row.pop("state")
+        there = found["state"]
+        same = mine.keys() == there.keys() and all(_same_bits(mine[name], there[name]) for name in mine)
+        rows.append({**row, "texts": found["texts"], "same": same})
         sent = sum(row["nbytes"]) / (steps * row["dense_nbytes"])
         print(
             f"lr {rate:g}: loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}, "
-            f"{100 * sum(row['shares']) / steps:.2f} % of the elements changed in a step, a delta has {sent:.3f} of the "
-            f"bytes of all parameters; the follower's parameters are {'bitwise identical' if same else 'NOT the same'}"
+            f"{100 * sum(row['shares']) / steps:.2f} % of the elements change in a step, a delta has {sent:.3f} of the "
+            f"bytes of all parameters; the follower is {'bitwise identical' if same else 'NOT THE SAME'} at the end"
         )
     return rows
 
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    given.folder.mkdir(parents=True)  # a new one: files of another run would be followed
     rows = run(given.folder, tuple(given.lr), given.steps)
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
