@@ -30,6 +30,7 @@ from kernel_cases import (
 from tables import each
 
 from zerokern.kernels import flat, ops
+from zerokern.kernels.changed import changed_mask
 from zerokern.kernels.triton.upload import upload
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +86,19 @@ def assert_close(rows: list[Row], expected: list[Row], before: list[Row], case: 
         assert ((row["exp_avg_sq"].int() - want["exp_avg_sq"].int()).abs() <= 1).all()
         positive = want["exp_avg_sq"] > 0
         assert (row["exp_avg_sq"][positive] > 0).all()
+
+
+@each("dtype", [torch.bfloat16, torch.float32])
+def test_an_update_says_what_it_changed(dtype: torch.dtype) -> None:
+    for numel in (129, 4096 + 8, 1 << 20):
+        param = torch.randn(numel, device="cuda").to(dtype)
+        state = {name: torch.zeros(numel, device="cuda") for name in ("exp_avg", "exp_avg_sq")}
+        if dtype is torch.bfloat16:
+            state["remainder"] = torch.zeros(numel, dtype=torch.int16, device="cuda")
+        before, changed = param.clone(), torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cuda")
+        grad = torch.randn(numel, device="cuda").to(dtype)
+        ops.adam(param, grad, **state, lr=1e-4, step=1, changed=changed)
+        assert torch.equal(changed, changed_mask(before, param)) and bool(changed.any())
 
 
 @each("kind", ["exp_avg", "exp_avg_sq"])

@@ -31,7 +31,7 @@ from zerokern.kernels.triton.variants import Config
 CPU = torch.device("cpu")
 SIZES = (1, 8, 127, 129, 0, 1029, 1024)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted; test_gpu.py has the GPU's turn")
 
 
 def table_of(algorithm: str, case: Case, rows: list[Row], hyper: dict[str, Any], config: Config | None) -> DeviceTable:
